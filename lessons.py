@@ -849,7 +849,10 @@ def undone_on_failure(branch: str, added: list[str]):
 
 
 def cmd_check(lessons, args):
-    """run a lesson's tests on your code, then all the others"""
+    """run a lesson's tests on your code, then all the others
+
+    Each test that fails is one line; the first is shown in full.
+    """
     require_pytest()
     lesson = written(lessons, args.id)
     files = [file for file in test_files(lesson) if (ROOT / file).exists()]
@@ -859,22 +862,33 @@ def cmd_check(lessons, args):
             way = f"git switch {lesson.branch}"
         raise LessonError(f"the tests of {lesson.id} are not here; get them with: {way}")
 
-    def run(*arguments: str) -> int:
-        pytest = [python(), "-m", "pytest", "--maxfail=3", "--tb=short", *arguments]
-        return subprocess.run(pytest, cwd=ROOT, env=os.environ | ONE_THREAD).returncode
+    steps = chosen_steps(lesson, files, args.step)
 
-    print(f"{lesson.id}: its own tests, on your code", flush=True)
-    code = run(*files)
+    def run(*arguments: str) -> int:
+        pytest = [python(), "-m", "pytest"]
+        options = {"cwd": ROOT, "env": os.environ | ONE_THREAD}
+        code = subprocess.run([*pytest, "--tb=no", "-rfE", *arguments], **options).returncode
+        if code in (1, 2):  # tests fail, or a file cannot be imported
+            print(f"{lesson.id}: the first that fails", flush=True)
+            first = ("--last-failed", "--maxfail=1", "--tb=short", "-rN")
+            subprocess.run([*pytest, *first, *arguments], **options)
+        return code
+
+    which = f", steps up to {args.step}" if steps else ""
+    print(f"{lesson.id}: its own tests{which}, on your code", flush=True)
+    code = run(*steps, *files)
     verdict = "its own tests pass"
-    if code == 0 and not args.quick:
+    if code == 0 and steps:
+        verdict = f"the tests of steps up to {args.step} pass"
+    elif code == 0 and not args.quick:
         words = "its own tests pass. All others, because a lesson must not break another:"
         print(f"{lesson.id}: {words}", flush=True)
-        code = run(*(f"--ignore={file}" for file in files))
+        code = run("--maxfail=10", *(f"--ignore={file}" for file in files))
         if code == 5:  # there are no others
             code = 0
         verdict = "all tests pass"
     print(f"\n{lesson.id}: {'not yet' if code else verdict}")
-    if args.quick and not code:
+    if (args.quick or steps) and not code:
         print(f"For all the others: python lessons.py check {lesson.id}")
     print(f"To compare with the lesson's code: python lessons.py compare {lesson.id}")
     print("To go back to main: git add and commit, then git switch main")
@@ -884,6 +898,21 @@ def cmd_check(lessons, args):
     else:
         print("This is the last lesson.")
     return code
+
+
+def chosen_steps(lesson: Lesson, files: list[str], last: int | None) -> list[str]:
+    """Return pytest's options for the tests marked with the steps up to `last`; none for None.
+
+    Raises LessonError if no test has that step.
+    """
+    if last is None:
+        return []
+    text = "\n".join((ROOT / file).read_text("utf-8", "replace") for file in files)
+    steps = sorted({int(step) for step in re.findall(r"mark\.step\(n=(\d+)\)", text)})
+    if last not in steps:
+        have = f"have the steps {', '.join(map(str, steps))}" if steps else "have no steps"
+        raise LessonError(f"--step {last}: the tests of {lesson.id} {have}; see also: --quick")
+    return ["-m", " or ".join(f"step(n={step})" for step in steps if step <= last)]
 
 
 def cmd_compare(lessons, args):
@@ -1143,6 +1172,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     check = add(cmd_check)
     check.add_argument("id", **here)
     check.add_argument("--quick", action="store_true", help="the lesson's own tests only")
+    words = "its own tests for the first N of its Steps only"
+    check.add_argument("--step", metavar="N", type=int, help=words)
     add(cmd_compare).add_argument("id", **here)
     add(cmd_restart).add_argument("id", **here)
     whole = "run the whole suite at each lesson, and its own tests on the code before it"

@@ -795,12 +795,45 @@ def test_main_is_no_lesson_that_one_writes(repo, run, error):
 
 
 def test_check_fails_where_an_earlier_lesson_breaks(repo, run):
-    many = "import pytest\n\n\n@pytest.mark.parametrize('n', range(9))\n"
+    many = "import pytest\n\n\n@pytest.mark.parametrize('n', range(12))\n"
     many += "def test_many(n):\n    assert not n + 1\n"
     (repo / "tests" / "test_add.py").write_text(many)
     code, out, _ = run("check", "mul")
     assert code == 1 and "not yet" in out
-    assert out.index("2 passed") < out.index("3 failed")  # 3 of 9: it stops there
+    assert out.index("2 passed") < out.index("10 failed")  # of 12: it stops there
+
+
+def test_check_names_all_that_is_missing(repo, run):
+    """A line for each test that fails, and the first in full."""
+    run("start", "02-mul")
+    tests = "".join(f"def test_{n}():\n    assert {n} > 5, 'few'\n\n\n" for n in range(7))
+    (repo / "tests" / "test_mul.py").write_text(tests)
+    code, out, _ = run("check")
+    assert code == 1 and "6 failed, 1 passed" in out
+    lines = [line for line in out.splitlines() if line.startswith("FAILED tests/test_mul.py::")]
+    assert [line.split(" - ")[0][-1] for line in lines] == list("012345")
+    assert "assert 0 > 5" in out.partition("the first that fails")[2]
+    assert out.count("\nE   AssertionError") == 1
+    (repo / "tests" / "test_mul.py").write_text("import no_such_module\n")
+    out = run("check")[1]
+    assert "ERROR tests/test_mul.py" in out and out.count("E   ModuleNotFoundError") == 1
+
+
+def test_check_up_to_a_step(repo, run, error):
+    run("start", "02-mul")
+    assert "--step 1: the tests of 02-mul have no steps" in error("check", "--step", "1")
+    tests = "import pytest\n\n\n"
+    for step, good in ((1, True), (2, False), (3, False), (2, True)):
+        test = f"def test_{step}_{good}():\n    assert {good}\n\n\n"
+        tests += f"@pytest.mark.step(n={step})\n{test}"
+    (repo / "tests" / "test_mul.py").write_text(tests + "def test_unmarked():\n    assert 0\n")
+    code, out, _ = run("check", "--step", "1")
+    assert code == 0 and "1 passed, 4 deselected" in out
+    assert "02-mul: the tests of steps up to 1 pass\n" in out and "For all the others" in out
+    code, out, _ = run("check", "--step", "2")
+    assert code == 1 and "1 failed, 2 passed, 2 deselected" in out and "All others" not in out
+    assert "the tests of 02-mul have the steps 1, 2, 3;" in error("check", "--step", "4")
+    assert "the tests of 02-mul have the steps 1, 2, 3;" in error("check", "--step", "0")
 
 
 def test_who_writes_a_lesson_is_not_shown_it(repo, run):
