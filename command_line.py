@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from cache import check_stride, window_start
 from constraints import make_matcher, vocabulary_of
 from errors import UserError, memory_for
 from loading.chat import Chat
@@ -342,6 +343,20 @@ def note_dropped(encoding, *texts: str, plain: bool = False) -> None:
     if dropped := encoding.dropped(*texts, plain=plain):
         reason = f"the vocabulary lacks these bytes of the text, which are dropped: {dropped}"
         print(f"note: {reason}", file=sys.stderr)
+
+
+def note_window(prompts: list[list[int]], block_size: int, stride: int | None) -> None:
+    """Note on stderr how many prompts, as token ids, exceed the context window of block_size."""
+    longest = max(map(len, prompts))
+    if longest <= block_size:
+        return
+    count = sum(len(prompt) > block_size for prompt in prompts)
+    seen = longest - window_start(longest, block_size, check_stride(stride, block_size))
+    which = (
+        "the prompt exceeds" if len(prompts) == 1 else f"{count} of {len(prompts)} prompts exceed"
+    )
+    kept = f"of {longest} tokens the model sees the last {seen}"
+    print(f"note: {which} the context window of {block_size} tokens; {kept}", file=sys.stderr)
 
 
 def encode_messages(args, prompts: list[str], encoding, chat: Chat) -> list[list[int]]:

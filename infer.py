@@ -28,6 +28,7 @@ from command_line import (
     load_chat,
     load_models,
     note_cut,
+    note_window,
     pick_device,
     pick_seed,
     read_prompts,
@@ -323,6 +324,7 @@ def run(args) -> None:
     skip = ending_ids(params, model.config.eos_token_ids)
 
     def write(tokens: list[list[int]], shown: list[str]) -> list[str]:
+        note_window(tokens, model.config.block_size, args.stride)
         output = Output(shown, encoding, skip, seed if params.temperature else None)
         if args.num_beams is not None:
             print_beams(args, model, tokens, output)

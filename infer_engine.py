@@ -20,6 +20,7 @@ from command_line import (
     is_conversation,
     load_chat,
     note_cut,
+    note_window,
     pick_device,
     pick_seed,
     read_prompts,
@@ -93,6 +94,7 @@ def write_all(args, ranks: Ranks | None) -> None:
     adapters = ["", *parse_adapters(args.lora_modules)]
 
     def write(tokens: list[list[int]], shown: list[str]) -> list[str]:
+        note_window(tokens, engine.model.config.block_size, args.stride)
         # Each prompt without an adapter, then with each.
         texts = [text for text in shown for _ in adapters]
         output = Output(texts, encoding, seed=seed if params.temperature else None)

@@ -22,6 +22,7 @@ from command_line import (
     load_models,
     note_cut,
     note_dropped,
+    note_window,
     pick_device,
     pick_seed,
     read_prompts,
@@ -296,12 +297,13 @@ def run(args) -> None:
     encoding = load_encoding(source, target.config.vocab_size)
     skip = ending_ids(params, target.config.eos_token_ids)
     note_dropped(encoding, *prompts)
+    encoded = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
+    note_window(encoded, target.config.block_size, args.stride)
     shown_seed = seed if params.temperature else None
     colours = args.show and sys.stdout.isatty()
     written = [[] for _ in prompts]
     with DraftOutput(prompts, encoding, skip, shown_seed, colours=colours) as output:
-        for row, prompt in enumerate(prompts):
-            tokens = encoding.encode(prompt, allowed_special="all")
+        for row, tokens in enumerate(encoded):
             options = args.gamma, generator, args.stride, CACHE_DTYPES[args.cache_dtype], encoding
             passes = generate_speculative(target, draft, tokens, params, *options)
             for step in passes:

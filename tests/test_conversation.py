@@ -150,6 +150,11 @@ def test_still_a_short_message_leaves_nothing_out_however_long_its_reply_may_be(
     assert "window" not in err
 
 
+def test_a_message_that_the_window_cuts_is_noted(talk):
+    code, _, err = talk("One\n" + "two " * 200, "--max-new-tokens", 2)
+    assert code == 0 and err.count("exceeds the context window of 128 tokens; of ") == 1
+
+
 def test_an_interrupted_reply_ends_the_conversation(talk, monkeypatch):
     def interrupted(prompt):
         yield [71]

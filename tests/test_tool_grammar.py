@@ -269,8 +269,10 @@ def test_a_tool_that_cannot_be_compiled_is_named(cli, write_chat, tmp_path, sche
     file = tmp_path / "tools.json"
     file.write_text(json.dumps([LOOK, tool("find-it", parameters=schema), COUNT]))
     arguments = ("--chat", "--prompt", "x", "--tools", file)
-    result = cli("--model", write_chat(HERMES), *arguments)
-    assert is_one_line(result, f"tools: find-it: failed to compile JSON schema: {words}\n")
+    code, out, err = cli("--model", write_chat(HERMES), *arguments)
+    note, error = err.splitlines(keepends=True)
+    assert (code, out, note[:39]) == (2, "", "note: the prompt exceeds the context wi")
+    assert error.endswith(f"error: tools: find-it: failed to compile JSON schema: {words}\n")
 
 
 def test_all_tools_together_are_bounded(write_chat):
