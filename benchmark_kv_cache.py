@@ -2,9 +2,14 @@
 
 import importlib.util
 import itertools
+import os
 import sys
 import tempfile
 import textwrap
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # which python -P leaves out
+    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
 
 import torch
 

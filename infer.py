@@ -1,12 +1,14 @@
 """Generate text: python infer.py --prompt "Once upon a time"."""
 
 import dataclasses
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
 if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # which python -P leaves out
     import loading.interrupt  # noqa: F401, before torch, whose import takes a second
 
 import torch

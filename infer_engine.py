@@ -1,8 +1,10 @@
 """Generate texts with the engine: python infer_engine.py --prompt "One day" --prompt "Tom"."""
 
+import os
 import sys
 
 if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # which python -P leaves out
     import loading.interrupt  # noqa: F401, before torch, whose import takes a second
 
 from command_line import (

@@ -1,10 +1,12 @@
 """One model drafts, another one verifies: python infer_speculative.py --prompt "One day"."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # which python -P leaves out
     import loading.interrupt  # noqa: F401, before torch, whose import takes a second
 
 import torch

@@ -10,6 +10,7 @@ import socket
 import sys
 
 if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # which python -P leaves out
     import loading.interrupt  # noqa: F401, before torch, whose import takes a second
 
 import h11

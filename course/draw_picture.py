@@ -10,6 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+if __name__ == "__main__":
+    import loading.interrupt  # noqa: F401, before numpy and torch
+
 import lessons as course  # noqa: E402
 from errors import UserError  # noqa: E402
 

@@ -7,6 +7,9 @@ import math
 import reprlib
 from pathlib import Path
 
+if __name__ == "__main__":
+    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
+
 from command_line import Parser, run_script, show
 from loading.gguf import read_gguf
 

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 
+import pytest
 from conftest import ROOT
 
 
@@ -49,3 +50,33 @@ def test_one_text_needs_no_engine():
     names = [name for name, place in places.items() if place.is_file()]
     assert {name.partition(".")[0] for name in names if "." in name} == {"loading", "native"}
     assert len(names) == 30, (names, found.stderr)
+
+
+SCRIPTS = sorted(file.name for file in ROOT.glob("*.py") if is_script(file))
+
+
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "lessons.py"])
+def test_without_packages_a_script_says_what_to_run(script):
+    """It finds its own modules where Python leaves its folder out of the path."""
+    command = [sys.executable, "-S", "-P", script]  # without site-packages
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    package = "h11" if script == "serve.py" else "torch"
+    missing = f"{package} is not installed for {sys.executable}; run make"
+    words = f"{script}: error: {missing}, then: .venv/bin/python {script}\n"
+    assert (found.returncode, found.stdout, found.stderr) == (2, "", words)
+
+
+@pytest.mark.parametrize(
+    "program, code, words",
+    [
+        ("import pandas", 2, "; run make test, then: "),
+        ("import loading.no_such_module", 1, "Traceback"),
+        ("import _no_such, _ctypes", 2, "_no_such is not installed"),
+        ("1 / 0", 1, "Traceback"),
+        ("raise SystemExit(3)", 3, ""),
+    ],
+)
+def test_only_a_package_that_is_missing_is_one_line(program, code, words):
+    command = [sys.executable, "-S", "-c", f"import loading.interrupt; {program}"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == code and words in found.stderr
