@@ -12,6 +12,9 @@ import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
+if __name__ == "__main__":
+    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
+
 import torch
 
 import benchmark_kv_cache

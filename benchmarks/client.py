@@ -21,6 +21,9 @@ from collections.abc import Coroutine, Iterator
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+if __name__ == "__main__":
+    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
+
 import h11
 import numpy
 

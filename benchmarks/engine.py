@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import NamedTuple
 
+if __name__ == "__main__":
+    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
+
 import torch
 
 import benchmark_kv_cache

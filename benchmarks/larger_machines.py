@@ -4,6 +4,9 @@ import argparse
 from collections.abc import Iterator
 from typing import NamedTuple
 
+if __name__ == "__main__":
+    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
+
 from benchmarks import predict
 from benchmarks.client import above_zero
 from benchmarks.common import whole_number

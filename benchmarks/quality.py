@@ -9,6 +9,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+if __name__ == "__main__":
+    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
+
 import torch
 
 from benchmarks import common

@@ -7,6 +7,9 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+if __name__ == "__main__":
+    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
+
 import torch
 import torch.nn as nn
 

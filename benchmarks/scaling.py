@@ -14,6 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+if __name__ == "__main__":
+    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
+
 import numpy
 
 from benchmarks import client, common, predict

@@ -66,6 +66,13 @@ def test_without_packages_a_script_says_what_to_run(script):
     assert (found.returncode, found.stdout, found.stderr) == (2, "", words)
 
 
+def test_without_packages_a_module_says_what_to_run():
+    command = [sys.executable, "-S", "-m", "benchmarks.engine"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 2 and found.stderr.count("\n") == 1
+    assert found.stderr.endswith("; run make, then: .venv/bin/python -m benchmarks.engine\n")
+
+
 @pytest.mark.parametrize(
     "program, code, words",
     [
