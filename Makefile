@@ -49,11 +49,11 @@ tags: .venv/installed  ## make the lessons' tags if this clone lacks them
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
-NEW = import sys; sys.exit(sys.version_info < (3, 11))
+SUPPORTED = import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
 
 .venv/installed: requirements.txt
-	@$(PYTHON) -c "$(NEW)" || { \
-	echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -c "$(SUPPORTED)" || { echo "Python 3.11 to 3.14 is needed, and $(PYTHON) is" \
+	"$$($(PYTHON) -V 2>&1); with another one: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv .venv
 	@[ "$$(uname)" != Linux ] || .venv/bin/python -c "import torch" 2>/dev/null || \
 	command -v nvidia-smi >/dev/null || printf '%s\n' \

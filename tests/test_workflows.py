@@ -1,5 +1,9 @@
 """What GitHub runs: the tests on both systems, and the book of main, put on GitHub Pages."""
 
+import shutil
+import subprocess
+
+import pytest
 import yaml
 from conftest import ROOT
 
@@ -18,12 +22,40 @@ def test_the_tests_run_on_both_systems_with_each_python():
     (job,) = workflow("test.yml")["jobs"].values()
     matrix = job["strategy"]["matrix"]
     assert matrix["os"] == ["ubuntu-latest", "macos-latest"]
-    assert matrix["python"] == ["3.11", "3.12", "3.13"]
+    assert matrix["python"] == ["3.11", "3.12", "3.13", "3.14"]
     steps = steps_of(job)
     assert steps[0] == "actions/checkout" and job["steps"][0]["with"]["fetch-depth"] == 0
     gate = (ROOT / ".ci" / "run").read_text()
     for command in ("make test", ".venv/bin/ruff check .", ".venv/bin/ruff format --check ."):
         assert command in gate and any(step.startswith(command) for step in steps), command
+
+
+@pytest.mark.parametrize(
+    "version, fits",
+    [((3, 10, 9), 0), ((3, 11), 1), ((3, 14, 9), 1), ((3, 15, 0, "alpha"), 0), ((4, 0), 0)],
+)
+def test_make_takes_the_pythons_that_torch_has_wheels_for(version, fits):
+    program = (ROOT / "Makefile").read_text().partition("SUPPORTED = ")[2].partition("\n")[0]
+    with pytest.raises(SystemExit) as ended:
+        exec(program.replace("sys.version_info", str(version)))
+    assert ended.value.code == (not fits)
+
+
+@pytest.mark.parametrize("name", ["old", "none"])
+def test_make_names_a_python_that_does_not_fit(tmp_path, name):
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    python = tmp_path / name
+    if name == "old":
+        python.write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.10.12\nexit 1\n')
+        python.chmod(0o755)
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "requirements.txt").touch()
+    command = ["make", f"PYTHON={python}", ".venv/installed"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    words = f"Python 3.11 to 3.14 is needed, and {python} is"
+    assert found.returncode and words in found.stdout and not (tmp_path / ".venv").exists()
+    assert ("is Python 3.10.12; with" in found.stdout) == (name == "old")
 
 
 def packages(name: str) -> set[str]:
