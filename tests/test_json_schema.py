@@ -223,8 +223,9 @@ SCHEMAS = [
     ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, ""),
     ({"allOf": [{"type": "string"}, {"type": "null"}]}, ""),
     (deep(33), "more than 32 schemas inside each other"),
-    (deep(6000), "nested more than 32 deep"),
-    ('{"const":' + "[" * 30000 + "]" * 30000 + "}", "nested"),
+    (deep(6000), "more than 32 "),  # found by json in older Pythons
+    ('{"const":' + "[" * 900 + "]" * 900 + "}", "recursion limit exceeded"),
+    ('{"const":' + "[" * 30000 + "]" * 30000 + "}", ""),  # by json, or by llguidance
     ({"enum": list(range(5001))}, "more than 5,000 values"),
     ({"properties": {f"p{i}": {} for i in range(1000)}}, "more than 1,000 schemas"),
     ({"$defs": chain(1001), "type": "null"}, "more than 1,000 schemas"),
