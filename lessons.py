@@ -355,6 +355,9 @@ def worktree(commit: str):
 
 def cmd_list(lessons, args):
     """list the lessons, * where you stand, + the path of `evening`"""
+    if args.markdown:
+        print(table(lessons), end="")
+        return
     states = tag_states(lessons)
     here = standing(lessons)
     for lesson in lessons:
@@ -370,6 +373,49 @@ def cmd_list(lessons, args):
             f"{missing} of {len(lessons)} tags are missing; make them with: python lessons.py tag",
             file=sys.stderr,
         )
+
+
+def table(lessons: list[Lesson]) -> str:
+    """Return LESSONS.md: the lessons of each part as a table, and how many lines each adds."""
+    sizes = added_lines(lessons)
+    lines = [
+        "# The lessons",
+        "",
+        "Each is one commit: `git show 07-top-p`, once `python lessons.py tag` has made the tags.",
+        "The counts are lines that it adds. Bold lessons are a path for one evening, with a bridge",
+        "over the others: `python lessons.py evening`.",
+    ]
+    for lesson in lessons:
+        if lesson.slug in PARTS or lesson == lessons[0]:
+            title = PARTS.get(lesson.slug, "Lessons")
+            lines += [
+                "",
+                f"## {title}",
+                "",
+                "| lesson | what it teaches | code | tests | exercise, solved |",
+            ]
+            lines.append("|---|---|--:|--:|---|")
+        name = f"**{lesson.id}**" if lesson.slug in EVENING else lesson.id
+        idea = lesson.subject.partition(": ")[2].replace("|", "\\|")
+        code, tests = sizes[lesson.commit]
+        answer = f"[{lesson.number}](course/answers/{lesson.id}.md)"
+        lines.append(f"| {name} | {printable(idea)} | {code:,} | {tests:,} | {answer} |")
+    return "\n".join(lines) + "\n"
+
+
+def added_lines(lessons: list[Lesson]) -> dict[str, tuple[int, int]]:
+    """Map each lesson's commit to the lines of code, and of tests, that it adds."""
+    form = ("--format=%x1e%H", "--numstat", "--no-renames", "--first-parent")
+    log = git("show", *form, *(lesson.commit for lesson in lessons))
+    sizes = {}
+    for record in log.split("\x1e")[1:]:
+        commit, *rows = record.split("\n")
+        counts = {True: 0, False: 0}  # of a path in tests/, or elsewhere
+        for added, _, path in (row.split("\t", 2) for row in rows if row):
+            if path.endswith((".py", ".c", ".h", ".js", ".html")):
+                counts[path.startswith("tests/")] += int(added)
+        sizes[commit] = counts[False], counts[True]
+    return sizes
 
 
 def cmd_evening(lessons, args):
@@ -1161,7 +1207,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     here = {"nargs": "?", "metavar": "ID", "help": f"{lesson}; default: where you stand"}
     several = {"nargs": "*", "metavar": "ID", "help": f"{lesson}; default: all lessons"}
     quiet = "say only that git log has changed; without a history do nothing"
-    add(cmd_list)
+    words = "as a table in Markdown, which is LESSONS.md"
+    add(cmd_list).add_argument("--markdown", action="store_true", help=words)
     add(cmd_evening)
     add(cmd_tag).add_argument("--quiet", action="store_true", help=quiet)
     add(cmd_show).add_argument("id", **named)

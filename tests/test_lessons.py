@@ -235,6 +235,31 @@ def test_the_evening_leads_through_this_course():
         assert len(stop.bridge) <= 190 and len(stop.idea) <= 96
 
 
+def test_the_list_as_a_table(repo, run, monkeypatch):
+    commit(repo, "03 div: a | b", {"calc.py": DIV, "data.txt": "1\n"}, "03-div")
+    monkeypatch.setattr(lessons, "EVENING", {"mul": lessons.Stop(7, "Multiply.")})
+    code, out, err = run("list", "--markdown")
+    rows = [line for line in out.splitlines() if line[:1] == "|"][2:]
+    assert (code, err) == (0, "") and f"\n## {lessons.PARTS['init']}\n" in out
+    assert rows == [
+        "| 00-init | a place | 2 | 2 | [00](course/answers/00-init.md) |",
+        "| 01-add | sums | 1 | 3 | [01](course/answers/01-add.md) |",
+        "| **02-mul** | products | 1 | 8 | [02](course/answers/02-mul.md) |",
+        "| 03-div | a \\| b | 1 | 0 | [03](course/answers/03-div.md) |",
+    ]
+
+
+def test_the_page_of_all_lessons_is_what_the_list_prints():
+    """Lessons after the last of a part may still be missing there."""
+    file = SCRIPT.parent / "LESSONS.md"
+    if not file.exists():
+        pytest.skip("this commit has no LESSONS.md")
+    words = file.read_text("utf-8")
+    assert lessons.table(published()).startswith(words), "python lessons.py list --markdown"
+    for link in re.findall(r"\((course/.*?)\)", words):
+        assert (SCRIPT.parent / link).exists()
+
+
 def test_tags_come_from_the_trailers(repo, run):
     assert "3 of 3 tags are missing" in run("list")[2]
     assert run("tag")[1].split() == ["made", "00-init", "made", "01-add", "made", "02-mul"]
