@@ -29,6 +29,11 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
+if sys.version_info < (3, 11):  # noqa: UP036, an older one runs this file
+    version = ".".join(map(str, sys.version_info[:2]))
+    print(f"lessons.py: error: Python 3.11 to 3.14 is needed; this is {version}", file=sys.stderr)
+    sys.exit(2)
+
 ROOT = Path(__file__).resolve().parent
 REFS = ("refs/heads/main", "refs/remotes/origin/main", "refs/remotes/upstream/main")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -1256,8 +1261,9 @@ def main(argv: list[str] | None = None) -> int:
     open_streams()
     args = parse(argv)
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows the others
-    # Set where git runs this, as `git rebase --exec` does.
-    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+    # Set where git runs this, as `git rebase --exec` does. With PYTHONSAFEPATH the scripts of
+    # earlier lessons would not find the modules beside them.
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "PYTHONSAFEPATH"):
         os.environ.pop(name, None)
     try:
         ref, lessons = read_main()

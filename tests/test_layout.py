@@ -1,6 +1,7 @@
 """Where things stand: few files at the root, and libraries that import no script."""
 
 import ast
+import runpy
 import subprocess
 import sys
 
@@ -87,3 +88,12 @@ def test_only_a_package_that_is_missing_is_one_line(program, code, words):
     command = [sys.executable, "-S", "-c", f"import loading.interrupt; {program}"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == code and words in found.stderr
+
+
+@pytest.mark.parametrize("file", ["lessons.py", "loading/interrupt.py"])
+def test_an_older_python_is_one_line(monkeypatch, capsys, file):
+    monkeypatch.setattr(sys, "version_info", (3, 10, 12))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / file))
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith("error: Python 3.11 to 3.14 is needed; this is 3.10\n")

@@ -1009,6 +1009,14 @@ def test_which_commands_need_packages(command, target):
     assert found == [target] * bool(target)
 
 
+def test_an_earlier_lesson_finds_its_modules_under_a_safe_path(repo, run, monkeypatch):
+    files = {"calc.py": "print('here')\n", "run.py": "import calc\n"}
+    commit(repo, "03 run: a script", files, "03-run", "Try:\n\n    $ python run.py\n    here")
+    git(repo, "checkout", "-q", "main^")
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    assert run("try", "3")[:2] == (0, "$ python run.py\nhere\n")
+
+
 def test_what_runs_in_the_background_ends_with_the_block(tmp_path, capfd):
     stubborn = "(trap '' INT; exec sleep 60) & echo $! > pid"
     nested = "bash -c 'sleep 60 & echo $! > inner'"
