@@ -35,6 +35,14 @@ GOES_ON = """() => {
   const fades = (block) => getComputedStyle(block).maskImage !== "none";
   return blocks.filter((block) => hidden(block) !== fades(block)).length;
 }"""
+# Blocks that fade although there is room beside them.
+ROOM = """() => {
+  const main = document.querySelector("main");
+  const padding = parseFloat(getComputedStyle(main).paddingRight);
+  const end = main.getBoundingClientRect().right - padding;
+  const room = (block) => end - block.getBoundingClientRect().right;
+  return [...document.querySelectorAll("pre.goes-on")].filter((block) => room(block) > 30).length;
+}"""
 # The words that are marked, with what stands before them in a word.
 MARKS = """() => [...document.querySelectorAll("#found mark")].map((mark) =>
   (mark.previousSibling?.data ?? "").match(/[a-z0-9]*$/i)[0] + mark.textContent)"""
@@ -60,6 +68,8 @@ def look(view: View, name: str) -> None:
                 top = view.page.locator(f"main {place}").first.bounding_box()["y"]
                 view.must(top < 700, f"{place} is not on the first screen")
         view.looks()
+        blocks = view.page.evaluate(ROOM)
+        view.must(blocks == 0, f"{blocks} blocks fade although there is room beside them")
     view.page.evaluate(OPEN)
     for size in reversed(SIZES):
         view.resize(size, "light")
