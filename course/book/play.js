@@ -12,6 +12,7 @@ const OFF = {
   frequency_penalty: 0,
   repetition_penalty: 1,
 };
+const MADE = "This text was written when the book was made.";
 let shown = []; // what was said of each token of the text
 let kept = 0; // so many of them are the reader's choice
 let turns = 0; // how often a text was begun
@@ -43,6 +44,8 @@ async function write() {
   const turn = ++turns;
   const params = { ...parameters(), logprobs: 8, begin: shown.slice(0, kept).map((t) => t.token) };
   shown.length = kept;
+  // So that the sliders below stay where they are while the text is written anew.
+  find("text").style.minHeight = `${find("text").offsetHeight}px`;
   find("status").textContent = "Writing …";
   find("stop").hidden = false;
   showCommand(params);
@@ -63,7 +66,7 @@ async function write() {
 // Where the model does not run: the recording, and why.
 function fail(reason) {
   showRecording();
-  find("status").textContent = `The model does not run here: ${reason}. This is a recording.`;
+  find("status").textContent = `The model does not run here: ${reason}. ${MADE}`;
   find("stop").hidden = true;
 }
 
@@ -184,13 +187,14 @@ function showCommand(params) {
 }
 
 function showValues() {
-  for (const output of form.querySelectorAll("output"))
+  for (const output of find("sliders").querySelectorAll("output"))
     output.textContent = find(output.htmlFor.value).value;
 }
 
 form.addEventListener("submit", (event) => {
   event.preventDefault();
   kept = 0;
+  find("text").style.minHeight = "";
   write();
 });
 
@@ -230,4 +234,4 @@ showValues();
 showRecording();
 showCommand(parameters());
 find("status").textContent =
-  "A recording. Write loads the model, 6 MB, from beside this page; tap a word, or move a slider.";
+  `${MADE} Write and the sliders load the model, 6 MB, from beside this page, and write a new one.`;

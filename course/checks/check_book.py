@@ -236,6 +236,8 @@ def check_play(browser, book: Path, problems: list[str], pictures: Path | None) 
     for size, scheme in zip(SIZES, ("light", "dark")):
         view = View(browser, problems, size, scheme, pictures=pictures)
         view.page.goto(address)
+        top = view.page.locator("#text").bounding_box()["y"]
+        view.must(top < 600, "the text is not on the first screen")
         use(view)
         view.picture("play-used")
         view.looks()

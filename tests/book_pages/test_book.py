@@ -447,6 +447,16 @@ def test_without_webassembly_nothing_leads_to_the_page_play(here, pages):
     assert 'href="play.html"' in pages["index.html"]
 
 
+def test_on_the_page_play_the_text_stands_above_the_controls(pages):
+    """Which belong to the form all the same."""
+    elements = list(parse(pages["play.html"]).iter())
+    ids = [element.get("id") for element in elements]
+    assert ids.index("status") < ids.index("text") < ids.index("sliders")
+    named = {element.get("name"): element.get("form") for element in elements if element.get("id")}
+    controls = set(named) - {None, "q"}
+    assert len(controls) == 10 and {named[name] for name in controls} == {"play"}
+
+
 def test_without_ziglang_there_is_one_line_and_no_page(monkeypatch, capsys):
     monkeypatch.setattr(web_model.importlib.util, "find_spec", lambda name: None)
     assert make_book.web_scripts() == {}
