@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -57,6 +58,31 @@ def parts_of(lessons: list[Lesson]) -> dict[str, list[Lesson]]:
         name = course.PARTS.get(lesson.slug, name)
         parts.setdefault(name, []).append(lesson)
     return parts
+
+
+class Stop(NamedTuple):
+    """A lesson on the path for one evening, as the pages show it."""
+
+    lesson: Lesson
+    minutes: int
+    idea: str
+    skipped: str  # the numbers of the lessons between the stop before and this one
+    bridge: str  # what those do
+
+
+def evening_of(lessons: list[Lesson]) -> list[Stop]:
+    """Return the path for one evening through these lessons."""
+    stops = []
+    skipped = []
+    for lesson in lessons:
+        stop = course.EVENING.get(lesson.slug)
+        if not stop:
+            skipped.append(lesson.number)
+            continue
+        numbers = " to ".join(dict.fromkeys((skipped[0], skipped[-1]))) if skipped else ""
+        stops.append(Stop(lesson, stop.minutes, stop.idea, numbers, stop.bridge if skipped else ""))
+        skipped = []
+    return stops
 
 
 # Of a lesson's message, as the search has them.
@@ -346,6 +372,8 @@ def make_pages(
     last = -1  # the place of the lesson before
     ids = {lesson.slug: lesson.id for lesson in lessons}
     part = {lesson: name for name, group in parts_of(lessons).items() for lesson in group}
+    evening = evening_of(lessons)
+    following = dict(zip((stop.lesson for stop in evening), [*evening[1:], None]))
     for number, lesson in enumerate(lessons):
         place = places[lesson.commit]
         commit = commits[place]
@@ -375,6 +403,8 @@ def make_pages(
             answer=prose.answer(git("show", f"{ref}:{path}")) if answered else None,
             answered_at=course.answered_at(ref, path) if answered else None,
             picture=figures.get(lesson.id, ""),
+            on_evening=lesson in following,
+            after=following.get(lesson),
             plots=[plot for plot in plots if lesson.slug in plot["lessons"]],
             plays=pictures.RECORDED in figures.get(lesson.id, ""),
         )
@@ -400,6 +430,7 @@ def make_pages(
         card=card,
         sizes=sizes,
         plots=plots,
+        evening=evening,
     )
     pages["exercises.html"] = make("exercises.html", exercises=exercises)
     pages["search.html"] = make("search.html")
@@ -438,7 +469,6 @@ def page_maker(ref: str, lessons: list[Lesson], play: bool) -> Callable[..., str
     )
     environment.globals |= {
         "parts": list(parts_of(lessons).items()),
-        "evening": course.EVENING,
         "mark": Markup(MARK),
         "commit": git("rev-parse", "--short", ref),
         "lesson": None,

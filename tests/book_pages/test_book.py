@@ -730,6 +730,35 @@ def test_the_first_page(pages):
     assert text_of(tree.find(".//h1")) == "Learn <little>" and "slowly." in pages["index.html"]
 
 
+def test_the_first_page_has_the_path_for_one_evening(here, pages, monkeypatch):
+    """Cards above the parts, which are folded; and lessons on the path name the next one."""
+    assert "evening" not in text_of(parse(pages["index.html"])).lower()
+    stop = course.Stop
+    path = {"init": stop(5, "A <place>.", "Not shown."), "mul": stop(7, "Products.", "Sums.")}
+    monkeypatch.setattr(course, "EVENING", path)
+    made = make_book.make_pages(*course.read_main(), FIGURES, {})
+    tree = parse(made["index.html"])
+    (cards,) = of_class(tree, "ol", "evening")
+    shown = [" ".join(words.split()) for words in texts_of(cards, "li")]
+    assert shown == ["00 init 5 minutes A <place>.", "01: Sums. 02 mul 7 minutes Products."]
+    assert [link.get("href") for link in cards.iter("a")] == ["00-init.html", "02-mul.html"]
+    assert "3 lessons, about 12 minutes" in text_of(tree)
+    folds = {id(row) for fold in tree.iter("details") for row in fold.iter("tr")}
+    rows = [row for row in tree.iter("tr")]
+    assert len(rows) == 4 and all(id(row) in folds for row in rows)
+    ends = [text_of(section(made[f"{name}.html"], "Try it")) for name in ("00-init", "02-mul")]
+    ends = [" ".join(words.split()).partition("evening. ")[2] for words in ends]
+    assert ends == ["01: Sums. Next on it: 02-mul.", "It ends here."]
+    assert "evening" not in made["01-add.html"]
+
+
+def test_the_list_of_lessons_is_folded_but_for_the_part_that_is_open(pages):
+    for name, wanted in (("01-add.html", [True]), ("index.html", [False])):
+        (side,) = [nav for nav in parse(pages[name]).iter("nav") if nav.get("id") == "lessons"]
+        folds = [fold.get("open") is not None for fold in side.iter("details")]
+        assert folds == wanted, name
+
+
 def test_the_parts_have_names():
     ids = ("00-init", "19-any", "20-beam-search", "21-any")
     made = [course.Lesson(id, "", "") for id in ids]
