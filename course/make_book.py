@@ -41,6 +41,8 @@ from lessons import Lesson, LessonError, git  # noqa: E402
 
 TEMPLATES = Path(__file__).with_name("book")
 LIMIT = 350_000  # bytes of a page; what makes it larger gets a page of its own
+LONG = 120  # changed lines of code from which on a diff is long
+NOTE = 300  # characters of a note beside code, at most
 # In each page, so that an older book can be replaced.
 MARK = '<meta name="generator" content="lessons.py book">'
 # The pages.
@@ -117,10 +119,16 @@ def lesson_pages(
     reading, marks = link_code(prose.prose(parts.get("Read", "").strip()), changes)
     order = [*marks, *(change.path for change in changes)]
     changes.sort(key=lambda change: (not change.is_code, order.index(change.path)))
+    notes = notes_of(reading, parts)
+    # In a long diff only the definitions that Read names are open.
+    added = sum(change.count("+") + change.count("-") for change in changes if change.is_code)
+    long = added > LONG and any(marks.values())
     files = []
     for change in changes:
-        closed = not change.is_code or context["previous"] is None
-        files.append(file_diff(change, change.is_code, closed, marks.get(change.path)))
+        found = marks.get(change.path, {})
+        closed = not change.is_code or context["previous"] is None or (long and not found)
+        said = {line: notes[id] for line, id in found.items() if id in notes}
+        files.append(file_diff(change, change.is_code, closed, found, said, long and not closed))
     preparing = [
         diff_section(f"{lesson.id}.before-{number}", each) for number, each in enumerate(before, 1)
     ]
@@ -184,6 +192,31 @@ def link_code(reading: str, changes: list[diffs.Change]) -> tuple[str, dict[str,
     return shown, marks
 
 
+def notes_of(reading: str, parts: dict[str, str]) -> dict[str, str]:
+    """Return what a message says of the code that it names under Read, id of a link -> HTML.
+
+    It is the first sentence of the explanation that has the name as code, and stands at one place.
+    """
+    text = re.sub(r"^    .*", "", parts[""], flags=re.MULTILINE)
+    blocks = re.split(r"\n\s*\n|^- ", text, flags=re.MULTILINE)
+    sentences = [
+        each
+        for block in blocks
+        for each in re.split(r"(?<=[.?]) (?=[`A-Z])", prose.unwrap(block))
+        if each.endswith(".") and "longer than" not in each and len(each) < NOTE
+    ]
+    notes = {}
+    for id, name in re.findall(r'<a href="#(code-[\d-]+)"><code>([\w.]+)', reading):
+        last = name.rpartition(".")[2]
+        named = rf"`(?:\w+\.)*{last}(?:\([^`]*\))?`"
+        if re.search(r"._.|[a-z][A-Z]", last):  # no word of the language
+            named += rf"|(?<![\w.]){last}(?!\w)"
+        said = next((prose.inline(each) for each in sentences if re.search(named, each)), "")
+        if said and said not in notes.values():
+            notes[id] = said
+    return notes
+
+
 def find_code(name: str, changes: list[diffs.Change]) -> tuple[diffs.Change, int] | None:
     """Where a name, or a method of that name, is defined; None if these files do not define it."""
     places = [
@@ -239,13 +272,11 @@ def test_section(lesson: Lesson, changes: list[diffs.Change]) -> list[Section]:
     return [Section(f"{lesson.id}.tests", f"Tests: {files}, {added} new lines", body)]
 
 
-def file_diff(
-    change: diffs.Change, folded: bool, closed: bool = False, marks: dict[int, str] | None = None
-) -> str:
-    """folded, marks: as of `show_change`. closed: the whole is behind its name."""
+def file_diff(change: diffs.Change, folded: bool, closed: bool = False, *shown) -> str:
+    """folded, shown: as of `show_change`. closed: the whole is behind its name."""
     counts = f"+{change.count('+')} &minus;{change.count('-')}"
     name = f"<h3><code>{html.escape(change.path)}</code> <small>{counts}</small></h3>"
-    body = diffs.show_change(change, folded, marks)
+    body = diffs.show_change(change, folded, *shown)
     if closed:
         body = f"<details><summary>{name}</summary>{body}</details>"
     else:

@@ -1,8 +1,10 @@
 """The lessons' commits as git has them, and their diffs as HTML."""
 
 import ast
+import bisect
 import functools
 import html
+import itertools
 import re
 import subprocess
 import tempfile
@@ -256,10 +258,28 @@ def colour(text: str, path: str) -> list[str]:
 FOLD = 4  # unchanged lines from which on they are folded
 
 
-def show_change(change: Change, folded: bool, marks: dict[int, str] | None = None) -> str:
-    """The hunks of a change. folded: the lines between them are there too, one click away.
+@dataclass
+class Piece:
+    """A part of a diff as HTML: lines of hunks in one <pre>, or what lies between hunks."""
 
-    marks: the ids of lines of the new file that links lead to.
+    html: str
+    is_open: bool | None  # None: as the pieces beside it
+    names: list[str] = field(default_factory=list)  # of the definitions it lies in
+    lines: list[Line] = field(default_factory=list)
+
+
+def show_change(
+    change: Change,
+    folded: bool,
+    marks: dict[int, str] | None = None,
+    notes: dict[int, str] | None = None,
+    only_marked: bool = False,
+) -> str:
+    """Return the hunks of a change as HTML.
+
+    folded: the lines between them are there too, one click away. marks: the ids of lines of the new
+    file that links lead to. notes: what is said, as HTML, of the definitions that begin at such a
+    line. only_marked: fold changes in definitions that have no mark.
     """
     if not change.hunks:
         return "<p>Data: left out here.</p>"
@@ -267,23 +287,93 @@ def show_change(change: Change, folded: bool, marks: dict[int, str] | None = Non
     new = list(highlight(change.new, change.path))
     for number, id in (marks or {}).items():
         new[number] = f'<span class="at" id="{id}"></span>{new[number]}'
-    parts = []
+    named = [definition_at(change.new, change.path, line) for line in marks or {}]
+    said = {definition_at(change.new, change.path, line): notes[line] for line in notes or {}}
+    said.pop("", None)
+    pieces = []
     shown = 0  # lines of the new file so far
     for hunk in change.hunks:
         between = new[shown : hunk.first]
-        body = "".join(show_lines(hunk.lines, old, new))
-        if folded and len(between) < FOLD and parts:  # one piece of code
-            parts[-1] = parts[-1].removesuffix("</pre>") + spans(between) + body + "</pre>"
-        else:
-            words = heading(change, hunk) if change.is_code or change.is_test else ""
-            parts.append(gap(between, folded))
-            if words:
-                parts.append(f'<h4 class="where"><code>{html.escape(words)}</code></h4>')
-            parts.append(f"<pre>{body}</pre>")
+        near = folded and len(between) < FOLD and bool(pieces)  # one piece of code
+        for number, (name, lines) in enumerate(split_hunk(change, hunk)):
+            is_open = not only_marked or any(f"{name}.".startswith(f"{each}.") for each in named)
+            note = said.pop(name, "")
+            joins = pieces and pieces[-1].is_open == is_open and not note and (number or near)
+            before = spans(between) if near and not number else ""
+            body = before + "".join(show_lines(lines, old, new))
+            if joins:
+                pieces[-1].html = pieces[-1].html.removesuffix("</pre>") + f"{body}</pre>"
+                pieces[-1].names.append(name)
+                pieces[-1].lines += lines
+                continue
+            where = ""
+            if not number and not near:
+                pieces.append(Piece(gap(between, folded), None))
+                where = heading(change, hunk) if change.is_code or change.is_test else ""
+            head = f'<h4 class="where"><code>{html.escape(where)}</code></h4>' if where else ""
+            note = note and f'<p class="said">{note}</p>'
+            pieces.append(Piece(f"{note}{head}<pre>{body}</pre>", is_open, [name], list(lines)))
         shown = max([hunk.first] + [line.new + 1 for line in hunk.lines if line.kind != "-"])
     if change.new.strip("0"):
-        parts.append(gap(new[shown:] if blob(change.new) else [], folded))
+        pieces.append(Piece(gap(new[shown:] if blob(change.new) else [], folded), None))
+    return fold_closed(pieces)
+
+
+def fold_closed(pieces: list[Piece]) -> str:
+    """Return the pieces as HTML, each run of closed ones behind a line that counts its changes."""
+    parts = []
+    closed = []  # closed pieces, and what lies between them
+    for piece in [*pieces, Piece("", True)]:
+        if piece.is_open is False or (piece.is_open is None and closed):
+            closed.append(piece)
+            continue
+        after = [closed.pop()] if closed and closed[-1].is_open is None else []
+        if closed:
+            names = dict.fromkeys(name for each in closed for name in each.names)
+            lines = [line.kind for each in closed for line in each.lines]
+            said = ", ".join(f"<code>{html.escape(name)}</code>" for name in names if name)
+            said = f"{said or 'top of the file'}: +{lines.count('+')} &minus;{lines.count('-')}"
+            body = "".join(each.html for each in closed)
+            parts.append(f'<details class="gap more"><summary>{said}</summary>{body}</details>')
+        parts += [each.html for each in [*after, piece]]
+        closed = []
     return "".join(parts)
+
+
+@functools.cache
+def starts_of(name: str, path: str) -> list[tuple[int, str]]:
+    """Return where each stretch of a file begins, and the definition it lies in, (line, name).
+
+    The blank lines and comments above a definition are its own. In Python what follows the end of
+    one has the name of the class around it, or ""; in other languages a function goes on up to the
+    next one.
+    """
+    lines = blob(name).split("\n")
+    starts = {}
+    found = places_of(name, path)
+    if path.endswith(".py"):
+        inner_first = [each for each in reversed(definitions(name)) if each[2].count(".") < 2]
+        starts = {after: words.rpartition(".")[0] for _, after, words in inner_first}
+        found = [(first, words) for first, _, words in inner_first]
+    for first, words in found:
+        while first and re.fullmatch(r"\s*((#(?!include|define)|//|/?\*).*)?", lines[first - 1]):
+            first -= 1
+        starts[first] = words
+    return sorted(starts.items())
+
+
+def definition_at(name: str, path: str, line: int) -> str:
+    """Return the function, method or class that a line of a file lies in; "" for none."""
+    starts = starts_of(name, path)
+    place = bisect.bisect_right(starts, line, key=lambda start: start[0])
+    return starts[place - 1][1] if place else ""
+
+
+def split_hunk(change: Change, hunk: Hunk) -> Iterator[tuple[str, list[Line]]]:
+    """Yield the lines of a hunk by the definition they lie in, (its name, lines)."""
+    place = functools.partial(definition_at, change.new, change.path)
+    for name, lines in itertools.groupby(hunk.lines, key=lambda line: place(line.new)):
+        yield name, list(lines)
 
 
 def gap(lines: list[str], folded: bool) -> str:

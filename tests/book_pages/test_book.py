@@ -419,6 +419,7 @@ def blobs(monkeypatch):
     def clear() -> None:
         diffs.definitions.cache_clear()
         diffs.places_of.cache_clear()
+        diffs.starts_of.cache_clear()
 
     clear()
     yield put
@@ -627,6 +628,52 @@ def test_links_into_code_know_files_and_their_order(blobs):
     assert list(marks) == ["d.md", "dir/c.c", "b.py", "a.py"]
     assert marks["dir/c.c"] == {0: "code-2-1", 3: "code-2-4"} and marks["d.md"] == {}
     assert re.sub("</?a[^>]*>", "", shown) == reading
+
+
+def test_in_a_long_diff_what_read_does_not_name_is_folded(here, monkeypatch):
+    monkeypatch.setattr(make_book, "LONG", 5)
+    made = make_book.make_pages(*course.read_main(), FIGURES, {})
+    code_is_shown_whole_and_in_order(course.read_main()[1], made)
+    files = dict(files_of(made, "01-add.html"))
+    folds = [fold for fold in files["infer.py"].iter("details") if "more" in fold.get("class")]
+    assert [text_of(fold.find("summary")) for fold in folds] == ["last: +1 \u22121"]
+    assert lines_of(folds[0], "ins") == ["    return 8"]
+    assert files["native.c"].find("details") is not None  # named nowhere: the whole file
+    (part,) = [part for name, part in files_of(made, "02-mul.html") if name == "engine.py"]
+    assert part.find("details") is None  # a short diff
+
+
+def test_a_diff_is_cut_at_definitions(blobs):
+    """With the comments and blank lines above; what follows a class is none of it."""
+    text = "import a\n\n# why\ndef f():\n    def g():\n        pass\n\n\nclass C:\n    x = 1\n\n"
+    text += "    @a\n    def m(self):\n        pass\n\n    y = 2\n\n\nz = 3\n"
+    blobs(new=text, c="int a;\n/* why\n   so */\nint f(int b) {\n}\n\nint g(void) {\n}\n")
+    found = [diffs.definition_at("new", "a.py", line) for line in range(19)]
+    assert found == [""] + ["f"] * 3 + ["f.g"] * 2 + ["C"] * 4 + ["C.m"] * 4 + ["C"] * 2 + [""] * 3
+    found = [diffs.definition_at("c", "a.c", line) for line in range(8)]
+    assert found == ["", "", "", *["f"] * 2, *["g"] * 3]
+
+
+def test_a_sentence_of_the_message_stands_beside_the_code_it_names(blobs):
+    """The first one, where it is a sentence and the name no word of the language; once."""
+    words = "A step is long.\n\n    `step` in a formula.\n\nFirst `Engine.step(x)`, in\none go."
+    words += " Then `step`: no_code and `draw` meet.\n\n- `last` is longer than usual."
+    reading = "".join(
+        f'<a href="#code-0-{number}"><code>{name}</code></a>'
+        for number, name in enumerate(["step", "no_code", "draw", "last", "run"])
+    )
+    notes = make_book.notes_of(reading, {"": words})
+    assert notes == {
+        "code-0-0": "First <code>Engine.step(x)</code>, in one go.",
+        "code-0-1": "Then <code>step</code>: no_code and <code>draw</code> meet.",
+    }
+    blobs(nothing="", noted="a = 1\n\n\ndef step():\n    pass\n")
+    lines = [diffs.Line("+", 0, number) for number in range(5)]
+    change = diffs.Change("a.py", "nothing", "noted", [diffs.Hunk("", 0, lines)])
+    shown = diffs.show_change(change, True, {3: "code-0-0"}, {3: "<b>So.</b>"})
+    before, _, after = shown.partition('<p class="said"><b>So.</b></p>')
+    assert "a = " in text_of(parse(f"<!doctype html><title>a</title>{before}"))
+    assert "step" in after and "step" not in before
 
 
 # The glossary.
