@@ -5,42 +5,69 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-# What is linked, where that is not a part of the name and its plural; "" for nothing.
+
+def after(words: str, form: str) -> str:
+    """Return a pattern of a form behind one of these words, which are cut at "|"."""
+    return "|".join(f"(?<={word} )(?:{form})" for word in words.split("|"))
+
+
+# What is linked, where that is not a part of the name and its plural; "" for nothing. A word with
+# several meanings is a link only where the words beside it decide.
 FORMS = {
-    "acceptance": r"accept(?:ance|ed|s)?",
+    "acceptance": r"acceptance|accepted(?= drafts| ones)|accepts(?= a draft)",
     "block": "",
-    "chat template": "template",
+    "cache": r"(?<!L1 )(?<!processor's )(?<!registers and the )(?<!stays in a )caches?"
+    r"(?! director| of lesson)",
+    "chat template": "(?:chat )?templates?",
     "closed loop, open loop": "(?:closed|open)[ -]loops?",
-    "decode, prefill": "prefill|decode|decoding step",
+    "decode, prefill": "prefill(?:ed|s)?|(?:decode|decoding)(?= steps?)",
     "draw": "draws?|drawn",
+    "form": after("with a|to a|fit the|its", "form") + "|forms?(?= allows| says| forces)",
     "gap": "",
     "greedy": "greedy|greedily",
-    "key, query, value": "keys and values|quer(?:y|ies)|keys",
+    "head": "heads|" + after("one|each|tied|tie their", "head") + "|head(?= of [0-9])",
+    "key, query, value": "keys and values|queries and keys|quer(?:y|ies)",
     "log-probability": "log-probabilit(?:y|ies)|logprobs?",
     "mask": "mask(?:s|ed)?",
+    "noise": "(?<!is )noise",
     "padding": "padding|padded",
-    "page, pool, table": "pages?|pools?|page tables?",
-    "pass": "(?<=the )pass|(?<=one )pass|(?<=a )pass|(?<=each )pass|(?<=first )pass|(?<=whole )pass"
-    "|(?<=forward )pass(?:es)?",
+    "page, pool, table": "(?<!web )pages?|pools?|page tables?",
+    "pass": after("the|one|a|each|first|whole", "pass") + "|(?<=forward )pass(?:es)?",
     "penalty": "penalt(?:y|ies)",
     "preemption": "preempt(?:ion|ions|ed|s)?",
+    "race": after("a|the", "races?"),
+    "request": after("running|waiting|preempted|ended|Many", "requests?")
+    + "|requests?(?= joins| leaves| runs| holds| is preempted)",
+    "residual": "residuals?(?! stream)",
     "rotary positions": "rotary positions?|rotations?",
+    "row": after("ragged|unequal|free|finished|shorter", "rows?")
+    + "|row(?= is one text)|rows?(?= of (?:a|the) batch)",
     "sampling": "sampl(?:ing|ed)",
+    "span": "spans?(?! several)",
+    "step": after("decode|decoding|each|every|all|same|later|next", "steps?")
+    + "|(?<=is a )step(?=:)|(?<=a )step(?= of the engine| takes| has| brings)",
     "time to first token": "time to (?:the )?first token",
-    "work": "(?<=a )work|(?<=each )work|(?<=one )work|works(?= of)",
+    "trie": "trie",
+    "weights": "(?<!sum of )(?<!sum of the )(?<!their )weights",
+    "window": "(?<!sliding )windows?",
+    "work": after("a|each|one", "work") + "|works(?= of)",
 }
 # Slugs of the lessons in which a word means something else.
 ELSEWHERE = {
-    "acceptance": "request-fields",
-    "chunk": "request-fields streaming",  # those of HTTP
-    "draw": "page",
-    "id": "server",
+    "cache": "response-format",
+    "chat template": "known-fields",
+    # Of HTTP; of a text that quality.py cuts.
+    "chunk": "request-fields streaming request-limits load-generator replicas quality",
+    "draw": "page sanity-checks any-bpe gguf-tokenizer sentencepiece small-cache shard-loading",
+    "id": "server page tool-calls",
     "key, query, value": "keys-and-origins page",
-    "page, pool, table": "early-ends completions keys-and-origins page",
-    "queue": "engine-thread early-ends load-generator",
-    "row": "benchmark-speculative benchmark-kv-cache int8-weights packed-int8 "
-    "native-step fast-draws packed-weights packed-int8 choices chat-completions",
-    "step": "llama llama-3-tokenizer full-queue",
+    "page, pool, table": "early-ends completions keys-and-origins page host-names open-files "
+    "idle-memory show-allowed chat-roles",
+    "penalty": "length-penalty",
+    "queue": "engine-thread early-ends load-generator open-files replicas",
+    "rotary positions": "rotated-int8 turns-in-registers small-cache small-cache-in-c",
+    "window": "server window-layers native-windows gemma native-gemma window-pages cache-groups "
+    "gguf-gemma half-weights lora-in-c",  # chat windows; those of a layer
 }
 # A word in these elements is no prose.
 CLOSED = ("a", "code", "pre", "h1", "h2", "h3", "h4", "summary", "q")
@@ -74,6 +101,10 @@ WORDS = [
 ]
 
 
+def number_of(id: str) -> int:
+    return int(id.partition("-")[0])
+
+
 def linker(id: str, ids: dict[str, str]) -> Callable[[str], str]:
     """A function that links words where they first fall on the page of a lesson, HTML -> HTML.
 
@@ -82,13 +113,14 @@ def linker(id: str, ids: dict[str, str]) -> Callable[[str], str]:
     """
     names = {}  # of a group of the pattern -> word
     for number, word in enumerate(WORDS):
-        brought = word.slug in ids and ids[word.slug] <= id
+        brought = word.slug in ids and number_of(ids[word.slug]) <= number_of(id)
         if word.pattern and brought and id.partition("-")[2] not in word.elsewhere:
             names[f"w{number}"] = word
     if not names:
         return lambda text: text
     parts = "|".join(f"(?P<{name}>{word.pattern})" for name, word in names.items())
-    words = re.compile(rf"(?<![\w-])(?:{parts})(?![\w/-])", re.IGNORECASE)
+    # Not in a path, a file's name, a call or an attribute.
+    words = re.compile(rf"(?<![\w./-])(?:{parts})(?![\w/(=-]|\.\w)", re.IGNORECASE)
     seen = set()
 
     def link(found: re.Match) -> str:

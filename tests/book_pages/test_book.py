@@ -687,6 +687,7 @@ def test_the_glossary_names_lessons_and_is_in_order():
     names = [word.name.lower() for word in WORDS]
     assert names == sorted(names) and len({word.id for word in WORDS}) == len(WORDS)
     assert all(word.meaning.endswith(".") for word in WORDS)
+    assert glossary.FORMS.keys() | glossary.ELSEWHERE.keys() <= {word.name for word in WORDS}
     assert len(WORDS) == glossary.TEXT.count("\n- ")  # each entry is read
     assert {"GQA", "RoPE", "TTFT", "ITL", "PagedAttention", "backpressure"} <= {
         word.name for word in WORDS
@@ -713,6 +714,38 @@ def test_the_first_use_of_a_word_is_a_link_and_no_other():
     assert linked("39-paged-cache", "Pages and pages") == [("page", "Pages")]
     assert linked("87-page", "a page") == []  # on the web
     assert linked("00-init", "Tests pass. It has a pass.") == [("pass", "pass")]
+
+
+# What a lesson that knows all words links, in brackets.
+MEANINGS = (
+    "sampling.py, a/sampling, Sampled.of, mask(x) and seed=1; [sampling]",
+    "steps of a float16, a whole step, three steps; each [step]",
+    "a row of the matrix; ragged [rows]",
+    "at the front of the file, its head; one [head]",
+    "an L1 cache, the processor's cache; our [cache]",
+    "two tasks race; a [race] decides",
+    "it tries; the form of an object; held to a [form]",
+    "the sum of weights is 1; [weights]",
+    "sliding windows; a [window]",
+    "an HTTP request; each running [request]",
+)
+
+
+@pytest.mark.parametrize("wanted", MEANINGS)
+def test_a_word_with_several_meanings_is_a_link_where_words_beside_it_decide(wanted):
+    link = glossary.linker("99-all", {word.slug: "99-all" for word in glossary.WORDS})
+    shown = link(re.sub(r"[][]", "", wanted))
+    assert re.sub(r"<a [^>]*>(\w+)</a>", r"[\1]", shown) == wanted
+
+
+def test_a_word_is_a_link_from_the_lesson_on_that_brings_it():
+    """By number: 103 comes after 39, and before 140."""
+    ids = {"paged-cache": "39-paged-cache", "choice-trie": "140-choice-trie"}
+    for id, wanted in (("32-a", []), ("39-a", ["pages"]), ("103-a", ["pages"])):
+        shown = glossary.linker(id, ids)("<p>the pages of a matcher</p>")
+        assert re.findall(r">(\w+)</a>", shown) == wanted
+    shown = glossary.linker("140-a", ids)("<p>the pages of a matcher</p>")
+    assert re.findall(r">(\w+)</a>", shown) == ["pages", "matcher"]
 
 
 def test_a_lesson_links_words_once_in_prose_and_nowhere_else(pages):
