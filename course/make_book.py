@@ -348,6 +348,8 @@ def introduction(readme: str) -> tuple[str, str, str]:
     parser = markdown_it.MarkdownIt("commonmark", {"html": False})
     # The pictures stand on the pages of their lessons.
     words = re.sub(r" [^.\n]*:\n\n(?:\[?!\[[^\n]*\n)+\n", "\n", found[2])
+    # Who reads it in the book need not be told of the book.
+    words = "\n\n".join(each for each in words.split("\n\n") if "`make book`" not in each)
     return found[1], parser.render(words), parser.render(found[3])
 
 

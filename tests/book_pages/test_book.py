@@ -244,7 +244,8 @@ ORACLES = (
 
 # A small course.
 
-README = "# Learn <little>\n\nHow?\n\n- by `git`;\n- slowly.\n\nOne command sets it up:\n"
+README = "# Learn <little>\n\nHow?\n\n- by `git`;\n- slowly.\n\n`make book` makes\npages.\n\n"
+README += "One command sets it up:\n"
 README += "\n## Start\n\n    make it\n\n## More\n"
 CLASS = """
 
@@ -808,6 +809,7 @@ def test_the_first_page(pages):
     assert [image.get(name) for name in ("src", "width", "height")] == ["engine_cpu.png", "3", "2"]
     assert pages["engine_cpu.png"] == PNG
     assert text_of(tree.find(".//h1")) == "Learn <little>" and "slowly." in pages["index.html"]
+    assert "makes\npages" not in pages["index.html"]  # of the book
 
 
 def test_the_first_page_has_the_path_for_one_evening(here, pages, monkeypatch):
