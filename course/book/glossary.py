@@ -24,6 +24,7 @@ FORMS = {
     "draw": "draws?|drawn",
     "form": after("with a|to a|fit the|its", "form") + "|forms?(?= allows| says| forces)",
     "gap": "",
+    "gather, reduce": "gather(?:ed|s)?|all-reduces?",
     "greedy": "greedy|greedily",
     "head": "heads|" + after("one|each|tied|tie their", "head") + "|head(?= of [0-9])",
     "key, query, value": "keys and values|queries and keys|quer(?:y|ies)",
@@ -59,12 +60,14 @@ ELSEWHERE = {
     # Of HTTP; of a text that quality.py cuts.
     "chunk": "request-fields streaming request-limits load-generator replicas quality",
     "draw": "page sanity-checks any-bpe gguf-tokenizer sentencepiece small-cache shard-loading",
+    "gather, reduce": "show-allowed",
     "id": "server page tool-calls",
     "key, query, value": "keys-and-origins page",
     "page, pool, table": "early-ends completions keys-and-origins page host-names open-files "
     "idle-memory show-allowed chat-roles",
     "penalty": "length-penalty",
     "queue": "engine-thread early-ends load-generator open-files replicas",
+    "rank": "any-bpe lora lora-in-a-batch",  # of merges; of a LoRA
     "rotary positions": "rotated-int8 turns-in-registers small-cache small-cache-in-c",
     "window": "server window-layers native-windows gemma native-gemma window-pages cache-groups "
     "gguf-gemma half-weights lora-in-c",  # chat windows; those of a layer
@@ -112,7 +115,7 @@ def linker(id: str, ids: dict[str, str]) -> Callable[[str], str]:
     lessons, by slug.
     """
     names = {}  # of a group of the pattern -> word
-    for number, word in enumerate(WORDS):
+    for number, word in enumerate(sorted(WORDS, key=lambda word: -len(word.name))):
         brought = word.slug in ids and number_of(ids[word.slug]) <= number_of(id)
         if word.pattern and brought and id.partition("-")[2] not in word.elsewhere:
             names[f"w{number}"] = word
