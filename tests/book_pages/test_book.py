@@ -161,11 +161,21 @@ def each_word_of_a_message_is_there(lessons, pages):
         shown = re.sub(r"\s+|[`()]|arxiv:", "", whole.lower())
         for paragraph in re.split(r"\n\s*\n", course.message(lesson).partition("\n")[2]):
             paragraph = re.sub(
-                r"^(Try|Read|Tests|Steps|Implement|Exercise):", "", paragraph.strip("\n")
+                r"^(Try|Read|Tests|Steps|Implement|Exercise)( \(.*?\))?:",
+                r"\2",
+                paragraph.strip("\n"),
             )
             for line in paragraph.split("\n"):
                 words = re.sub(r"^\$ |^- |^\d\. |\s+|[`()]", "", line.strip()).lower()
                 assert words in shown, (lesson.id, line)
+
+
+def no_heading_is_empty(lessons, pages):
+    """Each section of a lesson's page has more than its heading, and Try a command or words."""
+    for lesson in lessons:
+        for part in parse(pages[f"{lesson.id}.html"]).iter("section"):
+            heading = first(part, "h2")
+            assert not heading or text_of(part).strip() != heading, (lesson.id, heading)
 
 
 def pages_are_valid_and_not_too_large(lessons, pages):
@@ -236,6 +246,7 @@ ORACLES = (
     code_is_shown_whole_and_in_order,
     each_command_and_its_output_is_there,
     each_word_of_a_message_is_there,
+    no_heading_is_empty,
     pages_are_valid_and_not_too_large,
     all_links_lead_somewhere_and_few_of_them_out,
     neighbours_and_lists_have_all_lessons,
@@ -324,7 +335,7 @@ y)`, is marked.
 
 - and no_code in a list of tokens, each a token
 
-Try: (as `it` says)
+Try (`make it`):
 
     $ true
 
