@@ -6,7 +6,15 @@ import torch
 
 from pictures import runs, scene
 from pictures.scene import percent, word
-from sampling import SamplingParams, apply_temperature, sample, top_k_filter, top_p_filter
+from sampling import (
+    SamplingParams,
+    add_biases,
+    apply_temperature,
+    min_p_filter,
+    sample,
+    top_k_filter,
+    top_p_filter,
+)
 
 Shares = list[tuple[str, float]]  # tokens with their probabilities, best first
 
@@ -182,7 +190,105 @@ def draw_top_p(record: list[Record]) -> scene.Scene:
     )
 
 
+MIN_P = 0.1
+HOT = 2.0
+
+
+@torch.inference_mode()
+def record_min_p(prompt: str) -> list[Record]:
+    """Return how many tokens min-p and top-p keep at temperature 2, here and after three others."""
+    found = []
+    for text in dict.fromkeys([prompt, *BESIDE]):
+        logits = apply_temperature(runs.next_logits(runs.encode(text, 200)), HOT)
+        probs = logits.softmax(-1)
+        counts = {}
+        for name, cut in (
+            ("min-p", min_p_filter(logits, MIN_P)),
+            ("top-p", top_p_filter(logits, P)),
+        ):
+            kept = cut.isfinite()
+            counts[name] = (int(kept.sum()), probs[kept].sum().item())
+        found.append(Record(prompt=text, likely=runs.likely(probs, 12), kept=counts))
+    return found
+
+
+def draw_min_p(record: list[Record]) -> scene.Scene:
+    own = record[0]
+    least = MIN_P * own.likely[0][1]
+    kept = own.kept["min-p"][0]
+    bars = [
+        scene.Bar(word(text), [(p, "first" if rank <= kept else "gone")], percent(p), least)
+        for rank, (text, p) in enumerate(own.likely, 1)
+    ]
+    rows = []
+    for each in record:
+        cells = [
+            scene.Cell(kind, f"{each.kept[name][0]:,}")
+            for name, kind in (("min-p", "first"), ("top-p", "second"))
+        ]
+        rows.append(scene.Row(word(each.prompt), cells))
+    nucleus = own.kept["top-p"][0]
+    return scene.Scene(
+        f"At temperature {HOT:g} the nucleus of {percent(P)} has {nucleus:,} tokens. Min-p "
+        f"{MIN_P:g} keeps the {kept} with at least {percent(MIN_P)} of the "
+        f"probability of {word(own.likely[0][0])}.",
+        scene.Panel(
+            f"After {word(own.prompt)}, at temperature {HOT:g}",
+            scene.Bars(bars),
+            f"Line: {MIN_P:g} times the largest probability, {percent(least)}.",
+            {"first": "kept by min-p", "gone": "cut"} if kept < len(bars) else {},
+        ),
+        scene.Panel(
+            "Tokens that stay",
+            scene.Cells(rows, [f"min-p {MIN_P:g}", f"top-p {P:g}"]),
+            "Where the model is sure, min-p keeps few tokens; where it is not, more.",
+            {"first": "by min-p", "second": "by top-p"},
+        ),
+    )
+
+
+BIASES = (0.0, 2.0, 4.0, -100.0)
+
+
+@torch.inference_mode()
+def record_biases(prompt: str) -> Record:
+    """Return the probabilities with a bias on the third most likely token, or a word after it."""
+    logits = runs.next_logits(runs.encode(prompt, 200))
+    best = logits.topk(6).indices.tolist()
+    place = next((at for at in range(2, 6) if runs.text_of(best[at]).strip().isalpha()), 2)
+    token = best[place]
+    probs = {}
+    for bias in BIASES:
+        biased = add_biases(logits[None], [SamplingParams(logit_bias={token: bias})])[0]
+        probs[bias] = biased.softmax(-1)[best].tolist()
+    return Record(
+        prompt=prompt, token=runs.text_of(token), best=list(map(runs.text_of, best)), probs=probs
+    )
+
+
+def draw_biases(record: Record) -> scene.Scene:
+    panels = []
+    for bias, probs in record.probs.items():
+        bars = [
+            scene.Bar(word(text), [(p, "second" if text == record.token else "first")], percent(p))
+            for text, p in zip(record.best, probs)
+        ]
+        name = f"bias {bias:+g} for {word(record.token)}" if bias else "No bias"
+        panels.append(scene.Panel(name.replace("-", "\u2212"), scene.Bars(bars, 1)))
+    place = record.best.index(record.token)
+    before, after = (record.probs[bias][place] for bias in BIASES[:2])
+    panels[-1].key = {"second": "the token with the bias"}
+    return scene.Scene(
+        f"A bias is added to a token's logit, so it multiplies the token's odds by e to its power. "
+        f"A bias of 2 takes {word(record.token)} from {percent(before)} to {percent(after)}; "
+        "\u2212100 bans it. The others keep their ratios.",
+        *panels,
+    )
+
+
 PICTURES = {
+    "logit-bias": scene.Picture("One day, Tom saw a big", record_biases, draw_biases),
+    "min-p": scene.Picture("One day, a girl named", record_min_p, draw_min_p),
     "multinomial": scene.Picture("The cat", record_draws, draw_draws),
     "temperature": scene.Picture("One day, Tom saw a", record_temperatures, draw_temperatures),
     "top-k": scene.Picture("The cat", record_top_k, draw_top_k),

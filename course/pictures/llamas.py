@@ -7,12 +7,12 @@ import regex
 import torch
 
 from command_line import STORIES
-from llama import rotate, rotations
+from llama import Llama, LlamaConfig, rotate, rotations
 from loading.byte_level import PATTERNS
 from loading.chat import Chat
 from model import causal_attention
 from pictures import runs, scene
-from pictures.scene import signed, times, word
+from pictures.scene import percent, signed, times, word
 
 NAME = "stories-llama"
 LATER = 100  # positions
@@ -155,7 +155,69 @@ def draw_merges(merges: list[Merge]) -> scene.Scene:
     )
 
 
+FACTORS = (1, 2, 5, 10, 20, 50, 100)
+
+
+@torch.inference_mode()
+def record_scores(prompt: str) -> Record:
+    """Return the largest score of the last query, and its key's share, as query weights grow."""
+    ids = torch.tensor([runs.encode(prompt, 60)])
+    found = {}
+    for qk_norm in (False, True):
+        model = Llama(LlamaConfig(n_layer=1, qk_norm=qk_norm))
+        model.init_weights(0.05, torch.Generator().manual_seed(0))
+        weight = model.layers[0].self_attn.q_proj.weight
+        own = weight.clone()
+        found[qk_norm] = []
+        for factor in FACTORS:
+            weight.data = own * factor
+
+            def attend(layer, q, k, v, qk_norm=qk_norm):
+                scores = q[0, -1, 0] @ k[0, :, 0].T / q.shape[-1] ** 0.5
+                share = scores.softmax(-1).max().item()
+                found[qk_norm].append((scores.max().item(), share))
+                return causal_attention(layer, q, k, v)
+
+            model.hidden(ids, torch.arange(ids.shape[1]), attend)
+    return Record(scores=found, keys=ids.shape[1])
+
+
+def draw_scores(record: Record) -> scene.Scene:
+    names = {False: ("without", "bad"), True: ("normalized", "good")}
+    panels = []
+    for at, (title, axis) in enumerate(
+        (
+            ("The largest score of the last query", scene.Axis("score")),
+            (
+                "The share of its key after the softmax",
+                scene.Axis("share", [(0, "0"), (0.5, "0.5"), (1, "1")]),
+            ),
+        )
+    ):
+        curves = [
+            scene.Curve(
+                name, [(x, pair[at]) for x, pair in zip(FACTORS, record.scores[norm])], kind
+            )
+            for norm, (name, kind) in names.items()
+        ]
+        panels.append(
+            scene.Panel(
+                title, scene.Lines(curves, scene.Axis("query weights times", log=True), axis)
+            )
+        )
+    first, last = (record.scores[False][at][1] for at in (0, -1))
+    return scene.Scene(
+        f"When query weights grow, scores grow with them, and one of {record.keys} keys goes from "
+        f"{percent(first)} of the softmax to {percent(last)}. Qwen3 divides each head's query and "
+        "key by their root mean square first: nothing changes.",
+        *panels,
+    )
+
+
 PICTURES = {
+    "qk-norm": scene.Picture(
+        "Once upon a time, there was a little girl named Lily.", record_scores, draw_scores
+    ),
     "llama-3-tokenizer": scene.Picture("They went to the playground", record_merges, draw_merges),
     "llama": scene.Picture("The cat sat on", record_turned, draw_turned),
     "control-tokens": scene.Picture("rain<|endoftext|>", record_message, draw_message),

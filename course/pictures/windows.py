@@ -1,13 +1,16 @@
-"""Which positions a layer sees, and which tokens the last logits depend on."""
+"""Which positions a layer sees, which tokens the last logits depend on, and which pages stay."""
 
+import functools
 from types import SimpleNamespace as Record
 
 import torch
 
 from cache import seen
+from engine.engine import Engine
 from llama import Llama, LlamaConfig
 from pictures import runs, scene
 from pictures.scene import times, word
+from sampling import SamplingParams
 
 WINDOW = 4
 MODELS = ((WINDOW, WINDOW), (WINDOW, None, WINDOW))  # two of the lesson's Try
@@ -95,8 +98,76 @@ def draw_windows(record: Record) -> scene.Scene:
     )
 
 
+PAGE = 16
+EVERY = 24  # tokens between two rows of the picture
+LENGTH = 176
+
+
+@torch.inference_mode()
+def record_pages(prompt: str, windows: tuple = ()) -> list[Record]:
+    """Return which pages a request holds as it grows, one record a picture row.
+
+    Held: True; back in the pool: False. A model with random weights, in torch.
+    """
+    ids = runs.encode(prompt, 40)
+    model = Llama(LlamaConfig(n_layer=len(windows), windows=windows))
+    model.init_weights(0.1, torch.Generator().manual_seed(0))
+    engine = Engine(model, max_rows=1, budget=64, page_size=PAGE)
+    request = engine.add(ids, SamplingParams(LENGTH - len(ids), ignore_eos=True))
+    found = []
+    while engine.busy:
+        engine.step()
+        if len(request.tokens) % EVERY == 0 and request.finish_reason is None:
+            tables = [[page is not None for page in table] for table in request.tables]
+            found.append(Record(length=len(request.tokens), tables=tables))
+    return found
+
+
+def draw_pages(record: list[Record], names: tuple, caption: str) -> scene.Scene:
+    panels = []
+    widest = -(-LENGTH // PAGE)
+    for at, name in enumerate(names):
+        rows = []
+        for each in record:
+            cells = [scene.Cell("first" if held else "idle") for held in each.tables[at]]
+            cells += [scene.Cell()] * (widest - len(cells))
+            rows.append(scene.Row(f"{each.length} tokens", cells, str(sum(each.tables[at]))))
+        panels.append(
+            scene.Panel(
+                name,
+                scene.Cells(rows),
+                f"A column is a page of {PAGE} positions; the number is how many are held.",
+                {"first": "held", "idle": "back in the pool"}
+                if not all(record[-1].tables[at])
+                else {},
+            )
+        )
+    held = " and ".join(str(sum(record[-1].tables[at])) for at in range(len(names)))
+    return scene.Scene(f"{caption} After {record[-1].length} tokens it holds {held}.", *panels)
+
+
+def pages_picture(windows: tuple, names: tuple, caption: str) -> scene.Picture:
+    return scene.Picture(
+        "Once upon a time",
+        functools.partial(record_pages, windows=windows),
+        functools.partial(draw_pages, names=names, caption=caption),
+    )
+
+
 PICTURES = {
+    "cache-groups": pages_picture(
+        (32, 32, None),
+        ("Pages of the layer that sees all", "Pages of the two layers with a window of 32"),
+        "A request has two block tables: the layer that sees all keeps each page, those with a "
+        "window give pages back.",
+    ),
+    "window-pages": pages_picture(
+        (32, 64),
+        ("The block table of a request, windows of 32 and 64",),
+        "Where each layer has a window, a request gives pages before the largest window back to "
+        "the pool while it runs.",
+    ),
     "window-layers": scene.Picture(
         "One day, a boy named Tim saw a ball.", record_windows, draw_windows
-    )
+    ),
 }

@@ -596,3 +596,122 @@ def test_an_adapter_in_a_batch():
         ["idle", "second", "idle"],
     ]
     assert "8 of that request's 24 tokens, as ` frog` where ` girl` is best" in shown.caption
+
+
+def test_min_p_keeps_what_transformers_keeps():
+    from transformers import MinPLogitsWarper, TopPLogitsWarper
+
+    record, shown = drawn("min-p")
+    for each in record:
+        logits = probs_after(each.prompt, 2.0).log()[None]
+        for name, warper in (("min-p", MinPLogitsWarper(0.1)), ("top-p", TopPLogitsWarper(0.9))):
+            kept = warper(None, logits).isfinite()
+            assert each.kept[name] == (kept.sum(), pytest.approx(logits.exp()[kept].sum().item()))
+    (bars,) = forms(shown, Bars)
+    own = record[0]
+    assert {bar.tick for bar in bars.rows} == {0.1 * own.likely[0][1]}
+    assert sum(bar.parts[0][1] == "first" for bar in bars.rows) == own.kept["min-p"][0] == 11
+    (table,) = forms(shown, Cells)
+    assert [row.cells[0].text for row in table.rows] == ["11", "1", "37", "37"]
+    assert "has 2,341 tokens. Min-p 0.1 keeps the 11" in shown.caption
+
+
+def test_a_bias_multiplies_the_odds():
+    record, shown = drawn("logit-bias")
+    place = record.best.index(record.token)
+    odds = [probs[place] / (1 - probs[place]) for probs in record.probs.values()]
+    assert odds[1:3] == pytest.approx([odds[0] * math.exp(2), odds[0] * math.exp(4)], rel=1e-4)
+    assert odds[3] < 1e-40
+    plain = probs_after(record.prompt).topk(6).values.tolist()
+    assert record.probs[0.0] == pytest.approx(plain, rel=1e-4)
+    for panel, probs in zip(shown.panels, record.probs.values(), strict=True):
+        assert [bar.parts[0][0] for bar in panel.form.rows] == probs
+        assert [bar.parts[0][1] for bar in panel.form.rows].index("second") == place
+
+
+def test_the_divergence_of_each_dtype():
+    from benchmarks import quality
+
+    record, shown = drawn("quality")
+    ids = runs.encode("Once upon a time", 10)
+    text = ids + runs.write(ids, "stories-llama", max_new_tokens=60)
+    exact = torch.cat(list(quality.our_logits(runs.load("stories-llama"), text)))[:-1]
+    for name, dtype in (("bfloat16", torch.bfloat16), ("int8", torch.int8)):
+        model = load_model(STORIES.with_name("stories-llama"), dtype, "cpu")
+        with torch.inference_mode():
+            logits = torch.cat(list(quality.our_logits(model, text)))[:-1]
+        kl, same, _ = quality.compare(logits, exact, torch.tensor(text[1:]))
+        mean = sum(record.dtypes[name].kl) / len(kl)
+        assert mean == pytest.approx(kl.mean().item(), rel=0.5)  # a last bit may be a whole step
+    means = [sum(each.kl) for each in record.dtypes.values()]
+    assert means[0] < means[1] / 10 and means[1] < min(means[2:])
+    (bars,) = forms(shown, Bars)
+    assert [bar.parts[0][0] * 63 for bar in bars.rows] == pytest.approx(means)
+
+
+def test_the_error_of_a_row_in_blocks():
+    from blocks import to_blocks
+
+    record, shown = drawn("int8-blocks")
+    row = torch.tensor(record.row)
+    blocks = to_blocks(row[None])  # its scales are float16
+    assert record.scales == pytest.approx(blocks.scale[0].tolist(), rel=1e-3)
+    error = (blocks.floats()[0] - row).norm().item()
+    own = (torch.tensor(record.rounded["a scale for 32"]) - row).norm().item()
+    assert own == pytest.approx(error, rel=0.02)
+    assert max(record.scales) == pytest.approx(record.scale)
+    (bars,) = forms(shown, Bars)
+    errors = [bar.parts[0][0] for bar in bars.rows]
+    wanted = [(torch.tensor(each) - row).norm() / row.norm() for each in record.rounded.values()]
+    assert errors == pytest.approx([each.item() for each in wanted], rel=1e-5)
+    assert errors[2] < errors[1] < errors[0]
+
+
+def test_keys_in_a_cache_of_8_bits():
+    from cache import KVCache
+    from infer import pass_logits
+
+    record, shown = drawn("small-cache")
+    model = runs.load("stories-llama")
+    ids = runs.encode(pictures.PICTURES["small-cache"].prompt, 60)
+    caches = [KVCache(model, 1, len(ids), dtype) for dtype in (None, torch.int8)]
+    with torch.inference_mode():
+        for cache in caches:
+            pass_logits(model, [ids], [0], cache, 1)
+    keys, stored = (cache.storage[record.layer, 0, 0, record.head] for cache in caches)
+    assert record.sizes == pytest.approx(keys.abs().mean(0).tolist(), abs=1e-4)
+    assert list(record.bytes.values()) == [4 * 32, 2 * 32, stored[0].nbytes]
+    assert record.errors[1] < record.errors[0]
+    charts = [form.curves[0].points for form in forms(shown, Lines)]
+    assert charts == [list(enumerate(sizes)) for sizes in (record.sizes, record.turned)]
+
+
+def test_a_normed_query_has_the_same_scores_however_large_its_weights():
+    record, shown = drawn("qk-norm")
+    plain, normed = record.scores[False], record.scores[True]
+    assert [score for score, _ in plain] == pytest.approx(
+        [plain[0][0] * factor for factor in (1, 2, 5, 10, 20, 50, 100)], rel=1e-3
+    )
+    assert [score for score, _ in normed] == pytest.approx([normed[0][0]] * 7, rel=1e-3)
+    assert plain[-1][1] > 0.999
+    for at, chart in enumerate(forms(shown, Lines)):
+        points = [[y for _, y in curve.points] for curve in chart.curves]
+        assert points == [[pair[at] for pair in pairs] for pairs in (plain, normed)]
+
+
+@pytest.mark.parametrize(
+    "slug, windows", [("window-pages", [64]), ("cache-groups", [None, 32])], ids=lambda each: each
+)
+def test_pages_before_a_window_go_back(slug, windows):
+    """Held: those with a position that the next token still sees, and no other."""
+    record, shown = drawn(slug)
+    assert [each.length for each in record] == list(range(24, 176, 24))
+    for each in record:
+        for window, held in zip(windows, each.tables):
+            first = max(0, each.length - window) if window else 0  # that the newest token sees
+            wanted = [page >= first // 16 for page in range((each.length - 2) // 16 + 1)]
+            assert held == wanted, (each.length, window)
+    for at, grid in enumerate(forms(shown, Cells)):
+        for row, each in zip(grid.rows, record, strict=True):
+            kinds = [cell.kind == "first" for cell in row.cells if cell.kind]
+            assert kinds == each.tables[at] and row.value == str(sum(kinds))

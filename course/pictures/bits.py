@@ -1,0 +1,216 @@
+"""What fewer bits cost: a model's weights, a row with an outlier, the keys of a cache."""
+
+from types import SimpleNamespace as Record
+
+import torch
+
+from blocks import SIZE, padded
+from cache import stored_width
+from command_line import STORIES
+from int8 import quantize, turn, turn_weight
+from loading.load import load_model
+from model import causal_attention
+from pictures import runs, scene
+from pictures.scene import percent, word
+from pictures.turns import record_turn
+
+LLAMA = "stories-llama"
+DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "blocks": torch.uint8,
+    "int8": torch.int8,
+}
+
+
+@torch.inference_mode()
+def record_quality(prompt: str) -> Record:
+    """Return the KL divergence of each dtype from float32 at each token of a greedy text."""
+    ids = runs.encode(prompt, 60)
+    text = ids + runs.write(ids, LLAMA, max_new_tokens=60)
+    tokens = torch.tensor([text[:-1]])
+    exact = runs.load(LLAMA)(tokens)[0].double().log_softmax(-1)
+    found = {}
+    for name, dtype in DTYPES.items():
+        model = load_model(STORIES.with_name(LLAMA), dtype, "cpu").requires_grad_(False)
+        log_q = model(tokens)[0].double().log_softmax(-1)
+        kl = (exact.exp() * (exact - log_q)).sum(-1)
+        same = log_q.argmax(-1) == exact.argmax(-1)
+        found[name] = Record(kl=kl.tolist(), same=same.tolist())
+    return Record(dtypes=found, tokens=runs.texts_of(text)[1:])
+
+
+def draw_quality(record: Record) -> scene.Scene:
+    count = len(record.tokens)
+    kinds = ("good", "third", "second", "bad")
+    curves = []
+    bars = []
+    means = {}
+    for (name, each), kind in zip(record.dtypes.items(), kinds):
+        means[name] = sum(each.kl) / count
+        points = [(place, max(kl, 1e-9)) for place, kl in enumerate(each.kl, 1)]
+        curves.append(scene.Curve(name, points, kind))
+        share = sum(each.same) / count
+        value = f"{means[name]:.1e}, {percent(share)}"
+        bars.append(scene.Bar(name, [(means[name], kind)], value))
+    worst = max(record.dtypes, key=means.get)
+    at = max(range(count), key=lambda place: record.dtypes[worst].kl[place])
+    return scene.Scene(
+        f"KL divergence shows what text hides: how far each distribution is from float32's. Over "
+        f"{count} tokens {worst} is furthest, with a mean of {means[worst]:.1e} nats; its largest "
+        f"divergence is at {word(record.tokens[at])}.",
+        scene.Panel(
+            "Divergence from float32 at each token",
+            scene.Lines(
+                curves, scene.Axis("token of the text"), scene.Axis("KL in nats (log)", log=True)
+            ),
+            "Where one token is certain, rounding is hidden; where several are likely, it shows.",
+        ),
+        scene.Panel(
+            "The mean over the text",
+            scene.Bars(bars),
+            "Mean KL, and the share of tokens at which the most likely one is float32's. int8 "
+            "has a scale for each row; blocks have one for each 32 numbers.",
+            dict(zip(kinds, record.dtypes)),
+        ),
+    )
+
+
+def record_blocks(prompt: str) -> Record:
+    """Return the row of `rotated-int8` with one scale, with one a block, and turned."""
+    found = record_turn(prompt)
+    row = torch.tensor(found.row)
+    values, scale = quantize(row)
+    block_values, block_scales = quantize(padded(row))
+    turned, turned_scale = quantize(turn(row))
+    rounded = {
+        "one scale": values * scale,
+        f"a scale for {SIZE}": (block_values * block_scales[:, None]).flatten()[: len(row)],
+        "rotated, one scale": turn_weight(turned * turned_scale),
+    }
+    return Record(
+        layer=found.layer,
+        token=found.token,
+        row=found.row,
+        largest=found.largest,
+        scale=scale.item(),
+        scales=block_scales.tolist(),
+        rounded={name: each.tolist() for name, each in rounded.items()},
+    )
+
+
+def draw_blocks(record: Record) -> scene.Scene:
+    hit = record.largest // SIZE
+    points = list(enumerate(record.scales))
+    row = torch.tensor(record.row)
+    errors = {}
+    for name, rounded in record.rounded.items():
+        errors[name] = ((torch.tensor(rounded) - row).norm() / row.norm()).item()
+    bars = [scene.Bar(name, [(error, "first")], percent(error)) for name, error in errors.items()]
+    one, blocks, _ = errors.values()
+    return scene.Scene(
+        f"An outlier sets the step of its whole row: rounding to int8 then costs {percent(one)} of "
+        f"the row's norm. With a scale for each {SIZE} numbers only its own block has large steps, "
+        f"and the error is {percent(blocks)}.",
+        scene.Panel(
+            f"The step of each block of {SIZE}",
+            scene.Lines(
+                [
+                    scene.Curve("", points, "first", bars=True),
+                    scene.Curve("", [points[hit]], "second", bars=True),
+                ],
+                scene.Axis(f"block of the row of {len(row)} numbers"),
+                scene.Axis("step = scale"),
+                [scene.Mark("one scale for the row", y=record.scale)],
+            ),
+            f"An input of {record.layer}, at the token {word(record.token)}.",
+            {"first": "a block", "second": "the block with the outlier"},
+        ),
+        scene.Panel(
+            "The error of rounding, of the row's norm",
+            scene.Bars(bars),
+            "A rotation (lesson 127) spreads the outlier over the row instead.",
+        ),
+    )
+
+
+@torch.inference_mode()
+def record_keys(prompt: str) -> Record:
+    """Return the keys of the head whose channels differ most, and the error of int8 in each way."""
+    ids = runs.encode(prompt, 60)
+    model = runs.load(LLAMA)
+    heads = []  # of each layer and KV head: how much larger its largest channel is, where, keys
+
+    def attend(layer, q, k, v):
+        for head in range(k.shape[2]):
+            rows = k[0, :, head]
+            sizes = rows.abs().mean(0)
+            heads.append(((sizes.max() / sizes.median()).item(), (layer, head), rows))
+        return causal_attention(layer, q, k, v)
+
+    model.hidden(torch.tensor([ids]), torch.arange(len(ids)), attend)
+    _, place, rows = max(heads, key=lambda each: each[0])
+    values, scale = quantize(rows)
+    turned, turned_scale = quantize(turn(rows))
+    plain = values * scale[:, None]
+    back = turn_weight(turned * turned_scale[:, None])
+    width = rows.shape[-1]
+    return Record(
+        layer=place[0],
+        head=place[1],
+        sizes=rows.abs().mean(0).tolist(),  # of each channel, over the positions
+        turned=turn(rows).abs().mean(0).tolist(),
+        errors=[((each - rows).norm() / rows.norm()).item() for each in (plain, back)],
+        bytes={
+            name: stored_width(width, dtype) * dtype.itemsize
+            for name, dtype in (
+                ("float32", torch.float32),
+                ("float16", torch.float16),
+                ("int8 and its scale", torch.int8),
+            )
+        },
+    )
+
+
+def draw_keys(record: Record) -> scene.Scene:
+    panels = []
+    for title, sizes, error in (
+        ("As they are", record.sizes, record.errors[0]),
+        ("Rotated", record.turned, record.errors[1]),
+    ):
+        ratio = max(sizes) / sorted(sizes)[len(sizes) // 2]
+        panels.append(
+            scene.Panel(
+                f"{title}: the largest channel is {ratio:.1f} times the median",
+                scene.Lines(
+                    [scene.Curve("", list(enumerate(sizes)), "first", bars=True)],
+                    scene.Axis(f"channel of the key, {len(sizes)} numbers"),
+                    scene.Axis("mean of |k| over the positions"),
+                ),
+                f"Rounded to int8 with a scale for each key, the error is {percent(error)} of the "
+                "norm.",
+            )
+        )
+    bars = [
+        scene.Bar(name, [(count, "first")], f"{count} bytes")
+        for name, count in record.bytes.items()
+    ]
+    return scene.Scene(
+        "Some channels of keys are large at every position, and set the step of all others. Keys "
+        f"are rotated before they are rounded: the error falls from {percent(record.errors[0])} to "
+        f"{percent(record.errors[1])}. A query is rotated the same way, so scores stay.",
+        *panels,
+        scene.Panel(
+            "A key in memory",
+            scene.Bars(bars),
+            f"Of layer {record.layer}, KV head {record.head}, the one whose channels differ most.",
+        ),
+    )
+
+
+BEGIN = "Once upon a time, there was a little girl"
+PICTURES = {
+    "quality": scene.Picture("Once upon a time", record_quality, draw_quality),
+    "int8-blocks": scene.Picture(BEGIN, record_blocks, draw_blocks),
+    "small-cache": scene.Picture(BEGIN, record_keys, draw_keys),
+}
