@@ -7,8 +7,9 @@ import torch
 from command_line import STORIES
 from engine.engine import Engine
 from engine.options import load_adapters
-from infer import next_logits
+from infer import generate, next_logits
 from loading.load import load_model
+from loading.lora import read_adapter
 from pictures import runs, scene
 from pictures.scene import percent, times, word
 from sampling import SamplingParams
@@ -98,4 +99,69 @@ def draw_adapter(record: Record) -> scene.Scene:
     )
 
 
-PICTURES = {"lora-in-a-batch": scene.Picture("Once upon a time", record_adapter, draw_adapter)}
+@torch.inference_mode()
+def record_merged(prompt: str) -> Record:
+    """Return how much an adapter changes each kind of layer, and the texts without and with it."""
+    ids = runs.encode(prompt, 60)
+    directory = STORIES.with_name(f"stories-{NAME}")
+    model = runs.load("stories-llama")
+    weights = dict(model.named_parameters())
+    layers = {}  # kind -> numbers of W, of A and B, and the norm of each change over that of W
+    for name, (a, b) in read_adapter(directory, model).items():
+        weight = weights[name]
+        kind = name.split(".")[-2]
+        found = layers.setdefault(kind, Record(numbers=0, thin=0, changes=[]))
+        found.numbers += weight.numel()
+        found.thin += a.numel() + b.numel()
+        found.changes.append(((b.float() @ a.float()).norm() / weight.norm()).item())
+    merged = load_model(STORIES.with_name("stories-llama"), adapter=directory)
+    output = [token for (token,) in generate(merged, [ids], SamplingParams(COUNT))]
+    return Record(
+        layers=layers,
+        texts={
+            "without": runs.texts_of(runs.write(ids, "stories-llama", max_new_tokens=COUNT)),
+            "with it": runs.texts_of(output),
+        },
+    )
+
+
+def draw_merged(record: Record) -> scene.Scene:
+    numbers = []
+    changes = []
+    for kind, each in record.layers.items():
+        numbers.append(
+            scene.Bar(
+                kind,
+                [(each.numbers, "first"), (each.thin, "second")],
+                f"{each.numbers:,} and {each.thin:,}",
+            )
+        )
+        mean = sum(each.changes) / len(each.changes)
+        changes.append(scene.Bar(kind, [(mean, "second")], percent(mean)))
+    thin = sum(each.thin for each in record.layers.values())
+    share = thin / sum(each.numbers for each in record.layers.values())
+    lines = []
+    for name, texts in record.texts.items():
+        pairs = zip(texts, record.texts["without"])
+        tokens = [scene.Token(text, "second" if text != other else "") for text, other in pairs]
+        lines.append(scene.Line(tokens, name))
+    return scene.Scene(
+        f"An adapter of {thin:,} numbers, {percent(share)} of the weights it changes, writes in "
+        "another style. s B A is added to each W once, while the file is read; after that a pass "
+        "costs what it did.",
+        scene.Panel(
+            "Numbers of W, and of A and B, in all layers of a kind",
+            scene.Bars(numbers),
+            key={"first": "W", "second": "A and B"},
+        ),
+        scene.Panel(
+            "The norm of s B A as a share of W's", scene.Bars(changes), key={"second": "the change"}
+        ),
+        scene.Panel("One prompt", scene.Tokens(lines), key={"second": "another token"}, wide=True),
+    )
+
+
+PICTURES = {
+    "lora": scene.Picture("Once upon a time", record_merged, draw_merged),
+    "lora-in-a-batch": scene.Picture("Once upon a time", record_adapter, draw_adapter),
+}

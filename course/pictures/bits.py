@@ -8,6 +8,7 @@ from blocks import SIZE, padded
 from cache import stored_width
 from command_line import STORIES
 from int8 import quantize, turn, turn_weight
+from loading.gguf_blocks import decode
 from loading.load import load_model
 from model import causal_attention
 from pictures import runs, scene
@@ -208,8 +209,66 @@ def draw_keys(record: Record) -> scene.Scene:
     )
 
 
+# Of each type: bits of a number, of what its block has, and of what all of the 256 share, a number.
+TYPES = {
+    "Q8_0": (8, 16 / 32, 0),
+    "Q6_K": (6, 8 / 16, 16 / 256),
+    "Q5_K": (5, 96 / 256, 32 / 256),
+    "Q4_K": (4, 96 / 256, 32 / 256),
+    "Q4_0": (4, 16 / 32, 0),
+    "Q3_K": (3, 96 / 256, 16 / 256),
+    "Q2_K": (2, 8 / 16, 32 / 256),
+}
+PARTS = {"d": 1, "a scale": 4, "a minimum": 8, "high bits": 5, "two numbers": 16}  # bytes of a Q4_K
+
+
+def record_superblock(prompt: str) -> Record:
+    """Return which numbers of a Q4_K change with a bit of each of its parts."""
+    seed = sum(runs.encode(prompt, 60))  # the bytes are random
+    block = torch.randint(1, 255, (144,), generator=torch.manual_seed(seed)).to(torch.uint8)
+    block[:4] = torch.tensor([0, 0x3C, 0, 0x3C])  # d and dmin are 1
+    before = decode("Q4_K", block)
+    changed = {}
+    for name, place in PARTS.items():
+        other = block.clone()
+        other[place] ^= 0x80 if name == "high bits" else 1
+        changed[name] = (decode("Q4_K", other) != before).tolist()
+    return Record(changed=changed)
+
+
+def draw_superblock(record: Record) -> scene.Scene:
+    rows = []
+    for name, changed in record.changed.items():
+        counts = [sum(changed[first : first + SIZE]) for first in range(0, 256, SIZE)]
+        cells = [scene.Cell("second" if n else "idle", str(n)) for n in counts]
+        rows.append(scene.Row(name, cells))
+    bars = []
+    for name, parts in TYPES.items():
+        lengths = list(zip(parts, ("first", "second", "good")))
+        bars.append(scene.Bar(name, lengths, f"{sum(parts):g} bits"))
+    whole, part = (sum(record.changed[name]) for name in ("d", "a scale"))
+    return scene.Scene(
+        "A K-quant has scales on two levels: each block of 32 has a scale of 6 bits, in steps of "
+        f"one float16 for all 256. A bit of that float16 changes {whole} numbers here, a bit of a "
+        f"scale {part}.",
+        scene.Panel(
+            "A Q4_K: numbers that change with one bit, in each block of 32",
+            scene.Cells(rows, [str(block) for block in range(8)]),
+            "Four of the eight scales stand whole in their bytes, whose high bits belong to the "
+            "other four.",
+            {"second": "numbers that change", "idle": "none"},
+        ),
+        scene.Panel(
+            "Bits of a number",
+            scene.Bars(bars),
+            key={"first": "the number", "second": "its block's scale", "good": "for all 256"},
+        ),
+    )
+
+
 BEGIN = "Once upon a time, there was a little girl"
 PICTURES = {
+    "gguf-superblocks": scene.Picture(BEGIN, record_superblock, draw_superblock),
     "quality": scene.Picture("Once upon a time", record_quality, draw_quality),
     "int8-blocks": scene.Picture(BEGIN, record_blocks, draw_blocks),
     "small-cache": scene.Picture(BEGIN, record_keys, draw_keys),

@@ -248,10 +248,66 @@ def draw_passes(record: Record) -> scene.Scene:
     )
 
 
+REGEX = "(a|the) (cat|dog)[.]"
+LISTED = 6
+
+
+@torch.inference_mode()
+def record_places(prompt: str) -> Record:
+    """Return a text of a regular expression; at each place what may stand there, as told a client.
+
+    The most likely ones first, with the model's own probabilities.
+    """
+    ids = runs.encode(prompt, 60)
+    model = runs.load()
+    params = SamplingParams(20, regex=REGEX)
+    output = [id for (id,) in generate(model, [ids], params, encoding=runs.encoding())]
+    matcher = make_matcher(params, runs.encoding(), model.config)
+    probs = model(torch.tensor([ids + output]))[0, len(ids) - 1 : -1].softmax(-1)
+    places = []
+    for at, (id, row) in enumerate(zip(output, probs)):
+        allowed = matcher.allowed(output[:at])
+        count = int(allowed.sum())
+        best = runs.likely(row.where(allowed, 0), min(count, LISTED))
+        places.append(
+            Record(token=runs.text_of(id), count=count, allowed=best, best=row.argmax().item())
+        )
+    return Record(prompt=prompt, places=places)
+
+
+def draw_places(record: Record) -> scene.Scene:
+    lines = []
+    for each in record.places:
+        tokens = [
+            scene.Token(text, "good" if text == each.token else "", percent(p))
+            for text, p in each.allowed
+        ]
+        wanted = runs.text_of(each.best)
+        if all(wanted != text for text, _ in each.allowed):
+            tokens.append(scene.Token(wanted, "gone"))
+        lines.append(scene.Line(tokens, word(each.token), f"{each.count} allowed"))
+    forced = sum(each.count == 1 for each in record.places)
+    free = sum(runs.text_of(each.best) == each.token for each in record.places)
+    return scene.Scene(
+        "With show_allowed a client sees what its constraint left: here a single token at "
+        f"{forced} of {times(len(record.places), 'place')}, whatever its probability. At {free} "
+        "the model's own favourite was written.",
+        scene.Panel(
+            f"A text of the form {word(REGEX)} after {word(record.prompt)}",
+            scene.Tokens(lines),
+            f"At each place up to {LISTED} of the tokens that may stand there, with the "
+            "model's own probabilities.",
+            {"good": "written", "gone": "what the model alone would write"},
+            wide=True,
+        ),
+    )
+
+
 PICTURES = {
     "choice-trie": scene.Picture("Lily saw a big", record_choices, draw_choices),
     "forced-tokens": scene.Picture(
         "Tom is ten years old and has a cat.", record_passes, draw_passes
     ),
     "json-schema": scene.Picture("Tom is ten years old and has a cat.", record_schema, draw_schema),
+    "show-allowed": scene.Picture("Lily saw", record_places, draw_places),
 }

@@ -7,12 +7,16 @@ import regex
 import torch
 
 from command_line import STORIES
+from infer import generate
 from llama import Llama, LlamaConfig, rotate, rotations
 from loading.byte_level import PATTERNS
 from loading.chat import Chat
+from loading.gguf_model import halves_apart
+from loading.load import load_model
 from model import causal_attention
 from pictures import runs, scene
 from pictures.scene import percent, signed, times, word
+from sampling import SamplingParams
 
 NAME = "stories-llama"
 LATER = 100  # positions
@@ -214,7 +218,68 @@ def draw_scores(record: Record) -> scene.Scene:
     )
 
 
+HEAD = 8  # numbers of the head that the picture shows
+
+
+@torch.inference_mode()
+def record_order(prompt: str, count: int = 24) -> Record:
+    """Return a head's rows in both orders, and texts with the right order and the file's."""
+    ids = runs.encode(prompt, 60)
+    model = load_model(STORIES.with_name("stories-llama"), torch.float32, "cpu")
+    params = SamplingParams(count)
+    right = [token for (token,) in generate(model, [ids], params)]
+    half = model.config.head_dim // 2
+    for block in model.layers:
+        for layer in (block.self_attn.q_proj, block.self_attn.k_proj):
+            rows = layer.weight.data.unflatten(0, (-1, 2, half))
+            layer.weight.data = rows.transpose(1, 2).flatten(0, 2)
+    wrong = [token for (token,) in generate(model, [ids], params)]
+    return Record(
+        here=halves_apart(torch.arange(HEAD), HEAD).tolist(),  # of each place: the row of the file
+        right=runs.texts_of(right),
+        wrong=runs.texts_of(wrong),
+    )
+
+
+def draw_order(record: Record) -> scene.Scene:
+    kinds = ("first", "second", "good", "third")
+    rows = []
+    for name, order in (("in the file", range(HEAD)), ("here", record.here)):
+        cells = [scene.Cell(kinds[row // 2], str(row)) for row in order]
+        rows.append(scene.Row(name, cells))
+    pairs = zip(record.right, record.wrong)
+    same = next((at for at, (a, b) in enumerate(pairs) if a != b), len(record.right))
+    lines = [
+        scene.Line(
+            [scene.Token(text, "kept" if at < same else kind) for at, text in enumerate(texts)],
+            name,
+        )
+        for name, texts, kind in (
+            ("reordered", record.right, "good"),
+            ("as in the file", record.wrong, "bad"),
+        )
+    ]
+    return scene.Scene(
+        "RoPE rotates pairs of numbers. In a Llama's GGUF file the two of a pair are neighbours, "
+        "here they stand in the two halves of a head. With rows left in the file's order nothing "
+        f"fails: the text goes on, from token {same + 1} on as another one.",
+        scene.Panel(
+            f"The rows of a query or key, in a head of {HEAD}",
+            scene.Cells(rows),
+            "A number is a row of the file's matrix, a colour a pair that is rotated together.",
+            dict(zip(kinds, ("pair 0", "pair 1", "pair 2", "pair 3"))),
+        ),
+        scene.Panel(
+            "The same weights, the same prompt",
+            scene.Tokens(lines),
+            key={"kept": "alike", "good": "with the rows reordered", "bad": "without"},
+            wide=True,
+        ),
+    )
+
+
 PICTURES = {
+    "gguf-rotations": scene.Picture("Once upon a time", record_order, draw_order),
     "qk-norm": scene.Picture(
         "Once upon a time, there was a little girl named Lily.", record_scores, draw_scores
     ),

@@ -3,6 +3,8 @@
 import math
 from types import SimpleNamespace as Record
 
+import torch
+
 from engine.engine import Engine
 from loading.tokenizer import StopStream
 from pictures import runs, scene
@@ -127,7 +129,53 @@ def draw_chances(record: Record) -> scene.Scene:
     )
 
 
+MINIMA = (0, 15, 30)
+
+
+@torch.inference_mode()
+def record_ends(prompt: str) -> Record:
+    """Return greedy texts that end at the first sentence's end, after so many tokens at least."""
+    ids = runs.encode(prompt, 100)
+    (stop,) = runs.encoding().encode(".")
+    texts = {}
+    for least in MINIMA:
+        params = {"max_new_tokens": 60, "stop_token_ids": (stop,), "min_tokens": least}
+        output = runs.write(ids, **params)
+        best = runs.load()(torch.tensor([ids + output]))[0, len(ids) - 1 : -1].argmax(-1).tolist()
+        banned = [at for at, id in enumerate(best[:least]) if id == stop]
+        texts[least] = Record(tokens=runs.texts_of(output), banned=banned, stops=output[-1] == stop)
+    return Record(stop=runs.text_of(stop), texts=texts)
+
+
+def draw_ends(record: Record) -> scene.Scene:
+    lines = []
+    for least, each in record.texts.items():
+        tokens = [
+            scene.Token(text, "second" if at in each.banned else "")
+            for at, text in enumerate(each.tokens)
+        ]
+        if each.stops:
+            tokens[-1] = scene.Token(record.stop, "gone")
+        lines.append(scene.Line(tokens, f"at least {least}", times(len(tokens), "token")))
+    last = record.texts[MINIMA[-1]]
+    return scene.Scene(
+        f"A stop token ends a text as EOS does and prints nothing; here it is {word(record.stop)}. "
+        f"Before the minimum its logit is \u2212\u221e: with at least {MINIMA[-1]} tokens the "
+        f"model wanted it {times(len(last.banned), 'time')}, and took another token there.",
+        scene.Panel(
+            "Greedy texts, with a minimum of tokens",
+            scene.Tokens(lines),
+            key={
+                "second": f"the model preferred {word(record.stop)}",
+                "gone": "the stop token: counted, not printed",
+            },
+            wide=True,
+        ),
+    )
+
+
 PICTURES = {
+    "stop-tokens": scene.Picture("One day, a girl named", record_ends, draw_ends),
     "stop-strings": scene.Picture("The dog", record_held, draw_held),
     "logprobs": scene.Picture("Once upon a time", record_chances, draw_chances),
 }

@@ -715,3 +715,111 @@ def test_pages_before_a_window_go_back(slug, windows):
         for row, each in zip(grid.rows, record, strict=True):
             kinds = [cell.kind == "first" for cell in row.cells if cell.kind]
             assert kinds == each.tables[at] and row.value == str(sum(kinds))
+
+
+def test_rows_in_the_order_of_a_file():
+    record, shown = drawn("gguf-rotations")
+    assert record.here == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert record.right == written("Once upon a time", "stories-llama", max_new_tokens=24)
+    file, here = forms(shown, Cells)[0].rows
+    kinds = {cell.text: cell.kind for cell in file.cells}
+    for at in range(4):  # what `llama.rotate` pairs has one colour, and is a pair of the file
+        first, second = here.cells[at], here.cells[at + 4]
+        assert first.kind == second.kind == kinds[first.text]
+        assert (int(first.text), int(second.text)) == (2 * at, 2 * at + 1)
+    # As lesson 109 prints it.
+    assert "".join(record.wrong).startswith(
+        ", there was a little girl named Lily and her mom and a"
+    )
+    for line, texts in zip(forms(shown, Tokens)[0].lines, (record.right, record.wrong)):
+        assert [token.text for token in line.tokens] == texts
+
+
+def test_the_parts_of_a_superblock():
+    """Of any block: which numbers a part is for; and bits of a number as `gguf` counts bytes."""
+    import gguf
+
+    record, shown = drawn("gguf-superblocks")
+    wanted = {
+        "d": range(256),
+        "a scale": range(32),
+        "a minimum": range(32),
+        "high bits": range(160, 192),
+        "two numbers": range(1),
+    }
+    for name, changed in record.changed.items():
+        places = [at for at, change in enumerate(changed) if change]
+        assert places and set(places) <= set(wanted[name]), name
+    (bars,) = forms(shown, Bars)
+    for bar in bars.rows:
+        count, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[bar.name]]
+        assert sum(length for length, _ in bar.parts) == 8 * size / count, bar.name
+    (table,) = forms(shown, Cells)
+    counts = [sum(int(cell.text) for cell in row.cells) for row in table.rows]
+    assert counts == [sum(changed) for changed in record.changed.values()]
+
+
+def test_stop_tokens_and_a_minimum():
+    record, shown = drawn("stop-tokens")
+    plain = written("One day, a girl named", max_new_tokens=30)
+    first = record.texts[0]
+    assert first.tokens == plain[: plain.index(".") + 1] and first.banned == []
+    for least, each in record.texts.items():
+        assert len(each.tokens) >= least and each.stops
+        assert [at for at, text in enumerate(each.tokens) if text == "."] == [len(each.tokens) - 1]
+        for at in each.banned[-2:]:
+            before = "".join(["One day, a girl named", *each.tokens[:at]])
+            assert runs.text_of(probs_after(before).argmax().item()) == "." and at < least
+    kinds = [[token.kind for token in line.tokens] for line in forms(shown, Tokens)[0].lines]
+    counts = [len(each.banned) for each in record.texts.values()]
+    assert [row.count("second") for row in kinds] == counts and all(
+        row[-1] == "gone" for row in kinds
+    )
+
+
+def test_an_adapter_in_the_weights():
+    record, shown = drawn("lora")
+    merged = load_model(
+        STORIES.with_name("stories-llama"), adapter=STORIES.with_name("stories-frogs")
+    )
+    plain = dict(runs.load("stories-llama").named_parameters())
+    for kind, each in record.layers.items():
+        names = [name for name in plain if f".{kind}." in name]
+        assert each.numbers == sum(plain[name].numel() for name in names)
+        changes = [
+            ((merged.get_parameter(name) - plain[name]).norm() / plain[name].norm()).item()
+            for name in names
+        ]
+        assert sorted(each.changes) == pytest.approx(sorted(changes), rel=1e-3)
+    assert sum(each.thin for each in record.layers.values()) == 108_544  # as lesson 146 says
+    ids = runs.encode("Once upon a time", 12)
+    output = [token for (token,) in generate(merged, [ids], SamplingParams(24))]
+    assert record.texts["with it"] == runs.texts_of(output)
+    assert record.texts["without"] == written(
+        "Once upon a time", "stories-llama", max_new_tokens=24
+    )
+
+
+def test_places_of_a_regular_expression():
+    import re
+
+    record, shown = drawn("show-allowed")
+    text = "".join(each.token for each in record.places).removesuffix("<|endoftext|>")
+    assert re.fullmatch(constrained.REGEX, text)
+    possible = [f"{a} {b}." for a in ("a", "the") for b in ("cat", "dog")]
+    before = ""
+    for each in record.places[:-1]:
+        probs = probs_after(f"Lily saw{before}")
+        beginnings = [
+            id
+            for id in range(len(probs))
+            if id not in runs.load().config.eos_token_ids
+            and any(whole.startswith(before + runs.text_of(id)) for whole in possible)
+        ]
+        if each.count > 1:
+            assert each.count == len(beginnings)
+        assert each.token in [runs.text_of(id) for id in beginnings]
+        assert [p for _, p in each.allowed] == sorted((p for _, p in each.allowed), reverse=True)
+        before += each.token
+    lines = forms(shown, Tokens)[0].lines
+    assert [line.value for line in lines] == [f"{each.count} allowed" for each in record.places]
