@@ -115,9 +115,9 @@ def capital(text: str) -> str:
 
 
 def remark(text: str) -> str:
-    """What stands right behind a section's name, without the parentheses around all of it."""
+    """What stands right behind a section's name, as a sentence if it is all in parentheses."""
     whole = re.fullmatch(r"\((.*)\)", unwrap(text))
-    return capital(whole[1] if whole else text)
+    return capital(f"{whole[1].rstrip('.')}." if whole else text)
 
 
 def commands(message: str) -> str:

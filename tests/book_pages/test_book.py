@@ -565,7 +565,7 @@ def test_prose(pages):
     items = ["one item on two lines;", "two.", "an itemwith a formulaand more"]
     assert texts_of(idea, "li") == items
     assert "endian-ness" in page and "https://github.com/vllm-project/vllm/issues/5" in page
-    assert "A remark" in page and "Prose between &lt;them&gt;." in page
+    assert "A remark." in page and "Prose between &lt;them&gt;." in page
     assert "python lessons.py start 01" in page
     assert "lessons.py start" not in pages["00-init.html"]
 
@@ -577,7 +577,7 @@ def test_the_order_in_which_to_write_it_is_a_list(pages):
 
 def test_what_to_implement_is_a_list(pages):
     (asked,) = of_class(parse(pages["01-add.html"]), "details", "fold asked")
-    assert text_of(asked.find("p")) == "In infer.py, which the next line goes on with"
+    assert text_of(asked.find("p")) == "In infer.py, which the next line goes on with."
     words = 'UserError "no <such>" of so many words that they take a line more; its_member, alone'
     assert texts_of(asked, "li") == [f"infer.py: read_it(a, b) -> c; {words}", "--option"]
 
