@@ -1,5 +1,7 @@
 """Rotary positions, merges, and messages of a chat."""
 
+import re
+from pathlib import Path
 from types import SimpleNamespace as Record
 from typing import NamedTuple
 
@@ -11,8 +13,11 @@ from infer import generate
 from llama import Llama, LlamaConfig, rotate, rotations
 from loading.byte_level import PATTERNS
 from loading.chat import Chat
+from loading.gguf import GGUF
 from loading.gguf_model import halves_apart
+from loading.gguf_tokenizer import tokenizer_json
 from loading.load import load_model
+from loading.tokenizer import Encoding
 from model import causal_attention
 from pictures import runs, scene
 from pictures.scene import percent, signed, times, word
@@ -278,7 +283,88 @@ def draw_order(record: Record) -> scene.Scene:
     )
 
 
+BLANK = "\u2581"  # how SentencePiece writes a blank
+
+
+def sentencepiece_of(words: dict[str, float]) -> Encoding:
+    """Return a tokenizer of SentencePiece's kind with these tokens and their scores."""
+    special = ["<unk>", "<s>", "</s>"]
+    single = [f"<0x{byte:02X}>" for byte in range(256)]
+    keys = {
+        "model": "llama",
+        "tokens": [*special, *single, *words],
+        "scores": [0.0] * 259 + list(words.values()),
+        "token_type": [2, 3, 3] + [6] * 256 + [1] * len(words),
+        "bos_token_id": 1,
+    }
+    gguf = GGUF(Path("picture"), {f"tokenizer.ggml.{key}": keys[key] for key in keys}, {})
+    return Encoding("picture", tokenizer_json(gguf))
+
+
+def record_scored(prompt: str) -> Record:
+    """Return the merges of a prompt's longest word by score, with the embedded vocabulary's tokens.
+
+    The score of a token is minus its id.
+    """
+    runs.encode(prompt, 20)
+    encoding = runs.encoding()
+    words = {}
+    for id in range(encoding.n_vocab - len(encoding.special_tokens_set)):
+        text = encoding.decode_single_token_bytes(id).decode("utf-8", "replace")
+        if "\ufffd" not in text:
+            words.setdefault(text.replace(" ", BLANK), float(-id))
+    words.setdefault(BLANK, -1.0)
+    word = max(prompt.split() or ["a"], key=len)
+    spelled = sentencepiece_of(words)
+    parts = list(f"{BLANK}{word}")
+    lines = [Record(parts=list(parts), at=None, score=None)]
+    while True:
+        joined = [a + b for a, b in zip(parts, parts[1:])]
+        found = [(-words[pair], at) for at, pair in enumerate(joined) if pair in words]
+        if not found:
+            break
+        score, at = min(found)
+        parts[at : at + 2] = [joined[at]]
+        lines.append(Record(parts=list(parts), at=at, score=-score))
+    ids = spelled.encode(word)[1:]  # without BOS
+    return Record(
+        word=word,
+        lines=lines,
+        tokens=[spelled.tokenizer.id_to_token(id) for id in ids],
+        missing=[part for part in parts if part not in words],  # characters that become bytes
+    )
+
+
+def draw_scored(record: Record) -> scene.Scene:
+    lines = []
+    for number, line in enumerate(record.lines):
+        kinds = ["first" if at == line.at else "" for at in range(len(line.parts))]
+        tokens = [scene.Token(*pair) for pair in zip(line.parts, kinds)]
+        value = "" if line.score is None else f"score {signed(line.score, 0)}"
+        lines.append(scene.Line(tokens, str(number), value))
+    kinds = ["second" if re.fullmatch("<0x..>", each) else "good" for each in record.tokens]
+    tokens = [scene.Token(*pair) for pair in zip(record.tokens, kinds)]
+    lost = " A character that no token has becomes its bytes." if record.missing else ""
+    return scene.Scene(
+        f"SentencePiece begins with characters, a blank written as {word(BLANK)}, and joins the "
+        f"neighbours with the highest score. {word(record.word)} becomes "
+        f"{times(len(record.tokens), 'token')} in {times(len(record.lines) - 1, 'merge')}.{lost}",
+        scene.Panel(
+            "Characters, and the parts after each merge",
+            scene.Tokens(lines),
+            "The tokens are those of the embedded vocabulary, with minus their id as score.",
+            {"first": "the pair just merged"},
+        ),
+        scene.Panel(
+            "The tokens of the tokenizer",
+            scene.Tokens([scene.Line(tokens)]),
+            key={"good": "from merges"} | ({"second": "a byte"} if "second" in kinds else {}),
+        ),
+    )
+
+
 PICTURES = {
+    "sentencepiece": scene.Picture("She saw a butterfly", record_scored, draw_scored),
     "gguf-rotations": scene.Picture("Once upon a time", record_order, draw_order),
     "qk-norm": scene.Picture(
         "Once upon a time, there was a little girl named Lily.", record_scores, draw_scores

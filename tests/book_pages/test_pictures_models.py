@@ -823,3 +823,22 @@ def test_places_of_a_regular_expression():
         before += each.token
     lines = forms(shown, Tokens)[0].lines
     assert [line.value for line in lines] == [f"{each.count} allowed" for each in record.places]
+
+
+@pytest.mark.parametrize("prompt", ["She saw a butterfly", "playground", "\u00e9t\u00e9 <"])
+def test_merges_by_score_end_in_the_tokens_of_the_library(prompt):
+    record, shown = drawn("sentencepiece", prompt)
+    spelled = []
+    for part in record.lines[-1].parts:
+        single = [f"<0x{byte:02X}>" for byte in part.encode()]
+        spelled += single if part in record.missing else [part]
+    assert record.tokens == spelled and bool(record.missing) == ("\u00e9" in prompt)
+    assert "".join(record.lines[0].parts) == f"\u2581{record.word}"
+    for before, after in zip(record.lines, record.lines[1:]):
+        pair = "".join(before.parts[after.at : after.at + 2])
+        assert after.parts == [*before.parts[: after.at], pair, *before.parts[after.at + 2 :]]
+        (id,) = runs.encoding().encode(pair.replace("\u2581", " "))
+        assert after.score == -id
+    merges, tokens = forms(shown, Tokens)
+    assert len(merges.lines) == len(record.lines)
+    assert [token.text for token in tokens.lines[0].tokens] == record.tokens
