@@ -1,5 +1,6 @@
 """Rotary positions, merges, and messages of a chat."""
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace as Record
@@ -363,7 +364,55 @@ def draw_scored(record: Record) -> scene.Scene:
     )
 
 
+SPLITS = {  # name -> the pre-tokenizer before that of GPT-2
+    "GPT-2's": None,
+    "signs apart": {"type": "Punctuation", "behavior": "Isolated"},
+    "a blank ends": {
+        "type": "Split",
+        "pattern": {"String": " "},
+        "behavior": "MergedWithPrevious",
+        "invert": False,
+    },
+}
+
+
+def record_splits(prompt: str) -> dict[str, list[str]]:
+    """Return the tokens of a prompt with one vocabulary and three ways to split text first."""
+    runs.encode(prompt, 40)
+    raw = json.loads(STORIES.joinpath("tokenizer.json").read_text("utf-8"))
+    level = raw["pre_tokenizer"]
+    found = {}
+    for name, first in SPLITS.items():
+        if first:
+            raw["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [first, level]}
+        encoding = Encoding(name, raw)
+        pieces = map(encoding.decode_single_token_bytes, encoding.encode(prompt))
+        found[name] = [piece.decode("utf-8", "backslashreplace") for piece in pieces]
+    return found
+
+
+def draw_splits(record: dict[str, list[str]]) -> scene.Scene:
+    plain = set(record["GPT-2's"])
+    lines = []
+    for name, texts in record.items():
+        tokens = [scene.Token(text, "first" if text in plain else "second") for text in texts]
+        lines.append(scene.Line(tokens, name, times(len(texts), "token")))
+    counts = [len(texts) for texts in record.values()]
+    return scene.Scene(
+        "A pattern cuts a text into pieces, and no merge crosses a cut. So one vocabulary gives "
+        f"other tokens where a model splits in another way: {counts[0]}, {counts[1]} and "
+        f"{counts[2]} of them here. The tokenizers library reads each form from the model's file.",
+        scene.Panel(
+            "One text, one vocabulary, three splits",
+            scene.Tokens(lines),
+            key={"first": "a token of GPT-2's split", "second": "none of those"},
+            wide=True,
+        ),
+    )
+
+
 PICTURES = {
+    "any-bpe": scene.Picture("Lily didn't stop. They're happy!", record_splits, draw_splits),
     "sentencepiece": scene.Picture("She saw a butterfly", record_scored, draw_scored),
     "gguf-rotations": scene.Picture("Once upon a time", record_order, draw_order),
     "qk-norm": scene.Picture(

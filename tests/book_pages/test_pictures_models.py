@@ -842,3 +842,21 @@ def test_merges_by_score_end_in_the_tokens_of_the_library(prompt):
     merges, tokens = forms(shown, Tokens)
     assert len(merges.lines) == len(record.lines)
     assert [token.text for token in tokens.lines[0].tokens] == record.tokens
+
+
+def test_three_splits_of_one_vocabulary():
+    """Parts that the splits make by hand have the tokens that each has alone."""
+    record, shown = drawn("any-bpe")
+    parts = {
+        "GPT-2's": "Lily| didn|'t| stop|.| They|'re| happy|!",
+        "signs apart": "Lily| didn|'|t| stop|.| They|'|re| happy|!",
+        "a blank ends": "Lily| |didn|'t| |stop|.| |They|'re| |happy|!",
+    }
+    assert record.keys() == parts.keys()
+    for name, text in parts.items():
+        wanted = [
+            runs.text_of(id) for part in text.split("|") for id in runs.encoding().encode(part)
+        ]
+        assert record[name] == wanted, name
+    lines = forms(shown, Tokens)[0].lines
+    assert [[token.text for token in line.tokens] for line in lines] == list(record.values())
