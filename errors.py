@@ -1,6 +1,8 @@
 """Errors that the user can put right."""
 
 import contextlib
+import functools
+import sys
 
 
 class UserError(ValueError):
@@ -16,6 +18,12 @@ class UserError(ValueError):
         if len(line) > 1000:
             line = f"{line[:500]} ... {line[-495:]}"
         super().__init__(line)
+
+
+@functools.cache
+def note(line: str) -> None:
+    """Print a note on stderr, made safe as a UserError is. The same note is printed once."""
+    print(f"note: {UserError(line)}", file=sys.stderr)
 
 
 def means_no_memory(error: BaseException) -> bool:

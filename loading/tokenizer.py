@@ -3,12 +3,13 @@
 import codecs
 import copy
 import json
+import unicodedata
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.pre_tokenizers import Metaspace
 
-from errors import UserError
+from errors import UserError, note
 from loading import byte_level, sentencepiece
 from loading.byte_level import BYTES, CHARACTERS
 from loading.checkpoint import check_values, read_json
@@ -24,6 +25,13 @@ SUPPORTED = {  # of a tokenizer.json: without these a token would not be the byt
     "model.end_of_word_suffix": (None, ""),
 }
 FLAGS = {"lstrip": (False,), "rstrip": (False,), "single_word": (False,)}  # of an added token
+# Elements of HTML that Gemma's vocabulary adds. No chat template gives one a meaning.
+HTML = set(
+    "a b blockquote body caption code div em footer h1 h2 h3 h4 h5 h6 html i iframe img li s span"
+    " strong sub sup table tbody td tfoot th thead tr u ul bbox".split()
+)
+# What may stand around the text of a control token where plain text is checked for making it.
+AROUND = [("", ""), (" ", " "), ("\n", "\n"), ("a", "a")]
 
 
 class Encoding:
@@ -31,8 +39,9 @@ class Encoding:
 
     where: what errors begin with. raw: the object in a `tokenizer.json`. fault: what is wrong if
     the library cannot read that.
-    special_tokens_set: the added tokens, special or not, that plain text never becomes. (Runs of
-    blanks, which some vocabularies add, control nothing.) Raises UserError for other tokenizers.
+    special_tokens_set: the control tokens, which plain text never becomes, as `controls` tells
+    them from other added tokens. special: ids by name of those that the file calls special, which
+    `skip_special_tokens` leaves out of a text. Raises UserError for other tokenizers.
     """
 
     def __init__(self, where, raw: dict, fault: str = "not a Hugging Face tokenizer"):
@@ -46,7 +55,8 @@ class Encoding:
         raw = raw | {"model": model, "added_tokens": added, "truncation": None, "padding": None}
         try:
             self.tokenizer = Tokenizer.from_str(json.dumps(raw | {"post_processor": None}))
-            self.plain = plain_tokenizer(self.tokenizer)
+            control = {token["content"] for token in added if controls(token)}
+            self.plain = plain_tokenizer(self.tokenizer, control)
             ids(self.plain, "a")
         except BaseException as error:  # a panic of the library is no Exception
             if isinstance(error, KeyboardInterrupt):
@@ -55,11 +65,15 @@ class Encoding:
             raise UserError(f"{where}: {fault}: {reason:.200}") from None
         check = check_bytes if self.spelling is byte_level else check_blanks
         check(where, raw, self.tokenizer)
-        check_added(where, added, self.tokenizer, model)
+        check_added(where, added, self.tokenizer, self.plain, model)
+        self.where = where
         self.added = {token["content"]: token["id"] for token in added}
-        self.texts = {token: content for content, token in self.added.items()}
-        self.n_vocab = max([*model["vocab"].values(), *self.texts], default=-1) + 1
-        self.special_tokens_set = set(filter(controls, self.added))
+        # Others are written as the vocabulary spells them: a run of U+2581 is one of blanks.
+        own = (name for name in self.added if name in control or name not in model["vocab"])
+        self.texts = {self.added[name]: name for name in own}
+        self.n_vocab = max([*model["vocab"].values(), *self.added.values()], default=-1) + 1
+        self.special_tokens_set = control
+        self.special = {token["content"]: token["id"] for token in added if token.get("special")}
         names = BYTES.items() if self.spelling is byte_level else ()
         self.missing = {byte for name, byte in names if name not in model["vocab"]}
         # Whether a text is written with a blank before it, which is no part of what comes back.
@@ -67,6 +81,36 @@ class Encoding:
         self.strips = is_sentencepiece and sentencepiece.STRIP in raw["decoder"]["decoders"]
         self.inner = inner_tokenizer(self.plain)
         self.prefix = find_prefix(where, raw.get("post_processor"), self.added)
+
+    def with_rows(self, vocab_size: int) -> "Encoding":
+        """Return it without the added tokens for which a model of this size has no embedding.
+
+        Gemma 3's file has one token more than the model, `<image_soft_token>`, and many fine-tuned
+        Llamas have a pad token behind their vocabulary. Their texts are plain text, as a note says.
+        Tokens of the vocabulary itself stay, and so do all if no special token would be left.
+        """
+        left_out = [name for name, token in self.added.items() if token >= vocab_size]
+        kept = {name: token for name, token in self.added.items() if token < vocab_size}
+        is_cut = vocab_size < self.tokenizer.get_vocab_size(with_added_tokens=False)
+        if not left_out or is_cut or not self.special.keys() & kept.keys():
+            return self
+        names = ", ".join(left_out[:3]) + ", ..." * (len(left_out) > 3)
+        size = f"whose vocab_size is {vocab_size}"
+        note(
+            f"{self.where}: the model, {size}, has no row for {names}, which is read as plain text"
+        )
+        cut = copy.copy(self)
+        cut.added = kept
+        cut.n_vocab = vocab_size
+        cut.texts = {token: name for token, name in self.texts.items() if token < vocab_size}
+        cut.special = {name: token for name, token in self.special.items() if name in kept}
+        cut.special_tokens_set = self.special_tokens_set & kept.keys()
+        added = [token for token in added_tokens(self.plain) if token.content in kept]
+        cut.plain = with_added(self.plain, added)
+        cut.inner = inner_tokenizer(cut.plain)
+        cut.tokenizer = with_added(cut.plain, added)
+        cut.tokenizer.encode_special_tokens = False
+        return cut
 
     def encode(self, text: str, allowed_special="") -> list[int]:
         """Encode the prefix and a text. A text that begins with the prefix gets no second one.
@@ -146,20 +190,51 @@ def valid(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def controls(content: str) -> bool:
-    """Whether an added token may control anything: a run of blanks does not."""
-    return not content.isspace()
+def controls(token: dict) -> bool:
+    """Return whether an added token is a control token, which plain text never becomes.
+
+    A special token is one, unless it is white space. Of the others, which transformers finds in any
+    text, those are that may have a role in a template: `<tool_call>` and `<think>` of Qwen,
+    `<|fim_prefix|>`, `<unused0>`. Plain text becomes the rest: runs of blanks, words (no
+    punctuation and no mathematical sign such as `<` or `|`), and HTML tags.
+    """
+    content = token["content"]
+    if content.isspace():
+        return False
+    if token.get("special"):
+        return True
+    name = content.removeprefix("<").removeprefix("/").removesuffix(">")
+    if name in HTML and content in (f"<{name}>", f"</{name}>"):
+        return False
+    return not all(sign.isspace() or is_of_a_word(sign) for sign in content)
 
 
-def plain_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
-    """One with the same model that finds no added tokens in a text, except runs of blanks."""
-    plain = Tokenizer(tokenizer.model)
-    plain.normalizer = tokenizer.normalizer
-    plain.pre_tokenizer = tokenizer.pre_tokenizer
-    added = [token for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]
+def is_of_a_word(sign: str) -> bool:
+    """Return whether a character is a letter, mark, digit or pictograph: U+2581 is of the last."""
+    return unicodedata.category(sign)[0] in "LMN" or unicodedata.category(sign) == "So"
+
+
+def added_tokens(tokenizer: Tokenizer) -> list[AddedToken]:
+    """Return the added tokens of a tokenizer, in the order of their ids."""
+    return [token for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]
+
+
+def with_added(tokenizer: Tokenizer, added: list[AddedToken]) -> Tokenizer:
+    """Return one with the same model and steps before it, and with these added tokens."""
+    made = Tokenizer(tokenizer.model)
+    made.normalizer = tokenizer.normalizer
+    made.pre_tokenizer = tokenizer.pre_tokenizer
+    made.add_tokens(added)
+    made.encode_special_tokens = tokenizer.encode_special_tokens
+    return made
+
+
+def plain_tokenizer(tokenizer: Tokenizer, control: set[str]) -> Tokenizer:
+    """Return one with the same model that finds no control tokens in a text."""
+    added = added_tokens(tokenizer)
     for token in added:
-        token.special = controls(token.content)
-    plain.add_tokens(added)
+        token.special = token.content in control
+    plain = with_added(tokenizer, added)
     plain.encode_special_tokens = True  # special ones are text
     return plain
 
@@ -169,7 +244,7 @@ def inner_tokenizer(plain: Tokenizer) -> Tokenizer:
     step = plain.pre_tokenizer
     if not isinstance(step, Metaspace) or step.prepend_scheme != "first":
         return plain
-    inner = plain_tokenizer(plain)
+    inner = with_added(plain, added_tokens(plain))
     inner.pre_tokenizer = Metaspace(prepend_scheme="never", split=step.split)
     return inner
 
@@ -206,14 +281,19 @@ def check_bytes(where, raw: dict, tokenizer: Tokenizer) -> None:
         raise UserError(f"{where}: pre_tokenizer has no step ByteLevel, so a text has no bytes")
 
 
-def check_added(where, added: list[dict], tokenizer: Tokenizer, model: dict) -> None:
+def check_added(
+    where, added: list[dict], tokenizer: Tokenizer, plain: Tokenizer, model: dict
+) -> None:
     """Raise UserError for added tokens with other ids in the library, or that plain text makes.
 
     The library ignores the ids in the file: a token has its id in the vocabulary, or the next one.
-    A token of the vocabulary is made by a merge, or as a piece of text if merges are ignored.
+    A control token in the vocabulary may be made by a merge. Where merges are ignored, a piece of
+    text that equals it is the token, so the library is asked whether its split leaves it whole.
+    plain: the one of `plain_tokenizer`.
     """
     pairs = (pair if isinstance(pair, str) else "".join(pair) for pair in model["merges"])
     made = {pair.replace(" ", "") for pair in pairs}
+    asked = []
     for token in added:
         content = token["content"]
         name = f"{where}: added token {content!r}"
@@ -221,11 +301,19 @@ def check_added(where, added: list[dict], tokenizer: Tokenizer, model: dict) -> 
         found = tokenizer.token_to_id(content)
         if found != token["id"]:
             raise UserError(f"{name} has the id {token['id']}, and {found} in the library")
-        whole = len(content) == 1 or model.get("ignore_merges") or content in made
-        if content in model["vocab"] and whole and controls(content):
-            raise UserError(f"{name}: plain text becomes it")
         if not content:
             raise UserError(f"{name} is empty")
+        if content in model["vocab"] and controls(token):
+            if len(content) == 1 or content in made:
+                raise UserError(f"{name}: plain text becomes it")
+            if model.get("ignore_merges"):
+                asked.append(token)
+    texts = [before + token["content"] + after for token in asked for before, after in AROUND]
+    found = plain.encode_batch_fast(texts, add_special_tokens=False)
+    for number, encoded in enumerate(found):
+        token = asked[number // len(AROUND)]
+        if token["id"] in encoded.ids:
+            raise UserError(f"{where}: added token {token['content']!r}: plain text becomes it")
 
 
 def find_prefix(where, processor, added: dict[str, int]) -> list[int]:
@@ -259,7 +347,8 @@ def load_encoding(name, vocab_size: int) -> Encoding:
     holds its own, or has one beside it. `random:` models speak no language, so their ids from 256
     on print as numbers. So do those of a GGUF file without either. vocab_size: the model's; it may
     be larger than the tokenizer's, as in models whose vocabulary is padded to a round number.
-    Raises UserError if it is smaller, or there is no tokenizer, or one of another kind.
+    Raises UserError if it is smaller (but see `Encoding.with_rows`), or there is no tokenizer, or
+    one of another kind.
     """
     source = parse_name(name)
     if source.kind == "gguf" and f"{OWNER}.tokens" in source.gguf.metadata:
@@ -268,7 +357,7 @@ def load_encoding(name, vocab_size: int) -> Encoding:
     elif source.kind == "random" or source.kind == "gguf" and not source.find("tokenizer.json"):
         encoding = numbers_encoding(source.label, vocab_size)
     else:
-        encoding = read_tokenizer_json(source.file("tokenizer.json"))
+        encoding = read_tokenizer_json(source.file("tokenizer.json")).with_rows(vocab_size)
     if encoding.n_vocab > vocab_size:
         raise UserError(
             f"{source.name}: the tokenizer has {encoding.n_vocab} tokens,"

@@ -203,12 +203,32 @@ def test_a_control_token_that_plain_text_becomes_is_refused(smol, tmp_path, voca
         assert load_from(tmp_path, other).encode_ordinary(TOOL)
 
 
-@pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("kind", ["a merge", "a character", "whole"])
-def test_so_is_one_that_a_merge_or_a_character_makes(smol, tmp_path, kind, special):
-    """Special or not: "He" is control then, and each message with this word would hold it."""
+def test_so_is_one_that_a_merge_or_a_character_makes(smol, tmp_path, kind):
+    """A word is control then, and each message with it would hold the token."""
+    name, other = with_a_word(smol, kind, special=True)
+    check_refused(f"added token {name!r}: plain text becomes it", load_from, tmp_path, other)
+
+
+@pytest.mark.parametrize("kind", ["a merge", "a character", "whole"])
+def test_a_word_that_is_not_special_is_text(smol, tmp_path, kind):
+    """transformers finds it in any text, inside of words too; it has no punctuation."""
+    name, other = with_a_word(smol, kind, special=False)
+    ours = load_from(tmp_path, other)
+    theirs = library(other)
+    assert name not in ours.special_tokens_set
+    for text in [f"{name}{name}x", f"a {name}", *TEXTS]:
+        if not any(token in text for token in ours.special_tokens_set):
+            assert ours.encode_ordinary(text) == theirs.encode(text).ids
+            if not ours.dropped(text):
+                assert ours.decode(ours.encode_ordinary(text)) == text
+
+
+def with_a_word(smol, kind, special) -> tuple[str, dict]:
+    """An added token that is a word of the vocabulary, and the tokenizer.json with it."""
     vocabulary = smol["model"]["vocab"]
-    made = next(token for token in vocabulary if len(token) == 2 and token.isalpha())
+    pairs = (token for token in vocabulary if len(token) == 2 and token.isascii())
+    made = next(pair for pair in pairs if pair.isalpha())
     name = "e" if kind == "a character" else made
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     token = {"id": vocabulary[name], "content": name, "special": special} | flags
@@ -216,7 +236,7 @@ def test_so_is_one_that_a_merge_or_a_character_makes(smol, tmp_path, kind, speci
     if kind == "whole":
         other["model"] |= {"ignore_merges": True, "merges": []}
         other["added_tokens"] = [token]
-    check_refused(f"added token {name!r}: plain text becomes it", load_from, tmp_path, other)
+    return name, other
 
 
 def test_a_text_on_which_a_pattern_gives_up_is_one_line(smol, tmp_path):

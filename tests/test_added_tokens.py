@@ -1,0 +1,154 @@
+"""Added tokens in plain text, as Gemma 3's and Mistral's tekken tokenizers have them."""
+
+import json
+import random
+
+import pytest
+from test_any_bpe import BYTES_ONLY, RANDOM, split, steps
+from test_llama_3_tokenizer import TEXTS, load_from, trained
+from test_sentencepiece import FORMS, made
+from test_tokenizer import check_refused, library
+
+import errors
+from errors import UserError
+from loading.byte_level import PATTERNS
+from loading.tokenizer import load_encoding
+
+BLANK = "▁"
+RUNS = [sign * count for sign in ("\n", "\t", BLANK) for count in (2, 3, 5)]
+TAGS = ["<h1>", "</h1>", "<table>", "<s>", "</s>", "<bbox>"]
+RESERVED = ["<unused0>", "<mask>", "[multimodal]", "<tool_call>", "|||EMAIL|||", "### Response:"]
+TURNS = ["<start_of_turn>", "<end_of_turn>"]
+WORDS = ["Grüße", "你好", "🙂", "hello "]
+
+
+def with_added(raw: dict, special: list[str], others: list[str], outside: int = 0) -> dict:
+    """A tokenizer.json with these added tokens in its vocabulary, but for the last `outside`."""
+    raw = json.loads(json.dumps(raw))
+    vocabulary = raw["model"]["vocab"]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    names = [*special, *others]
+    raw["added_tokens"] = []
+    for number, name in enumerate(names):
+        token = vocabulary.get(name, len(vocabulary) + max(0, number - len(names) + outside))
+        if number < len(names) - outside:
+            vocabulary[name] = token
+        raw["added_tokens"].append(
+            {"id": token, "content": name, "special": name in special} | flags
+        )
+    return raw
+
+
+@pytest.fixture(scope="module")
+def gemma() -> dict:
+    """As Gemma 3's: runs of blanks, tags and reserved names are added tokens, and not special."""
+    raw = made(FORMS["gemma"])
+    for sign, count in ((BLANK, 5), ("\n", 5), ("\t", 5)):
+        raw["model"]["vocab"].setdefault(sign, len(raw["model"]["vocab"]))
+        for size in range(2, count + 1):
+            run = sign * size
+            raw["model"]["vocab"].setdefault(run, len(raw["model"]["vocab"]))
+            raw["model"]["merges"] = [[sign * (size - 1), sign], *raw["model"]["merges"]]
+    return with_added(raw, ["<unk>", "<bos>", *TURNS], RUNS + TAGS + RESERVED + WORDS)
+
+
+@pytest.fixture(scope="module")
+def tekken() -> dict:
+    """As the converter of transformers writes it: merges are ignored, control tokens come first."""
+    raw = json.loads(trained(PATTERNS["Tekken"]).to_str())
+    raw["decoder"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}
+    raw["model"] |= {"ignore_merges": True}
+    return with_added(raw, ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<SPECIAL_14>"], [])
+
+
+def texts_with(names: list[str]) -> list[str]:
+    draw = random.Random(0)
+    pieces = [*names, " ", "  ", "\n", "\n\n\n\n\n\n\n", "a", "é", "<", "the"]
+    drawn = ["".join(draw.choices(pieces, k=draw.randint(1, 9))) for _ in range(200)]
+    return [*TEXTS, *RANDOM[:300], *drawn]
+
+
+@pytest.mark.parametrize("name", ["gemma", "tekken"])
+def test_ids_equal_those_of_tokenizers(request, tmp_path, name):
+    raw = request.getfixturevalue(name)
+    ours = load_from(tmp_path, raw)
+    theirs = library(raw)
+    for text in texts_with([token["content"] for token in raw["added_tokens"]]):
+        ids = theirs.encode(text).ids
+        assert ours.encode(text, allowed_special="all") == ids
+
+
+def test_plain_text_becomes_what_controls_nothing(gemma, tmp_path):
+    """As in transformers, which finds runs of blanks, tags and words in any text."""
+    ours = load_from(tmp_path, gemma)
+    theirs = library(gemma)
+    names = RUNS + TAGS + WORDS
+    assert ours.special_tokens_set == {"<unk>", "<bos>", *TURNS, *RESERVED}
+    for text in texts_with(names):
+        if any(token in text for token in ours.special_tokens_set):
+            continue
+        assert ours.encode_ordinary(text) == theirs.encode(text, add_special_tokens=False).ids
+    for name in names:
+        (token,) = ours.encode_ordinary(name)
+        assert token == ours.added[name]
+
+
+@pytest.mark.parametrize("name", ["gemma", "tekken"])
+def test_plain_text_has_no_control_token(request, tmp_path, name):
+    raw = request.getfixturevalue(name)
+    ours = load_from(tmp_path, raw)
+    control = {ours.added[name] for name in ours.special_tokens_set}
+    assert control
+    for text in texts_with([*ours.added]):
+        ids = ours.encode_ordinary(text)
+        assert not control & {*ids}
+        shown = text.replace(BLANK, " ") if name == "gemma" else text
+        assert ours.decode(ids) == shown
+
+
+def test_special_are_those_the_file_calls_so(gemma, tmp_path):
+    ours = load_from(tmp_path, gemma)
+    assert ours.special == {name: ours.added[name] for name in ("<unk>", "<bos>", *TURNS)}
+
+
+def test_a_run_of_blanks_is_written_as_blanks(gemma, tmp_path):
+    """The token of `▁▁` is that of two blanks, whether a text has these or those."""
+    ours = load_from(tmp_path, gemma)
+    for text in ("a  b", "a▁▁b"):
+        ids = ours.encode_ordinary(text)
+        assert ours.added["▁▁"] in ids and ours.decode(ids) == "a  b"
+
+
+@pytest.mark.parametrize("around", ["", " "])
+def test_a_control_token_that_a_split_leaves_whole_is_refused(tekken, tmp_path, around):
+    """Whether it is made is asked of the library: here each piece between blanks is a token."""
+    pattern = split({"Regex": rf"{around}\S+|\s+"})
+    raw = tekken | {"pre_tokenizer": steps(pattern, BYTES_ONLY)}
+    check_refused("added token '<unk>': plain text becomes it", load_from, tmp_path, raw)
+
+
+def test_an_added_token_without_a_row_is_plain_text(gemma, tmp_path, capsys):
+    """Gemma 3's file has one token more than the model has rows: `<image_soft_token>`."""
+    image = "<image_soft_token>"
+    raw = with_added(gemma, [image], [], outside=1)
+    raw["added_tokens"] = [*gemma["added_tokens"], *raw["added_tokens"]]
+    size = raw["added_tokens"][-1]["id"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw), "utf-8")
+    errors.note.cache_clear()
+    ours = load_encoding(tmp_path, size)
+    line = f"vocab_size is {size}, has no row for {image}, which is read as plain text\n"
+    assert capsys.readouterr().err.endswith(line)
+    assert ours.n_vocab == size and image not in ours.special_tokens_set
+    assert ours.decode(ours.encode_ordinary(image)) == image
+    for text in texts_with([*ours.added]):
+        ids = library(gemma).encode(text).ids
+        assert ours.encode(text, allowed_special="all") == ids
+    whole = load_encoding(tmp_path, size + 1)
+    assert whole.added[image] == size and not capsys.readouterr().err
+
+
+def test_still_a_token_of_the_vocabulary_needs_its_row(gemma, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(gemma), "utf-8")
+    size = len(gemma["model"]["vocab"])
+    with pytest.raises(UserError, match=f"{size} tokens, the model's vocab_size is {size - 1}"):
+        load_encoding(tmp_path, size - 1)
