@@ -1,5 +1,6 @@
 """The tokenizer in a GGUF file, what ends a text, and the chat template."""
 
+import reprlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,16 +14,31 @@ from loading.gguf import GGUF
 
 OWNER = "tokenizer.ggml"
 GPT2 = PATTERNS["GPT-2"]
+# Values of tokenizer.ggml.pre that split a text alike: llama_vocab::impl::load in llama.cpp.
+LIKE_GPT_2 = "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert"
+LIKE_GPT_2 += " mpt olmo jais trillion granite-docling exaone4 jina-v1-en jina-v2-code roberta-bpe"
+LIKE_LLAMA_3 = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
+LIKE_GLM_4 = "glm4 glm5"
+LIKE_CHATGLM = "chatglm-bpe dbrx smaug-bpe"
+LIKE_QWEN2 = "qwen2 deepseek-r1-qwen kormo f2llmv2 stablelm2 hunyuan solar-open megrez grok-2"
+LIKE_SMOLLM = "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2"
 SPLITS = {  # tokenizer.ggml.pre -> the patterns that split a text, one after the other
     "default": (r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9]{3}"),  # llama.cpp's own
-    "gpt-2": (GPT2,),
-    "llama-bpe": (PATTERNS["Llama 3"],),
-    "qwen2": (PATTERNS["Qwen2"],),
-    "smollm": (r"\p{N}", GPT2),
+    "tekken": (PATTERNS["Tekken"],),
+    **dict.fromkeys(LIKE_GPT_2.split(), (GPT2,)),
+    **dict.fromkeys(f"{LIKE_LLAMA_3} {LIKE_GLM_4} {LIKE_CHATGLM}".split(), (PATTERNS["Llama 3"],)),
+    **dict.fromkeys(LIKE_QWEN2.split(), (PATTERNS["Qwen2"],)),
+    **dict.fromkeys(LIKE_SMOLLM.split(), (r"\p{N}", GPT2)),
 }
+FIRST_NAMES = ("default", "gpt-2", "llama-bpe", "qwen2", "smollm", "tekken")  # of each split
+WHOLE_PIECES = {
+    *LIKE_LLAMA_3.split(),
+    *LIKE_GLM_4.split(),
+    "tekken",
+}  # merges are ignored for these
+BEGINNING = {*LIKE_LLAMA_3.split(), "tekken"}  # a text begins with BOS if no key says otherwise
 SUPPORTED = {
     f"{OWNER}.model": ("gpt2", "llama"),
-    f"{OWNER}.pre": tuple(SPLITS),
     f"{OWNER}.add_bos_token": (None, False, True),
     f"{OWNER}.add_eos_token": (False,),
     f"{OWNER}.add_space_prefix": (None, False, True),
@@ -108,21 +124,30 @@ def tokenizer_json(gguf: GGUF) -> dict:
     check_values(gguf.file, {OWNER: {"model": None} | keys}, SUPPORTED)
     tokens, types = read_tokens(gguf)
     is_sentencepiece = keys["model"] == "llama"
-    is_llama_3 = not is_sentencepiece and keys.get("pre") == "llama-bpe"
+    # SentencePiece splits nothing, whatever is named.
+    pre = None if is_sentencepiece else keys.get("pre", "default")
+    if pre is not None and (not isinstance(pre, str) or pre not in SPLITS):
+        known = " or ".join(map(repr, FIRST_NAMES))
+        found = f"{OWNER}.pre is {reprlib.repr(pre)}; supported is {known}"
+        raise UserError(f"{gguf.file}: {found}, or a name that llama.cpp reads as one of these")
     if is_sentencepiece:
         steps = sentencepiece.steps(keys.get("add_space_prefix", True))
         merges = merges_by_score(gguf, tokens, types)
     else:
-        steps = byte_level_steps(SPLITS[keys.get("pre", "default")])
+        steps = byte_level_steps(SPLITS[pre])
         merges = keys.get("merges")
         if not isinstance(merges, list):
             raise UserError(f"{gguf.file}: {OWNER}.merges is no list of strings")
-    begins = keys.get("add_bos_token", is_sentencepiece or is_llama_3)
+    begins = keys.get("add_bos_token", is_sentencepiece or pre in BEGINNING)
     bos = token_ids(gguf, "bos", missing=begins)
     added = {id for id, kind in enumerate(types) if kind in (UNKNOWN, CONTROL, USER_DEFINED)}
-    added |= {*bos, *token_ids(gguf, "eos", "eot", "eom")}
-    # A piece of text that is in the vocabulary is a token there, so control tokens must not be.
-    out = added if is_llama_3 else ()
+    ends = {*bos, *token_ids(gguf, "eos", "eot", "eom")}
+    added |= ends
+    # A piece of text that is in the vocabulary is a token there, so control tokens are left out of
+    # it, if the library then gives them their ids: the next ones.
+    others = [id for id, kind in enumerate(types) if kind != UNUSED and id not in added]
+    are_next = [*others, *sorted(added)] == list(range(len(others) + len(added)))
+    out = added if pre in WHOLE_PIECES and are_next else ()
     vocabulary = {
         token: id
         for id, (token, kind) in enumerate(zip(tokens, types))
@@ -133,7 +158,13 @@ def tokenizer_json(gguf: GGUF) -> dict:
     text = {"Sequence": {"id": "A"}}
     return steps | {
         "added_tokens": [
-            {"id": id, "content": tokens[id], "special": True} | flags for id in sorted(added)
+            {
+                "id": id,
+                "content": tokens[id],
+                "special": types[id] != USER_DEFINED or id in ends,
+                **flags,
+            }
+            for id in sorted(added)
         ],
         "post_processor": {
             "type": "TemplateProcessing",
@@ -143,7 +174,7 @@ def tokenizer_json(gguf: GGUF) -> dict:
         "model": {
             "type": "BPE",
             "byte_fallback": is_sentencepiece,
-            "ignore_merges": is_llama_3,
+            "ignore_merges": pre in WHOLE_PIECES,
             "vocab": vocabulary,
             "merges": merges,
         },

@@ -161,7 +161,7 @@ def test_in_c_and_on_ranks(made, compiled, dtype):
 
 
 def test_a_vocabulary_with_turns_and_runs_of_blanks(made):
-    """Runs of blanks are tokens in any text, what ends a turn is not, and nor is HTML."""
+    """Runs of blanks and HTML are tokens in any text, what ends a turn is not."""
     from loading.tokenizer import load_encoding
 
     special = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
@@ -178,7 +178,7 @@ def test_a_vocabulary_with_turns_and_runs_of_blanks(made):
     assert load_config(file).eos_token_ids == (1, 3)
     encoding = load_encoding(file, 270)
     assert encoding.encode("a  a\n\n a\n") == [0, 9, 6, 9, 5, 13, 4]
-    assert encoding.encode_ordinary("<b>") == [11, 10, 12]
+    assert encoding.encode_ordinary("<b>") == [7]  # as in transformers
     assert 3 not in encoding.encode_ordinary("a<end_of_turn>")
     assert encoding.encode("<b><end_of_turn>\n", allowed_special="all") == [0, 7, 3, 4]
 

@@ -69,6 +69,61 @@ def test_ids_equal_those_of_the_tokenizer_json(pre, load):
         }
 
 
+ALIKE = {  # what llama.cpp reads as one split
+    "gpt-2": "phi-2 jina-v2-de modern-bert mpt olmo exaone4 roberta-bpe",
+    "smollm": "starcoder command-r exaone refact",
+    "llama-bpe": "llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2",
+    "qwen2": "deepseek-r1-qwen stablelm2 hunyuan megrez grok-2",
+}
+
+
+@pytest.mark.parametrize("pre", ALIKE)
+def test_names_of_one_split_are_one_tokenizer(smol, load, pre):
+    metadata = metadata_of(smol, pre, bos_token_id=1)
+    first = load(metadata)
+    assert bool(first.prefix) == (pre == "llama-bpe")
+    for name in ALIKE[pre].split():
+        other = load(metadata | {f"{OWNER}.pre": name})
+        assert other.prefix == first.prefix
+        for text in TEXTS:
+            assert other.encode_ordinary(text) == first.encode_ordinary(text)
+
+
+@pytest.mark.parametrize("pre", ["glm4", "chatglm-bpe"])
+def test_a_glm_splits_as_a_llama_3_and_begins_with_nothing(smol, load, pre):
+    metadata = metadata_of(smol, pre, bos_token_id=1)
+    other = load(metadata | {f"{OWNER}.pre": "llama-bpe", f"{OWNER}.add_bos_token": False})
+    ours = load(metadata)
+    texts = TEXTS if pre == "glm4" else ["12345 a'LL", "a\n\nb"]  # of which no piece is whole
+    assert ours.prefix == []
+    for text in texts:
+        assert ours.encode_ordinary(text) == other.encode_ordinary(text)
+
+
+def test_control_tokens_of_a_tekken_file_come_first(load):
+    """As Mistral Nemo's: no token can be taken out of the vocabulary, or ids would move."""
+    raw = made(steps(split({"Regex": PATTERNS["Tekken"]}), BYTES_ONLY))
+    raw["model"]["ignore_merges"] = True
+    ours = load(metadata_of(raw, "tekken", bos_token_id=0))
+    theirs = library(raw)
+    assert ours.prefix == [0]
+    for text in [*TEXTS, *RANDOM[:500]]:
+        ids = theirs.encode(text).ids
+        assert ours.encode(text, allowed_special="all") == (ids if ids[:1] == [0] else [0, *ids])
+
+
+def test_only_control_tokens_are_special(load):
+    ours = load(with_types(USER_DEFINED, CONTROL, USER_DEFINED))
+    assert ours.special == {"<tool>": FIRST + 1}
+    ours = load(with_types(USER_DEFINED, CONTROL, USER_DEFINED) | {f"{OWNER}.eos_token_id": FIRST})
+    assert ours.special == {EOS: FIRST, "<tool>": FIRST + 1}
+
+
+@pytest.fixture(scope="module")
+def smol() -> dict:
+    return made(FORMS["smollm2"])
+
+
 def behind(raw: dict) -> dict:
     """A tokenizer.json with the added tokens after the others."""
     names = {token["content"] for token in raw["added_tokens"]}
@@ -158,9 +213,9 @@ def test_a_text_begins_with_bos_where_the_file_says_so(load, pre, keys, begins):
         ({"model": "t5"}, "tokenizer.ggml.model is 't5'; supported is 'gpt2'"),
         ({"model": None}, "tokenizer.ggml.model is None; supported is 'gpt2'"),
         (
-            {"pre": "tekken"},
-            "tokenizer.ggml.pre is 'tekken'; supported is 'default' or 'gpt-2' or 'llama-bpe' or"
-            " 'qwen2' or 'smollm'",
+            {"pre": "gpt-4o"},
+            "tokenizer.ggml.pre is 'gpt-4o'; supported is 'default' or 'gpt-2' or 'llama-bpe' or"
+            " 'qwen2' or 'smollm' or 'tekken', or a name that llama.cpp reads as one of these",
         ),
         ({"add_eos_token": True}, "tokenizer.ggml.add_eos_token is True; supported is False"),
         ({"tokens": [1, 2]}, "tokenizer.ggml.tokens is no list of strings"),
