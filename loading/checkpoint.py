@@ -1,15 +1,15 @@
 """The files of a model, read and written. Nothing here knows an architecture."""
 
-import contextlib
 import json
 import math
 import reprlib
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from errors import UserError
@@ -18,14 +18,24 @@ from errors import UserError
 def read_json(file: Path) -> dict:
     """The object in a JSON file. Raises UserError if it cannot be read or holds anything else."""
     try:
-        raw = json.loads(file.read_text("utf-8"))
+        data = file.read_bytes()
+        raw = json.loads(data.decode("utf-8-sig"))  # some editors put a byte order mark first
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}") from None
     except (ValueError, RecursionError):
         raw = None  # not JSON, not UTF-8, a number of 5,000 digits; nested too deeply
     if not isinstance(raw, dict):
+        check_pointer(file, data)
         raise UserError(f"{file}: not a JSON object")
     return raw
+
+
+def check_pointer(file: Path, data: bytes) -> None:
+    """Raise UserError if what begins like this is what a clone without git-lfs leaves of a file."""
+    if data.startswith(b"version https://git-lfs"):
+        raise UserError(
+            f"{file}: a git-lfs pointer, not the file itself: fetch it with git lfs pull"
+        )
 
 
 def check_values(where, raw: dict, supported: dict[str, tuple]) -> None:
@@ -44,6 +54,105 @@ def check_values(where, raw: dict, supported: dict[str, tuple]) -> None:
 
 
 BLOCK = 2**22  # bytes of float32 in a block of `read_tensors`
+LONGEST = 100_000_000  # bytes in the head of a safetensors file, as the library has it
+DTYPES = {  # dtypes of a safetensors file
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+# Ends of the names of tensors that GPTQ, AWQ, bitsandbytes, fp8 and others put beside weights.
+OF_QUANTIZED = ("qweight", "qzeros", "scales", "g_idx", "scale", "scale_inv", "absmax", "quant_map")
+OF_QUANTIZED += ("SCB", "weight_packed", "weight_shape", "zero_point", "_blocks", "_scale_2")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor is. start, size: in bytes."""
+
+    file: Path
+    dtype: str  # as the file names it
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+def read_head(file: Path) -> dict[str, Stored]:
+    """Return the tensors of a safetensors file. Raises UserError unless all of them are whole.
+
+    The form: github.com/huggingface/safetensors. The library maps a file, and reading a mapped file
+    that became shorter kills the process (SIGBUS), so this reads.
+    """
+    try:
+        with open(file, "rb") as opened:
+            size = opened.seek(0, 2)
+            opened.seek(0)
+            length = opened.read(8)
+            check_pointer(file, length + opened.read(64))
+            opened.seek(8)
+            count = int.from_bytes(length, "little")
+            if len(length) < 8 or count > min(size - 8, LONGEST):
+                raise ValueError("its head is cut short")
+            head = json.loads(opened.read(count))
+        found = locate(file, head, 8 + count)
+    except UserError:
+        raise
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(f"{file}: not a complete safetensors file ({reason:.100})") from None
+    end = max((stored.start + stored.size for stored in found.values()), default=8 + count)
+    if end != size:
+        ends = f"its tensors end at byte {end}, the file at byte {size}"
+        raise UserError(f"{file}: not a complete safetensors file ({ends})")
+    return found
+
+
+def locate(file: Path, head: dict, start: int) -> dict[str, Stored]:
+    """Return the tensors that a head describes, one right behind the other from byte `start` on.
+
+    Raises ValueError, TypeError, AttributeError or LookupError for a head that makes no sense.
+    """
+    found = {}
+    for name, said in head.items():
+        if name == "__metadata__":
+            continue
+        begin, end = said["data_offsets"]
+        shape = tuple(said["shape"])
+        if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
+            raise ValueError(f"tensor {name} has wrong numbers")
+        dtype = DTYPES.get(said["dtype"])
+        if dtype and math.prod(shape) * dtype.itemsize != end - begin:
+            raise ValueError(f"tensor {name} is {shape} in {end - begin} bytes")
+        found[name] = Stored(file, said["dtype"], shape, start + begin, end - begin)
+    for stored in sorted(found.values(), key=lambda stored: (stored.start, stored.size)):
+        if stored.start != start:
+            raise ValueError("tensors overlap, or there are holes between them")
+        start += stored.size
+    return found
+
+
+def read_bytes(file: Path, start: int, size: int) -> bytearray:
+    """Return so many bytes of a file, from byte `start` on. Raises UserError if it ends before."""
+    data = bytearray(size)
+    try:
+        # Not mapped: reading a mapped file that became shorter kills the process.
+        with open(file, "rb") as opened:
+            opened.seek(start)
+            complete = opened.readinto(data) == size
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}") from None
+    if not complete:
+        raise UserError(f"{file}: cut off while it was read")
+    return data
 
 
 def read_tensors(
@@ -53,6 +162,7 @@ def read_tensors(
     skip: tuple[str, ...] = (),
     transposed: Collection[str] = (),
     says: str = "config.json says",
+    renamed: Callable[[str], str | None] = str,
 ) -> Iterator[tuple[str, slice, torch.Tensor]]:
     """The tensors of safetensors files in blocks of rows: (name, which rows, these rows).
 
@@ -61,10 +171,11 @@ def read_tensors(
     shapes: name -> shape, what the files must hold together. prefix: may stand before each name.
     skip: endings of names that may be in the files and are not read. transposed: names of tensors
     that are stored as (columns, rows); these come whole. says: the source of shapes, in errors.
+    renamed: a function of a name in a file that returns the usual one, None if it is not read.
     Raises UserError, before anything is read, if a file is cut short, or a tensor is missing,
     unexpected, there twice, of another shape or not of floating-point numbers.
     """
-    stored = find_tensors(files, shapes, prefix, skip, transposed, says)
+    stored = find_tensors(files, shapes, prefix, skip, transposed, says, renamed)
     return read_rows(stored, shapes, transposed)
 
 
@@ -75,67 +186,80 @@ def find_tensors(
     skip: tuple[str, ...],
     transposed: Collection[str],
     says: str,
-) -> dict[str, tuple[Path, str]]:
-    """Which file each tensor is in, and its name there, once all are as they must be."""
+    renamed: Callable[[str], str | None],
+) -> dict[str, Stored]:
+    """Where each tensor is, once all are as they must be."""
     stored = {}
     for file in files:
-        with complete(file):
-            tensors = safe_open(file, framework="pt")
-        for key in tensors.keys():
-            name = key.removeprefix(prefix)
+        for key, tensor in read_head(file).items():
+            usual = renamed(key)
+            if usual is None:
+                continue
+            name = usual.removeprefix(prefix)
             if name in stored:
-                other = stored[name][0]
+                other = stored[name].file
                 how = f"also in {other.name}"
                 if other == file:
                     how = f"with and without {prefix!r}"
                 raise UserError(f"{file}: tensor {name} is there twice, {how}")
             if name not in shapes and not name.endswith(skip):
-                raise UserError(f"{file}: unexpected tensor {name}")
-            stored[name] = file, key, tensors.get_slice(key)
+                of = ", of quantized weights, which are not read" * name.endswith(OF_QUANTIZED)
+                raise UserError(f"{file}: unexpected tensor {name}{of}")
+            stored[name] = tensor
     for name, shape in shapes.items():
         if name not in stored:
             where = file if len(files) == 1 else file.parent
             raise UserError(f"{where}: tensor {name} is missing")
-        file, _, tensor = stored[name]
+        tensor = stored[name]
+        where = f"{tensor.file}: tensor {name}"
         expected = tuple(reversed(shape) if name in transposed else shape)
-        if (found := tuple(tensor.get_shape())) != expected:
-            raise UserError(f"{file}: tensor {name} is {found}, and {says} {expected}")
-        if not tensor.get_dtype().startswith(("F", "BF")):  # F32, BF16
-            dtype = tensor[:0].dtype
-            raise UserError(f"{file}: tensor {name} is {dtype}; it must be floating-point")
-    return {name: stored[name][:2] for name in shapes}
+        if tensor.shape != expected:
+            raise UserError(f"{where} is {tensor.shape}, and {says} {expected}")
+        dtype = DTYPES.get(tensor.dtype)
+        if not dtype or not dtype.is_floating_point:
+            raise UserError(f"{where} is {dtype or tensor.dtype}; it must be floating-point")
+    return {name: stored[name] for name in shapes}
+
+
+def has_tensors(files: list[Path], part: str) -> bool:
+    """Return whether files hold tensors of a part of a model, by the beginning of their names."""
+    beginnings = (f"{part}.", f"model.{part}.")
+    return any(name.startswith(beginnings) for file in files for name in read_head(file))
+
+
+def differ(files: list[Path], renamed: Callable[[str], str | None], *ends: str) -> bool:
+    """Return whether files hold two matrices that are not equal. ends: of their layers' names."""
+    found = {}
+    for file in files:
+        for key, tensor in read_head(file).items():
+            for end in ends:
+                if (renamed(key) or "").endswith(f"{end}.weight"):
+                    found[end] = tensor
+    if len(found) < len(ends):
+        return False
+    shapes = {end: tensor.shape for end, tensor in found.items()}
+    first, second = ({end: found[end]} for end in ends)
+    if len(set(shapes.values())) > 1:
+        return True
+    pairs = zip(read_rows(first, shapes, ()), read_rows(second, shapes, ()))
+    return any(not torch.equal(a.float(), b.float()) for (*_, a), (*_, b) in pairs)
 
 
 def read_rows(
-    stored: dict[str, tuple[Path, str]], shapes: dict, transposed: Collection[str]
+    stored: dict[str, Stored], shapes: dict, transposed: Collection[str]
 ) -> Iterator[tuple[str, slice, torch.Tensor]]:
     """The blocks of `read_tensors`. stored: as of `find_tensors`."""
-    opened = None
-    read = 0  # what was read of a file counts as memory until it is closed
-    for name, (file, key) in stored.items():
+    for name, tensor in stored.items():
         shape = shapes[name]
         turned = name in transposed
         height = shape[0] if turned else max(1, BLOCK // (4 * math.prod(shape[1:])))
+        width = tensor.size // shape[0]  # bytes of a row
         for start in range(0, shape[0], height):
-            rows = slice(start, start + height)
-            with complete(file):
-                if file != opened or read >= BLOCK:
-                    tensors = safe_open(file, framework="pt")
-                    opened = file
-                    read = 0
-                tensor = tensors.get_slice(key)
-                block = tensor[:].t() if turned else tensor[rows]
-            read += block.nbytes
-            yield name, rows, block
-
-
-@contextlib.contextmanager
-def complete(file: Path) -> Iterator[None]:
-    """Raise UserError for what the block finds wrong with a safetensors file."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file}: not a complete safetensors file ({error})") from None
+            stop = min(start + height, shape[0])
+            data = read_bytes(tensor.file, tensor.start + width * start, width * (stop - start))
+            numbers = torch.frombuffer(data, dtype=DTYPES[tensor.dtype])
+            block = numbers.view(tensor.shape).t() if turned else numbers.view(-1, *shape[1:])
+            yield name, slice(start, stop), block
 
 
 def write_checkpoint(directory: Path, config: dict, tensors: dict) -> None:

@@ -6,12 +6,14 @@ The form: docs/gguf.md in github.com/ggml-org/ggml. Nothing here knows an archit
 import array
 import math
 import os
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from errors import UserError
+from loading.checkpoint import check_pointer
 
 NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd"))  # type -> `struct` form
 LENGTH = struct.Struct("<Q")
@@ -33,6 +35,14 @@ TYPES = {  # of a tensor -> its name, how many numbers a block of it holds, and 
     30: ("BF16", 1, 2),
     39: ("MXFP4", 32, 17),
 }
+UNREAD = dict(  # name -> number of a type that llama.cpp has, or had, and that is not read
+    Q8_1=9, Q8_K=15, IQ2_XXS=16, IQ2_XS=17, IQ3_XXS=18, IQ1_S=19, IQ4_NL=20, IQ3_S=21, IQ2_S=22,
+    IQ4_XS=23, I8=24, I16=25, I32=26, I64=27, F64=28, IQ1_M=29, Q4_0_4_4=31, Q4_0_4_8=32,
+    Q4_0_8_8=33, TQ1_0=34, TQ2_0=35, IQ4_NL_4_4=36, IQ4_NL_4_8=37, IQ4_NL_8_8=38, NVFP4=40,
+    Q1_0=41, Q2_0=42,
+)  # fmt: skip
+# A model in several files: the names that llama.cpp gives them.
+PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -43,11 +53,15 @@ class Tensor:
     type: str  # a name in TYPES
     start: int  # in bytes from the file's beginning
     size: int  # in bytes
+    file: Path
 
 
 @dataclass(frozen=True)
 class GGUF:
-    """What the head of a file says. Arrays of numbers are `array`s, those of strings lists."""
+    """What the head of a file says. Arrays of numbers are `array`s, those of strings lists.
+
+    Of a model in several files, `file` and the metadata are those of the first.
+    """
 
     file: Path
     metadata: dict
@@ -113,7 +127,42 @@ def shortest(number: float) -> float:
 
 
 def read_gguf(file: Path) -> GGUF:
-    """The head of a file, checked. Raises UserError, in memory of a few times the file's size."""
+    """Return the head of a file, checked, and of all parts if the model is in several files.
+
+    file: any of the parts. Raises UserError, in memory of a few times the files' size.
+    """
+    gguf = read_part(file)
+    count = gguf.metadata.get("split.count", 0)
+    if count in (0, 1):
+        return gguf
+    named = PART.fullmatch(file.name)
+    if type(count) is not int or not named or int(named[3]) != count:
+        parts = "files named NAME-00001-of-0000N.gguf, where split.count is N"
+        raise UserError(
+            f"{file}: split.count is {count!r:.20}; supported is 0 or 1, or the parts as {parts}"
+        )
+    heads = []
+    tensors = {}
+    for number in range(count):
+        path = file.with_name(f"{named[1]}-{number + 1:05}-of-{count:05}{named[4]}")
+        head = gguf if path == file else read_part(path)
+        found = head.metadata.get("split.no"), head.metadata.get("split.count")
+        if found != (number, count):
+            raise UserError(f"{path}: split.no and split.count are {found}, not {(number, count)}")
+        if twice := tensors.keys() & head.tensors.keys():
+            raise UserError(f"{path}: tensor {min(twice)} is also in a part before")
+        tensors |= head.tensors
+        heads.append(head)
+    metadata = heads[0].metadata
+    if (said := metadata.get("split.tensors.count", len(tensors))) != len(tensors):
+        raise UserError(
+            f"{heads[0].file}: {said} tensors in all parts, but there are {len(tensors)}"
+        )
+    return GGUF(heads[0].file, metadata, tensors)
+
+
+def read_part(file: Path) -> GGUF:
+    """Return the head of one file. Raises UserError."""
     try:
         # Not mapped: reading a mapped file that became shorter kills the process.
         with open(file, "rb") as opened:
@@ -127,7 +176,9 @@ def read_head(cursor: Cursor) -> GGUF:
     file = cursor.file
     if not cursor.size:
         raise UserError(f"{file}: the file is empty")
-    if cursor.take(4) != b"GGUF":
+    kind = cursor.take(4)
+    if kind != b"GGUF":
+        check_pointer(file, kind + cursor.opened.read(64))
         raise UserError(f"{file}: not a GGUF file")
     version = cursor.number("I")
     if version not in (2, 3):
@@ -169,7 +220,8 @@ def locate(
     where = f"{cursor.file}: tensor {name}"
     if kind not in TYPES:
         known = ", ".join(known for known, _, _ in TYPES.values())
-        raise UserError(f"{where} has the type {kind}; known are {known}")
+        names = {number: name for name, number in UNREAD.items()}
+        raise UserError(f"{where} has the type {names.get(kind, kind)}; known are {known}")
     type_name, numbers, width = TYPES[kind]
     if not all(shape) or shape[-1] % numbers:
         raise UserError(f"{where} is {shape}; rows of {type_name} are multiples of {numbers}")
@@ -180,7 +232,7 @@ def locate(
     if start + size > cursor.size:
         ends = f"it ends at byte {start + size}, the file at byte {cursor.size}"
         raise UserError(f"{where} is cut off: {ends}")
-    return Tensor(shape, type_name, start, size)
+    return Tensor(shape, type_name, start, size, cursor.file)
 
 
 def check_apart(file: Path, tensors: dict[str, Tensor]) -> None:

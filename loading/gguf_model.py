@@ -14,6 +14,7 @@ from blocks import FORMS, Q8_0, Blocks, Form
 from errors import UserError
 from gemma import GemmaConfig
 from llama import ExpertsConfig, LlamaConfig
+from loading.checkpoint import read_bytes
 from loading.config import read_number, read_sizes, read_token_ids
 from loading.gguf import GGUF, Tensor
 from loading.gguf_blocks import DECODERS, decode, split
@@ -53,7 +54,6 @@ def read_gguf_config(gguf: GGUF) -> GPTConfig | LlamaConfig:
         raise UserError(
             f"{file}: its architecture is {reprlib.repr(architecture)}; read are {known}"
         )
-    check(gguf, {"split.count": (0, 1)})
     sizes = {field: (f"{architecture}.{key}", limit) for field, (key, limit) in SIZES.items()}
     missing = {"n_kv_head": raw.get(sizes["n_head"][0]), "head_dim": 1}
     fields = read_sizes(file, raw, sizes, missing)
@@ -314,16 +314,7 @@ def read_rows(
     """Some rows of a tensor, in its own dtype; if they are in blocks, as these or in float32."""
     rows = tensor.shape[0]
     size = tensor.size * (stop - start) // rows
-    data = bytearray(size)
-    try:
-        # Not mapped: reading a mapped file that became shorter kills the process.
-        with open(gguf.file, "rb") as opened:
-            opened.seek(tensor.start + tensor.size * start // rows)
-            complete = opened.readinto(data) == size
-    except OSError as error:
-        raise UserError(f"{gguf.file}: {error.strerror}") from None
-    if not complete:
-        raise UserError(f"{gguf.file}: cut off while it was read")
+    data = read_bytes(tensor.file, tensor.start + tensor.size * start // rows, size)
     numbers = torch.frombuffer(data, dtype=PLAIN.get(tensor.type, torch.uint8))
     if in_blocks:
         blocks = Blocks(*split(tensor.type, numbers))

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 import torch.nn as nn
-from safetensors import safe_open
 
 from blocks import Blocks
 from errors import UserError
-from loading.checkpoint import check_values, complete, read_json, read_tensors
+from loading.checkpoint import check_values, read_head, read_json, read_tensors
 from loading.config import read_number, read_sizes
 from model import Model
 
@@ -143,9 +142,7 @@ def find_layers(file: Path, model: Model) -> dict[str, str]:
     weights = {name for name, _ in model.named_parameters()}  # not those of a tied head
     modules = dict(model.named_modules())
     layers = {}
-    with complete(file):
-        keys = sorted(safe_open(file, framework="pt").keys())
-    for key in keys:
+    for key in sorted(read_head(file)):
         found = KEY.fullmatch(key)
         path = found[1].removeprefix(model.PREFIX) if found else key
         if not isinstance(modules.get(path), nn.Linear) or f"{path}.weight" not in weights:

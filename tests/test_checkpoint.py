@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, record, refused
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from errors import UserError
 from loading import checkpoint
 from loading.checkpoint import check_values, read_json, read_tensors, write_checkpoint
+from loading.gguf import read_gguf
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b.c": torch.ones(4)}
 SHAPES = {name: tensor.shape for name, tensor in WEIGHTS.items()}
@@ -139,18 +141,94 @@ def test_a_missing_file_is_named(tmp_path):
     assert str(tmp_path / "none") in refused(read, tmp_path / "none")
 
 
-def test_large_tensors_come_in_blocks_of_rows_and_the_file_is_closed_between(tmp_path, monkeypatch):
-    """What was read of an open file counts as memory: loading must not need the model twice."""
+def test_large_tensors_come_in_blocks_of_rows(tmp_path, monkeypatch):
+    """No more than a block is read at once: loading must not need the model twice."""
     file = tmp_path / "model.safetensors"
     save_file(WEIGHTS, file)
-    opened = record(monkeypatch, checkpoint, "safe_open", lambda *args: args)
+    sizes = record(monkeypatch, checkpoint, "read_bytes", lambda file, start, size: size)
     monkeypatch.setattr(checkpoint, "BLOCK", 12)  # bytes: a row of three floats
     blocks = list(read_tensors([file], SHAPES))
-    sizes = [(name, len(block)) for name, _, block in blocks]
-    assert sizes == [("a", 1), ("a", 1), ("b.c", 3), ("b.c", 1)]
-    assert len(opened) == 1 + 4
+    lengths = [(name, len(block)) for name, _, block in blocks]
+    assert lengths == [("a", 1), ("a", 1), ("b.c", 3), ("b.c", 1)]
+    assert sizes == [12, 12, 12, 4]
     for name, tensor in read(file).items():
         assert torch.equal(tensor, WEIGHTS[name])
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_one_line(tmp_path, monkeypatch):
+    """A mapped file would kill the process (SIGBUS), which nothing can catch."""
+    file = tmp_path / "model.safetensors"
+    save_file(WEIGHTS, file)
+    monkeypatch.setattr(checkpoint, "BLOCK", 12)
+    blocks = read_tensors([file], SHAPES)
+    next(blocks)
+    with open(file, "r+b") as opened:
+        opened.truncate(100)
+    assert refused(list, blocks) == f"{file}: cut off while it was read"
+    save_file(WEIGHTS, file)
+    blocks = read_tensors([file], SHAPES)
+    file.unlink()
+    assert refused(next, blocks) == f"{file}: No such file or directory"
+
+
+HEAD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+HEADS = {  # a head, and how many bytes stand behind it
+    "nothing": ({}, 1),
+    "a hole": ({"a": HEAD, "b": HEAD | {"data_offsets": [12, 20]}}, 20),
+    "an overlap": ({"a": HEAD, "b": HEAD | {"data_offsets": [4, 12]}}, 12),
+    "a wrong size": ({"a": HEAD | {"shape": [3]}}, 8),
+    "a negative size": ({"a": HEAD | {"shape": [-1, -2]}}, 8),
+    "a fraction": ({"a": HEAD | {"shape": [2.0]}}, 8),
+    "not from the beginning": ({"a": HEAD | {"data_offsets": [8, 16]}}, 16),
+    "more behind it": ({"a": HEAD}, 9),
+    "no offsets": ({"a": {"dtype": "F32", "shape": [2]}}, 8),
+    "a text": ({"a": "F32"}, 8),
+    "three offsets": ({"a": HEAD | {"data_offsets": [0, 4, 8]}}, 8),
+    "a list": ([HEAD], 8),
+    "a dtype that is a list": ({"a": HEAD | {"dtype": ["F32"]}}, 8),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_that_makes_no_sense_is_one_line(tmp_path, kind):
+    head, size = HEADS[kind]
+    file = tmp_path / "model.safetensors"
+    data = json.dumps(head).encode()
+    file.write_bytes(len(data).to_bytes(8, "little") + data + bytes(size))
+    with pytest.raises(SafetensorError):  # the library refuses it too
+        load_file(file)
+    message = refused(read, file)
+    assert message.startswith(f"{file}: not a complete safetensors file (")
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+def test_a_git_lfs_pointer_is_called_so(tmp_path):
+    words = "a git-lfs pointer, not the file itself: fetch it with git lfs pull"
+    for name, function in (
+        ("tokenizer.json", read_json),
+        ("model.safetensors", read),
+        ("model.gguf", read_gguf),
+    ):
+        file = tmp_path / name
+        file.write_bytes(POINTER)
+        assert refused(function, file) == f"{file}: {words}"
+
+
+def test_a_byte_order_mark_is_no_part_of_json(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_bytes(b'\xef\xbb\xbf{"a": 1}')
+    assert read_json(file) == {"a": 1}
+
+
+@pytest.mark.parametrize("name", ["a.qweight", "a.weight_scale_inv", "a.scales", "a.absmax"])
+def test_tensors_beside_quantized_weights_are_called_so(tmp_path, name):
+    file = tmp_path / "model.safetensors"
+    save_file(WEIGHTS | {name: torch.ones(1)}, file)
+    message = refused(read, file)
+    words = f"unexpected tensor {name}, of quantized weights, which are not read"
+    assert message == f"{file}: {words}"
 
 
 def test_a_transposed_matrix_is_turned(tmp_path):

@@ -114,7 +114,8 @@ BAD = {
     "tensor t is there twice": file_of(tensors=[TENSOR, TENSOR]),
     "tensor t has 0 dimensions; 1 to 4": file_of(tensors=[("t", (), 0, 0)]),
     "tensor t has 5 dimensions; 1 to 4": file_of(tensors=[("t", (1,) * 5, 0, 0)]),
-    "tensor t has the type 16; known are F32,": file_of(tensors=[("t", (256,), 16, 0)]),
+    "tensor t has the type IQ2_XXS; known are F32,": file_of(tensors=[("t", (256,), 16, 0)]),
+    "tensor t has the type 99; known are F32,": file_of(tensors=[("t", (256,), 99, 0)]),
     "tensor t is (2, 48); rows of Q8_0 are multiples of 32": file_of(
         tensors=[("t", (2, 48), 8, 0)], end=bytes(999)
     ),
