@@ -26,7 +26,7 @@ from loading.config import (
     read_llama_config,
     read_token_ids,
 )
-from loading.gguf import GGUF, read_gguf
+from loading.gguf import GGUF, PART, read_gguf
 from loading.gguf_model import block_forms, read_gguf_config, read_gguf_tensors
 from loading.lora import merged, read_adapter
 from model import GPT, GPTConfig, Model
@@ -114,9 +114,9 @@ class Source:
             return [path]
         if index := self.find("model.safetensors.index.json"):
             return [self.file(shard) for shard in read_index(index)]
-        hint = ""
-        if self.kind == "directory" and self.find("pytorch_model.bin"):
-            hint = PICKLE
+        pickles = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+        is_pickle = self.kind == "directory" and any(map(self.find, pickles))
+        hint = PICKLE if is_pickle else ""
         raise UserError(f"{self.name}: no model.safetensors {self.place}{hint}")
 
     @property
@@ -126,7 +126,7 @@ class Source:
 
 
 PICKLE = (
-    "; pytorch_model.bin is a pickle, which can run any code, and is not read: convert it with"
+    "; its .bin files are pickles, which can run any code, and are not read: convert them with"
     " transformers, AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR)"
 )
 
@@ -143,14 +143,17 @@ def parse_name(name) -> Source:
     """What a model's name means: a directory (it comes first), a GGUF file, one in a Python
     package, a model of the hub, or a known shape.
 
+    A directory without a config.json may hold one model in a GGUF file, or in its parts.
+
     name: a string or a path; a Source is what it is. Raises UserError for anything else.
     """
     if isinstance(name, Source):
         return name
     name = str(name)
     if os.path.isdir(name):
-        return Source("directory", name)
-    if name.endswith(".gguf"):
+        file = None if is_file(Path(name) / "config.json") else find_gguf(Path(name))
+        return Source("gguf", str(file)) if file else Source("directory", name)
+    if name.lower().endswith(".gguf"):
         return Source("gguf", name)
     if name in PACKAGES:
         return Source("gguf", find_file(name), name)
@@ -168,6 +171,29 @@ def parse_name(name) -> Source:
         f"unknown model {name!r}: give a directory with config.json and model.safetensors,"
         f" a file that ends in .gguf, {allowed}"
     )
+
+
+def find_gguf(directory: Path) -> Path | None:
+    """Return the GGUF file of a directory, the first of its parts; None if there is none.
+
+    Files of llama.cpp for images, mmproj-*, do not count. Raises UserError if there are several
+    models.
+    """
+    files = []
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError as error:
+        raise UserError(f"{directory}: {error.strerror}") from None
+    for name in names:
+        part = PART.fullmatch(name)
+        is_later = part and int(part[2]) > 1
+        is_other = is_later or name.lower().startswith("mmproj")
+        if name.lower().endswith(".gguf") and not is_other and is_file(directory / name):
+            files.append(directory / name)
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files[:5]) + ", ..." * (len(files) > 5)
+        raise UserError(f"{directory}: {len(files)} models; name the file of one of them: {names}")
+    return files[0] if files else None
 
 
 def find_file(name: str) -> str:

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from ranks import ROUNDING, compared, texts_of
 
 from benchmarks.export_gguf import write_gguf
 from errors import UserError
+from loading.gguf import read_part
 from loading.load import load_config, load_model, parse_name
 from loading.tokenizer import load_encoding
 from native import use_native
@@ -240,7 +242,7 @@ def test_other_keys_that_are_wrong(made, tmp_path):
     loaded(file)
     ends = "tokenizer.ggml.eos_token_id"
     for values, words in (
-        ({"split.count": 3}, "split.count is 3; supported is 0 or 1"),
+        ({"split.count": 3}, "split.count is 3; supported is 0 or 1, or the parts as files named"),
         ({ends: 61}, f"{ends} is [61]; it must be an id below 61"),
         ({ends: None}, f"{ends} is []; it must be an id below 61"),
         ({"tokenizer.ggml.bos_token_id": 99}, "bos_token_id is 99; it must be an id below 61"),
@@ -303,6 +305,75 @@ def test_a_file_that_becomes_shorter_while_it_is_read(made):
     assert refused(load_model, source) == f"{file}: cut off while it was read"
     file.unlink()
     assert refused(load_model, source) == f"{file}: No such file or directory"
+
+
+def split_in(file, directory, count=3, **changes) -> list[Path]:
+    """Write a file again in several parts. changes: keys of the last part, such as split_no."""
+    directory.mkdir()
+    names = list(parse_name(file).gguf.tensors)
+    parts = []
+    for number in range(count):
+        kept = {names[-number]} if number else {*names[: -(count - 1)]}
+        others = dict.fromkeys({*names} - kept)
+        values = {"split.no": number, "split.count": count, "split.tensors.count": len(names)}
+        if number == count - 1:
+            values |= {key.replace("_", "."): value for key, value in changes.items()}
+        to = directory / f"m-{number + 1:05}-of-{count:05}.gguf"
+        parts.append(edited(file, to, values=values, tensors=others))
+    return parts
+
+
+def test_a_model_in_several_files(made, tmp_path):
+    """Any part names it; so does a directory that holds nothing else."""
+    model, file = made("qwen3")
+    directory = tmp_path / "parts"
+    parts = split_in(file, directory)
+    assert [len(read_part(part).tensors) for part in parts][1:] == [1, 1]
+    (directory / "mmproj-m.gguf").touch()
+    for name in (*parts, directory):
+        ours = loaded(name)
+        for key, weight in model.named_parameters():
+            assert torch.equal(ours.get_parameter(key), weight)
+    parts[1].unlink()
+    assert refused(load_model, parts[0]) == f"{parts[1]}: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"split_no": 0}, "split.no and split.count are (0, 3), not (2, 3)"),
+        ({"split_count": 4}, "split.no and split.count are (2, 4), not (2, 3)"),
+        ({"split_no": None}, "split.no and split.count are (None, 3), not (2, 3)"),
+    ],
+)
+def test_parts_that_do_not_belong_together(made, tmp_path, changes, words):
+    _, file = made("qwen3")
+    parts = split_in(file, tmp_path / "parts", **changes)
+    assert refused(load_model, parts[0]) == f"{parts[2]}: {words}"
+
+
+def test_parts_with_one_tensor_twice(made, tmp_path):
+    _, file = made("qwen3")
+    first, second = split_in(file, tmp_path / "parts", count=2)
+    name = next(iter(parse_name(second).gguf.tensors.keys() - read_part(first).tensors.keys()))
+    edited(file, first, values={"split.count": 2, "split.no": 0})
+    assert refused(load_model, first) == f"{second}: tensor {name} is also in a part before"
+
+
+def test_a_directory_with_a_file(made, tmp_path):
+    _, file = made("qwen3")
+    directory = tmp_path / "model"
+    directory.mkdir()
+    shutil.copy(file, directory / "Model.GGUF")
+    source = parse_name(directory)
+    assert (source.kind, source.name) == ("gguf", str(directory / "Model.GGUF"))
+    assert parse_name(source.name).kind == "gguf"
+    loaded(directory)
+    shutil.copy(file, directory / "b.gguf")
+    words = "2 models; name the file of one of them: Model.GGUF, b.gguf"
+    assert refused(parse_name, directory) == f"{directory}: {words}"
+    (directory / "config.json").touch()  # then it is a directory in Hugging Face's form
+    assert parse_name(directory).kind == "directory"
 
 
 def test_a_name_without_a_file(cli, tmp_path):

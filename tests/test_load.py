@@ -222,6 +222,15 @@ def test_a_pickle_is_refused_and_the_way_to_convert_it_told(tiny, tmp_path):
     assert "pickle" in message and "save_pretrained" in message
 
 
+def test_so_is_one_in_several_files(tiny, tmp_path):
+    save_model(tiny(), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin.index.json").write_text("{}")
+    message = refused(load_model, tmp_path)
+    assert "no model.safetensors" in message
+    assert "pickle" in message and "save_pretrained" in message
+
+
 def write_index(directory, weight_map) -> Path:
     """Write an index of shards, tensor -> file."""
     file = directory / "model.safetensors.index.json"
