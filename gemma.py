@@ -68,6 +68,9 @@ class Gemma(Llama):
         "mlp_norm": ("layers.*.pre_feedforward_layernorm", "blk.*.ffn_norm"),
         "down_norm": ("layers.*.post_feedforward_layernorm", "blk.*.post_ffw_norm"),
     }
+    # Those of the model of images and texts, Gemma3ForConditionalGeneration.
+    RENAMED = ((r"^(model\.)?language_model\.(model\.)?", "model."),)
+    LEFT_OUT = ("vision_tower", "multi_modal_projector")
     BLOCK = GemmaBlock
     NORM = GemmaNorm
 

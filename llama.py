@@ -1,4 +1,4 @@
-"""The forward pass of Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE: what changed since GPT-2.
+"""The forward pass of Llama, Mistral, Mixtral, Qwen2 and Qwen3, what they changed since GPT-2.
 
 Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models" (2302.13971), with the
 grouped-query attention of Llama 2 (2307.09288). Parameters are named as in transformers' Llama, so
@@ -29,7 +29,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """What an MLP of experts looks like: Qwen3-MoE."""
+    """What an MLP of experts looks like: Qwen3-MoE and Mixtral."""
 
     count: int
     chosen: int  # of them, for each token
@@ -269,6 +269,12 @@ class Llama(Model):
     }
     PREFIX = "model."
     UNREAD = ("lm_head.weight", "rotary_emb.inv_freq")  # a tied head, old buffers
+    RENAMED = (  # Mixtral's
+        (r"\.block_sparse_moe\.", ".mlp."),
+        (r"(\.mlp\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
+        (r"(\.mlp\.experts\.\d+)\.w2\.", r"\1.down_proj."),
+        (r"(\.mlp\.experts\.\d+)\.w3\.", r"\1.up_proj."),
+    )
     BLOCK = Block
     NORM = RMSNorm
 

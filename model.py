@@ -125,7 +125,8 @@ class Model(nn.Module):
     ROLES: role -> the layer's name here and in Hugging Face's files, and its name in GGUF files; *
     is the number of a block. PREFIX: what may precede names in Hugging Face's files. TRANSPOSED:
     roles of matrices that these files hold as (in, out). UNREAD: endings of names of tensors that
-    some of these files have and nothing reads.
+    some of these files have and nothing reads. RENAMED: patterns of other names in some files, and
+    what is put in their place. LEFT_OUT: parts of larger models that these files may hold too.
     """
 
     runner = TorchRunner()  # what computes its passes with a cache, and chooses its tokens
@@ -134,6 +135,16 @@ class Model(nn.Module):
     PREFIX = ""
     TRANSPOSED: tuple[str, ...] = ()
     UNREAD: tuple[str, ...] = ()
+    RENAMED: tuple[tuple[str, str], ...] = ()
+    LEFT_OUT: tuple[str, ...] = ()
+
+    def renamed(self, name: str) -> str | None:
+        """Return the usual name of a tensor in a file; None if it belongs to another part."""
+        if name.removeprefix("model.").startswith(tuple(f"{part}." for part in self.LEFT_OUT)):
+            return None
+        for pattern, usual in self.RENAMED:
+            name = re.sub(pattern, usual, name)
+        return name
 
     def path(self, role: str, *numbers: int) -> str:
         """The name of the layer with this role. numbers: of its block, if each block has one."""

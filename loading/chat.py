@@ -9,12 +9,11 @@ from pathlib import Path
 
 from errors import UserError
 from loading.checkpoint import read_json
+from loading.config import NAMES, read_special_tokens
 from loading.gguf_tokenizer import read_chat
 from loading.load import Source, parse_name
 from loading.tokenizer import Encoding
 
-# Special tokens that tokenizer_config.json may name, each as NAME_token. A template may use them.
-NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 SYSTEM = {"system", "developer"}  # roles of those who say how to reply
 MARK = "31415926"  # hardly in a template
 HINT = "put its text at the start of the first user message"
@@ -238,13 +237,7 @@ def read_template(
             named = [entry for entry in text if isinstance(entry, dict)]
             chosen = [entry for entry in named if entry.get("name") == name]
             text = chosen[0].get("template") if chosen else None
-    tokens = {}
-    for kind in NAMES:
-        token = config.get(f"{kind}_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            tokens[f"{kind}_token"] = token
-    return (file, text, tokens) if isinstance(text, str) else None
+    return (file, text, read_special_tokens(source)) if isinstance(text, str) else None
 
 
 def read_text(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""The configuration of a model, as it stands in the `config.json` of Hugging Face's form."""
+"""The configuration of a model, as it stands in the JSON files of Hugging Face's form."""
 
 import dataclasses
 import reprlib
@@ -8,7 +8,7 @@ from cache import layer_windows
 from errors import UserError
 from gemma import GemmaConfig
 from llama import ExpertsConfig, LlamaConfig, RopeScaling
-from loading.checkpoint import check_values
+from loading.checkpoint import check_values, read_json
 from model import GPTConfig
 
 
@@ -119,7 +119,7 @@ LLAMA_SIZES = {  # field of LlamaConfig -> its key in config.json, and the large
     "head_dim": ("head_dim", 1000),
 }
 LLAMA_SUPPORTED = {  # what the forward pass computes
-    "model_type": ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral"),
+    "model_type": ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral"),
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -150,16 +150,17 @@ ALL_SLIDING = ("Mistral", "Qwen3Moe")  # that have one window in all layers, if 
 def read_windows(file: Path, raw: dict, n_layer: int) -> tuple[int | None, ...]:
     """The window of each layer in a config.json, () if none has one.
 
-    A Mistral has it in each layer, and so has a Qwen3-MoE if use_sliding_window is true. Another
-    Qwen has it then in those that layer_types names, or from layer max_window_layers on. A Gemma
-    has it in those, or in all but each sixth. Raises UserError for other layers.
+    A Mistral or Mixtral has it in each layer, and so has a Qwen3-MoE if use_sliding_window is true.
+    Another Qwen has it then in those that layer_types names, or from layer max_window_layers on. A
+    Gemma has it in those, or in all but each sixth. Raises UserError for other layers.
     """
     model_type = raw.get("model_type")
     is_used = raw.get("use_sliding_window")  # of Qwens
-    has_all = model_type == "mistral" or (model_type == "qwen3_moe" and is_used)
+    has_all = model_type in ("mistral", "mixtral") or (model_type == "qwen3_moe" and is_used)
     kinds = (FULL,)  # that layers may have
     missing = [FULL] * n_layer
-    if raw.get("sliding_window", 4096) is not None:
+    # transformers gives a Mixtral no window where the key is missing.
+    if raw.get("sliding_window", None if model_type == "mixtral" else 4096) is not None:
         if has_all:
             kinds = (SLIDING,)
             missing = [SLIDING] * n_layer
@@ -169,7 +170,7 @@ def read_windows(file: Path, raw: dict, n_layer: int) -> tuple[int | None, ...]:
             if type(full) is not int:
                 raise UserError(f"{file}: max_window_layers is {full!r}; it must be an integer")
             missing = [FULL if layer < full else SLIDING for layer in range(n_layer)]
-        elif model_type == "gemma3_text":
+        elif model_type in ("gemma3_text", "gemma3"):
             kinds = (FULL, SLIDING)
             each = {"each": ("sliding_window_pattern", 1000)}
             each = read_sizes(file, raw, each, {"each": 6})["each"]
@@ -197,6 +198,8 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
     check_values(file, raw, LLAMA_SUPPORTED)
     model_type = raw.get("model_type")
     has_qk_norm = model_type in ("qwen3", "qwen3_moe")
+    if model_type == "mixtral":
+        raw = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6} | raw
     if model_type == "qwen3":
         raw = {"head_dim": 128} | raw  # as in transformers, where a Llama's is a fraction of n_embd
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"  # older files; newer
@@ -230,11 +233,12 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
         qkv_bias=model_type == "qwen2",
         qk_norm=has_qk_norm,
         tied_head=raw.get("tie_word_embeddings", False),
-        experts=read_experts(file, raw, fields["n_layer"]) if model_type == "qwen3_moe" else None,
+        experts=read_experts(file, raw, fields) if model_type in EXPERTS_TYPES else None,
         windows=read_windows(file, given, fields["n_layer"]),
     )
 
 
+EXPERTS_TYPES = ("qwen3_moe", "mixtral")
 EXPERTS_SIZES = {  # field of ExpertsConfig -> its key, and the largest value read
     "count": ("num_experts", 1000),
     "chosen": ("num_experts_per_tok", 1000),
@@ -242,8 +246,19 @@ EXPERTS_SIZES = {  # field of ExpertsConfig -> its key, and the largest value re
 }
 
 
-def read_experts(file: Path, raw: dict, n_layer: int) -> ExpertsConfig:
-    """The ExpertsConfig of a Qwen3-MoE. Raises UserError for what makes no sense."""
+def read_experts(file: Path, raw: dict, sizes: dict) -> ExpertsConfig:
+    """The ExpertsConfig of a Qwen3-MoE or a Mixtral. Raises UserError for what makes no sense.
+
+    sizes: fields of the LlamaConfig.
+    """
+    if raw["model_type"] == "mixtral":  # all layers alike, and experts as wide as one MLP would be
+        names = {"count": ("num_local_experts", 1000), "chosen": EXPERTS_SIZES["chosen"]}
+        fields = read_sizes(file, raw, names, {"count": 8, "chosen": 2})
+        if fields["chosen"] > fields["count"]:
+            few = f"num_experts_per_tok is {fields['chosen']}, and num_local_experts"
+            raise UserError(f"{file}: {few} {fields['count']}")
+        return ExpertsConfig(**fields, n_inner=sizes["n_inner"], is_normalized=True)
+    n_layer = sizes["n_layer"]
     check_values(file, raw, {"norm_topk_prob": (False, True)})
     if "num_experts" not in raw and "num_local_experts" in raw:  # as transformers 5 writes it
         raw = raw | {"num_experts": raw["num_local_experts"]}
@@ -283,6 +298,8 @@ def llama_fields(config: LlamaConfig) -> dict:
             "a config.json cannot say by which factors a GGUF file slows rotations down,"
             " so the model is not written"
         )
+    if config.experts and not config.qk_norm:
+        raise UserError("a Mixtral has other names in its files, so the model is not written")
     scaling = config.rope_scaling
     model_type = name.lower()
     experts = {}
@@ -334,6 +351,31 @@ GEMMA_SUPPORTED = {  # what the forward pass computes
     "tie_word_embeddings": (True, False),
 }
 GEMMA_MISSING = {"head_dim": 256, "num_key_value_heads": 4, "eos_token_id": 1, "bos_token_id": 2}
+# What a text_config may lack: transformers writes only what differs from its defaults.
+GEMMA_TEXT = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 131072,
+}
+
+
+def text_part(file: Path, raw: dict) -> dict:
+    """Return the config.json of the part that reads and writes texts, of a model with more parts.
+
+    Ids that end or begin a text, and weights that are quantized, are said of the whole model.
+    Raises UserError if there is no such part.
+    """
+    if raw.get("model_type") != "gemma3":
+        return raw
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        raise UserError(f"{file}: text_config is {reprlib.repr(text)}; it must be an object")
+    keys = ("eos_token_id", "bos_token_id", "tie_word_embeddings", "quantization_config")
+    whole = {key: raw[key] for key in keys if raw.get(key) is not None}
+    return GEMMA_TEXT | text | whole | {"model_type": "gemma3"}
 
 
 def read_object(file: Path, raw: dict, key: str) -> dict:
@@ -388,3 +430,56 @@ def gemma_fields(config: GemmaConfig) -> dict:
         "rope_scaling": None if factor == 1 else {"rope_type": "linear", "factor": factor},
         "layer_types": [SLIDING if window else FULL for window in layer_windows(config)],
     }
+
+
+# Special tokens that a file may name, each as NAME_token. A chat template may use them.
+NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+
+def read_special_tokens(source) -> dict[str, str]:
+    """Return the tokens that a model's files name, such as "eos_token": "</s>".
+
+    As in transformers: tokenizer_config.json names them, and special_tokens_map.json has the last
+    word unless tokenizer_config.json lists added tokens, as newer files do. source: a `Source`.
+    Raises UserError for a file that cannot be read.
+    """
+    config = read_json_of(source, "tokenizer_config.json")
+    files = [config]
+    if "added_tokens_decoder" not in config:
+        files.append(read_json_of(source, "special_tokens_map.json"))
+    tokens = {}
+    for named in files:
+        for name in NAMES:
+            token = named.get(f"{name}_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                tokens[f"{name}_token"] = token
+    return tokens
+
+
+def read_json_of(source, name: str) -> dict:
+    """Return the object in one of a model's files, {} if there is no such file."""
+    file = source.find(name)
+    return read_json(file) if file else {}
+
+
+def find_end(source) -> int | None:
+    """Return the id of the token that ends a text by its tokenizer's files; None: they name none.
+
+    vLLM ends texts at it too, because some models name it nowhere else. Raises UserError as
+    `read_special_tokens`.
+    """
+    end = read_special_tokens(source).get("eos_token")
+    if end is None:
+        return None
+    listed = read_json_of(source, "tokenizer_config.json").get("added_tokens_decoder")
+    for id, token in listed.items() if isinstance(listed, dict) else ():
+        if isinstance(token, dict) and token.get("content") == end and id.isdecimal():
+            return int(id)
+    raw = read_json_of(source, "tokenizer.json")
+    for token in raw.get("added_tokens") or ():
+        if isinstance(token, dict) and token.get("content") == end:
+            return token.get("id")
+    model = raw.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    return vocabulary.get(end) if isinstance(vocabulary, dict) else None

@@ -5,6 +5,7 @@ import functools
 import importlib.metadata
 import os
 import re
+import reprlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,20 @@ from pathlib import Path
 import torch
 
 from blocks import BlockEmbedding, store_blocks, with_block_layers
-from errors import UserError, memory_for
+from errors import UserError, memory_for, note
 from gemma import Gemma, GemmaConfig
 from int8 import Int8Embedding, store, with_int8_layers
 from llama import Llama, LlamaConfig
-from loading.checkpoint import check_values, read_json, read_tensors, write_checkpoint
+from loading.checkpoint import (
+    check_values,
+    differ,
+    has_tensors,
+    read_json,
+    read_tensors,
+    write_checkpoint,
+)
 from loading.config import (
+    find_end,
     gemma_fields,
     gpt_fields,
     llama_fields,
@@ -25,6 +34,7 @@ from loading.config import (
     read_gpt_config,
     read_llama_config,
     read_token_ids,
+    text_part,
 )
 from loading.gguf import GGUF, PART, read_gguf
 from loading.gguf_model import block_forms, read_gguf_config, read_gguf_tensors
@@ -278,9 +288,11 @@ class Architecture:
 GPT2 = Architecture(GPT, GPTConfig, read_gpt_config, gpt_fields)
 LLAMA = Architecture(Llama, LlamaConfig, read_llama_config, llama_fields)
 GEMMA3 = Architecture(Gemma, GemmaConfig, read_gemma_config, gemma_fields)
-LLAMAS = "llama", "qwen2", "qwen3", "qwen3_moe", "mistral"
+LLAMAS = "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral"
 # By the model_type of config.json.
-ARCHITECTURES = {"gpt2": GPT2, "gemma3_text": GEMMA3} | dict.fromkeys(LLAMAS, LLAMA)
+ARCHITECTURES = {"gpt2": GPT2, "gemma3_text": GEMMA3, "gemma3": GEMMA3} | dict.fromkeys(
+    LLAMAS, LLAMA
+)
 
 
 def architecture_of(config) -> Architecture:
@@ -296,25 +308,44 @@ def load_config(name):
     if source.kind == "gguf":
         return read_gguf_config(source.gguf)
     file = source.file("config.json")
-    raw = read_json(file)
+    raw = text_part(file, read_json(file))
     kind = raw.get("model_type")
     check_values(file, {"model_type": kind}, {"model_type": tuple(ARCHITECTURES)})
+    check_unquantized(file, raw)
+    read_config = ARCHITECTURES[kind].read_config
+    # Where config.json names no id, any one will do until the size of the vocabulary is known.
+    is_named = raw.get("eos_token_id") is not None
     # Where chat models add ids that end a text.
     generation = source.find("generation_config.json")
     ends = read_json(generation).get("eos_token_id") if generation else None
-    read_config = ARCHITECTURES[kind].read_config
-    if ends is None:
+    of_tokenizer = find_end(source)
+    if ends is None and of_tokenizer is None:
         return read_config(file, raw)
-    # Where config.json names no id, any one will do until the size of the vocabulary is known.
-    is_named = raw.get("eos_token_id") is not None
     config = read_config(file, raw if is_named else raw | {"eos_token_id": 0})
-    more = read_token_ids(
-        generation, {"eos_token_id": ends}, "eos_token_id", config.vocab_size, None
-    )
+    more = ()
+    if ends is not None:
+        more = read_token_ids(
+            generation, {"eos_token_id": ends}, "eos_token_id", config.vocab_size, None
+        )
+    if type(of_tokenizer) is int and 0 <= of_tokenizer < config.vocab_size:
+        more = (*more, of_tokenizer)
     if not is_named:
-        config = read_config(file, raw | {"eos_token_id": list(more)})
+        config = read_config(file, raw | {"eos_token_id": list(more)} if more else raw)
     ids = dict.fromkeys([*config.eos_token_ids, *more])
     return dataclasses.replace(config, eos_token_ids=tuple(ids))
+
+
+def check_unquantized(file: Path, raw: dict) -> None:
+    """Raise UserError for a config.json of weights that were quantized: fp8, GPTQ, AWQ and others.
+
+    They come with scales, without which their numbers mean nothing.
+    """
+    for key in ("quantization_config", "compression_config"):
+        if said := raw.get(key):
+            said = said if isinstance(said, dict) else {"quant_method": said}
+            method = reprlib.repr(said.get("quant_method", said.get("quant_type")))
+            instead = "load the model before it was quantized, or a GGUF file of it"
+            raise UserError(f"{file}: {key}: weights quantized by {method} are not read; {instead}")
 
 
 def load_model(
@@ -332,7 +363,7 @@ def load_model(
     out.
     """
     source = parse_name(name)
-    model = empty_model(load_config(source))
+    model = model_of(source)
     pairs = read_adapter(adapter, model)
     blocks = merged(read_blocks(source, model, dtype, device), pairs)
     return fill(model, blocks, source, dtype, device, pairs)
@@ -342,6 +373,26 @@ def empty_model(config) -> Model:
     """A model whose weights have shapes, and no numbers yet."""
     with torch.device("meta"):
         return architecture_of(config).model(config)
+
+
+def model_of(source: Source) -> Model:
+    """Return the empty model of a source. Raises UserError.
+
+    Where config.json ties the head to the embedding, and the files have another head, that one
+    counts, as in transformers. A note says so.
+    """
+    config = load_config(source)
+    model = empty_model(config)
+    if not config.tied_head or source.kind not in ("directory", "hub"):
+        return model
+    files = source.weights()
+    if not differ(files, model.renamed, model.path("embedding"), "lm_head"):
+        return model
+    other = f"{files[0].parent}: lm_head.weight is not the embedding"
+    if not any(field.name == "tied_head" for field in dataclasses.fields(config)):
+        raise UserError(f"{other}; in a {type(model).__name__} it must be, and both are one matrix")
+    note(f"{other}, though tie_word_embeddings is true: it counts, as in transformers")
+    return empty_model(dataclasses.replace(config, tied_head=False))
 
 
 def read_blocks(source: Source, model: Model, dtype: torch.dtype, device) -> Iterator[tuple]:
@@ -355,7 +406,12 @@ def read_blocks(source: Source, model: Model, dtype: torch.dtype, device) -> Ite
     if source.kind == "gguf":
         return read_gguf_tensors(source.gguf, model, dtype == torch.uint8)
     transposed = {key for key in shapes if model.is_transposed(key)}
-    return read_tensors(source.weights(), shapes, model.PREFIX, model.UNREAD, transposed)
+    files = source.weights()
+    if left_out := {name for name in model.LEFT_OUT if has_tensors(files, name)}:
+        parts = " and ".join(sorted(left_out))
+        note(f"{files[0].parent}: tensors of {parts} are not read: this computes texts only")
+    skip = model.UNREAD
+    return read_tensors(files, shapes, model.PREFIX, skip, transposed, renamed=model.renamed)
 
 
 def fill(

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 
 from errors import UserError
-from loading.load import empty_model, fill, load_config, parse_name, read_blocks
+from loading.load import fill, model_of, parse_name, read_blocks
 from loading.lora import merged, read_adapter
 from model import Model
 from parallel.ranks import RankRunner, Ranks
@@ -30,7 +30,7 @@ def load_part(
     them in blocks, needs all of them.
     """
     source = parse_name(name)
-    model = empty_model(load_config(source))
+    model = model_of(source)
     plan = Plan(model, ranks, ranks.way if dtype.is_floating_point else "gather")
     pairs = read_adapter(adapter, model)
     blocks = plan.own(merged(read_blocks(source, model, dtype, device), pairs))

@@ -1,7 +1,9 @@
 """Lesson 121: Gemma 3 computes what transformers does, in the modes of the lessons before too."""
 
 import copy
+import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from conftest import (
     check_modes,
     difference,
     edit_json,
+    exact_gemma_norm,
     load,
     random_tokens,
     run_rows,
@@ -19,11 +22,13 @@ from conftest import (
 from engines import check_own_runs
 from natives import random_texts
 from ranks import ROUNDING, check_two_ranks, compared, logits_of, results, save_uneven
+from safetensors.torch import load_file, save_file
 from test_llama_config import SMALL
 
+import errors
 from errors import UserError
 from int8 import to_int8
-from loading.load import save_model
+from loading.load import load_config, save_model
 
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0}
 
@@ -248,8 +253,83 @@ def test_a_config_that_this_model_cannot_be_is_refused(values, words):
     assert str(error.value).startswith("config.json: ") and words in str(error.value)
 
 
-def test_the_model_of_pictures_and_texts_is_refused(tiny_gemma, tmp_path):
+def test_a_model_of_pictures_and_texts_needs_a_part_for_texts(tiny_gemma, tmp_path):
     save_model(tiny_gemma(windows=(5, None)), tmp_path)
     edit_json(tmp_path / "config.json", {"model_type": "gemma3"})
-    with pytest.raises(UserError, match="model_type is 'gemma3'; supported is 'gpt2' or"):
+    with pytest.raises(UserError, match="text_config is None; it must be an object"):
         load(tmp_path)
+
+
+@pytest.fixture
+def pictures(tmp_path, monkeypatch):
+    """A random model of pictures and texts of transformers, in float64, and where it is saved."""
+    import transformers
+    from transformers.models.gemma3 import modeling_gemma3
+
+    monkeypatch.setattr(modeling_gemma3.Gemma3RMSNorm, "forward", exact_gemma_norm)
+    text = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 7}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
+    text |= {"max_position_embeddings": 24, "sliding_window": 5}
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "image_size": 14}
+    vision |= {"num_attention_heads": 2, "patch_size": 14}
+    parts = {"text_config": text, "vision_config": vision}
+    config = transformers.Gemma3Config(**parts, mm_tokens_per_image=1, eos_token_id=[1, 7])
+    model = transformers.Gemma3ForConditionalGeneration(config).double()
+    generator = torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        weight.data.normal_(std=0.4, generator=generator)
+    model.save_pretrained(tmp_path)
+    return model.eval(), tmp_path
+
+
+FORMS = {  # the beginning of names in a file, and of the head's: of transformers 5, 4, and before
+    "newest": ("model.language_model.", "lm_head."),
+    "published": ("language_model.model.", "language_model.lm_head."),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("has_head", [False, True])
+@torch.inference_mode()
+def test_the_texts_of_a_model_of_pictures(pictures, form, has_head, capsys):
+    """As Gemma 3 4b and larger are published: a nested config, and names with a prefix."""
+    theirs, directory = pictures
+    errors.note.cache_clear()
+    stored = {}
+    beginning, head = FORMS[form]
+    for name, weight in load_file(directory / "model.safetensors").items():
+        name = re.sub(r"^(model\.language_model|language_model\.model)\.", beginning, name)
+        if form == "published":
+            name = re.sub(r"^model\.(vision_tower|multi_modal)", r"\1", name)
+        stored[name] = weight
+    if has_head:
+        stored[f"{head}weight"] = torch.randn(61, 16, dtype=torch.float64)
+        theirs.lm_head.weight = torch.nn.Parameter(stored[f"{head}weight"])
+    save_file(stored, directory / "model.safetensors")
+    ours = load(directory)
+    tokens = torch.arange(1, 21)[None]
+    expected = theirs(tokens, attention_mask=torch.ones_like(tokens)).logits
+    assert (ours(tokens) - expected).abs().max() < 1e-9
+    assert ours.config.eos_token_ids == (1, 7)
+    assert ours.config.tied_head == (not has_head)
+    said = capsys.readouterr().err
+    assert "tensors of multi_modal_projector and vision_tower are not read" in said
+    assert ("lm_head.weight is not the embedding, though" in said) == has_head
+
+
+def test_what_a_text_config_lacks_is_as_in_transformers(tmp_path):
+    """As in Gemma 3 4b's file, which says only what its text part has of its own."""
+    import transformers
+
+    said = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    said |= {"sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    whole = {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": said}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    ours = load_config(tmp_path)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path).text_config
+    assert ours.vocab_size == theirs.vocab_size == 262208
+    assert (ours.n_head, ours.n_kv_head) == (theirs.num_attention_heads, theirs.num_key_value_heads)
+    assert (ours.head_dim, ours.block_size) == (theirs.head_dim, theirs.max_position_embeddings)
+    assert [size for size in ours.windows if size] == [1024] * 29 and len(ours.windows) == 34
+    assert (ours.rope_theta, ours.local_theta, ours.rope_factor) == (1e6, 1e4, 8.0)
+    assert (ours.eos_token_ids, ours.bos_token_id) == ((1, 106), 2)

@@ -261,8 +261,8 @@ SLIDING = "layer_types is 'sliding_attention'; supported is 'full_attention'"
         ({"attention_bias": True}, "attention_bias is True; supported is False"),
         ({"eos_token_id": None}, "eos_token_id is None; it must be an id below 61"),
         (
-            {"model_type": "mixtral"},
-            "model_type is 'mixtral'; supported is 'llama' or 'qwen2' or 'qwen3'",
+            {"model_type": "gpt_neox"},
+            "model_type is 'gpt_neox'; supported is 'llama' or 'qwen2' or 'qwen3'",
         ),
         ({"head_dim": 5}, "4 heads, 2 of them with keys, of 5 numbers each"),
     ],

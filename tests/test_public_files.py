@@ -1,0 +1,229 @@
+"""Files as public models have them: Mixtral's names, a head of its own, ends of text, scales."""
+
+import json
+import random
+
+import pytest
+import torch
+from conftest import difference, edit_json, exact_norm, load, random_peer, refused
+from safetensors.torch import load_file, save_file
+
+import errors
+from loading.config import read_special_tokens
+from loading.load import load_config, load_model, save_model
+
+
+@pytest.fixture
+def notes(capsys):
+    """A function that returns what was noted since it was last called."""
+    errors.note.cache_clear()
+    return lambda: capsys.readouterr().err
+
+
+# Mixtral
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_logits_of_a_mixtral_equal_transformers(tmp_path, monkeypatch, seed):
+    from transformers.models.mixtral import modeling_mixtral
+
+    monkeypatch.setattr(modeling_mixtral.MixtralRMSNorm, "forward", exact_norm)
+    choose = random.Random(seed).choice
+    count = choose([1, 2, 5, 8])
+    theirs, directory = random_peer(
+        "Mixtral",
+        tmp_path,
+        saved_as=choose([torch.float64, torch.bfloat16]),
+        shard_size=choose(["1GB", "3KB"]),
+        num_local_experts=count,
+        num_experts_per_tok=choose([1, min(2, count)]),
+        sliding_window=choose([None, 5]),
+        num_hidden_layers=choose([1, 3]),
+        tie_word_embeddings=choose([False, True]),
+        experts_implementation="eager",
+    )
+    names = {name for file in directory.glob("*.safetensors") for name in load_file(file)}
+    assert "model.layers.0.block_sparse_moe.experts.0.w2.weight" in names
+    assert difference(load(directory), theirs) < 1e-9
+
+
+def test_what_a_mixtrals_config_lacks_is_as_in_transformers(tmp_path):
+    import transformers
+
+    said = {"model_type": "mixtral", "vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 2}
+    said |= {"num_attention_heads": 16, "intermediate_size": 24, "max_position_embeddings": 32}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    ours = load_config(tmp_path)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert (ours.n_kv_head, ours.norm_epsilon) == (theirs.num_key_value_heads, theirs.rms_norm_eps)
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    experts = ours.experts
+    assert experts.count == theirs.num_local_experts
+    assert experts.chosen == theirs.num_experts_per_tok
+    assert (experts.n_inner, experts.is_normalized) == (24, True)
+    assert ours.windows == () and theirs.sliding_window is None
+    edit_json(tmp_path / "config.json", {"num_experts_per_tok": 9})
+    assert "num_experts_per_tok is 9, and num_local_experts 8" in refused(load_config, tmp_path)
+
+
+# A head of its own, though the config ties it to the embedding
+
+
+def add_head(directory, head) -> None:
+    stored = load_file(directory / "model.safetensors")
+    save_file(stored | {"lm_head.weight": head}, directory / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma3"])
+def test_another_head_in_the_file_counts_as_in_transformers(peer, notes, kind):
+    _, directory = peer(kind, tie_word_embeddings=True, head_dim=6)
+    add_head(directory, torch.randn(61, 16, dtype=torch.float64))
+    import transformers
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+    notes()
+    ours = load(directory)
+    assert not ours.config.tied_head
+    assert difference(ours, theirs) < 1e-9
+    words = "lm_head.weight is not the embedding, though tie_word_embeddings is true: it counts"
+    assert notes() == f"note: {directory}: {words}, as in transformers\n"
+
+
+def test_still_the_same_head_is_tied(tiny_llama, tmp_path, notes):
+    model = tiny_llama(tied_head=True)
+    save_model(model, tmp_path)
+    add_head(tmp_path, model.embed_tokens.weight.detach().clone())
+    assert load(tmp_path).config.tied_head and notes() == ""
+
+
+def test_a_gpt_2_has_no_other_head(tiny, tmp_path):
+    save_model(tiny(), tmp_path)
+    add_head(tmp_path, torch.ones(61, 16, dtype=torch.float64))
+    message = refused(load_model, tmp_path)
+    assert "lm_head.weight is not the embedding; in a GPT it must be" in message
+
+
+# Ends of a text that only the tokenizer's files name
+
+
+def write(directory, **files) -> None:
+    for name, value in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(value))
+
+
+ADDED = {"7": {"content": "<end>", "special": True}}
+TOKENIZER = {"added_tokens": [{"id": 7, "content": "<end>"}], "model": {"vocab": {"</s>": 9}}}
+
+
+@pytest.mark.parametrize(
+    "files, expected",
+    [
+        ({"tokenizer_config": {"eos_token": "<end>", "added_tokens_decoder": ADDED}}, (60, 7)),
+        ({"tokenizer_config": {"eos_token": "<end>"}, "tokenizer": TOKENIZER}, (60, 7)),
+        (
+            {"tokenizer_config": {"eos_token": {"content": "<end>"}}, "tokenizer": TOKENIZER},
+            (60, 7),
+        ),
+        ({"tokenizer_config": {"eos_token": "</s>"}, "tokenizer": TOKENIZER}, (60, 9)),
+        ({"special_tokens_map": {"eos_token": "</s>"}, "tokenizer": TOKENIZER}, (60, 9)),
+        (
+            {
+                "special_tokens_map": {"eos_token": "</s>"},
+                "tokenizer_config": {"eos_token": "<end>"},
+                "tokenizer": TOKENIZER,
+            },
+            (60, 9),
+        ),
+        (
+            {
+                "special_tokens_map": {"eos_token": "</s>"},
+                "tokenizer_config": {"eos_token": "<end>", "added_tokens_decoder": ADDED},
+                "tokenizer": TOKENIZER,
+            },
+            (60, 7),
+        ),
+        (
+            {
+                "generation_config": {"eos_token_id": [3, 7]},
+                "tokenizer_config": {"eos_token": "<end>"},
+                "tokenizer": TOKENIZER,
+            },
+            (60, 3, 7),
+        ),
+        ({"tokenizer_config": {"eos_token": "<none>"}, "tokenizer": TOKENIZER}, (60,)),
+        ({"tokenizer_config": {"eos_token": "<end>"}}, (60,)),
+        ({"tokenizer_config": {"eos_token": None}, "tokenizer": TOKENIZER}, (60,)),
+        (
+            {
+                "tokenizer_config": {"eos_token": "<end>"},
+                "tokenizer": {"added_tokens": [{"id": 61, "content": "<end>"}]},
+            },
+            (60,),
+        ),
+    ],
+)
+def test_the_tokenizers_end_ends_a_text(tiny_llama, tmp_path, files, expected):
+    save_model(tiny_llama(), tmp_path)
+    write(tmp_path, **files)
+    assert load(tmp_path).config.eos_token_ids == expected
+
+
+def test_an_end_that_only_the_tokenizer_names(tiny_llama, tmp_path):
+    """2, which a Llama's config means where it names none, is another token then."""
+    save_model(tiny_llama(), tmp_path)
+    edit_json(tmp_path / "config.json", {"eos_token_id": None})
+    assert load(tmp_path).config.eos_token_ids == (2,)
+    write(tmp_path, tokenizer_config={"eos_token": "<end>"}, tokenizer=TOKENIZER)
+    assert load(tmp_path).config.eos_token_ids == (7,)
+
+
+def test_special_tokens_of_both_files(tmp_path):
+    from loading.load import parse_name
+
+    write(
+        tmp_path,
+        special_tokens_map={"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": 3},
+        tokenizer_config={"eos_token": "<end>", "cls_token": "<c>", "unk_token": None},
+    )
+    expected = {"bos_token": "<s>", "eos_token": "</s>", "cls_token": "<c>"}
+    assert read_special_tokens(parse_name(tmp_path)) == expected
+    edit_json(tmp_path / "tokenizer_config.json", {"added_tokens_decoder": {}})
+    expected = {"eos_token": "<end>", "cls_token": "<c>"}
+    assert read_special_tokens(parse_name(tmp_path)) == expected
+
+
+# Quantized weights
+
+
+@pytest.mark.parametrize(
+    "said, method",
+    [
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            "'fp8'",
+        ),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "'gptq'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "'awq'"),
+        ({"quantization_config": {"load_in_4bit": True, "quant_method": "bitsandbytes"}}, "'bits"),
+        ({"quantization_config": {"load_in_8bit": True}}, "None"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "'compressed-tensors'"),
+        ({"quantization_config": "fp8"}, "'fp8'"),
+    ],
+)
+def test_quantized_weights_are_refused_by_name(tiny, tmp_path, said, method):
+    save_model(tiny(), tmp_path)
+    edit_json(tmp_path / "config.json", said)
+    message = refused(load_config, tmp_path)
+    (key,) = said
+    words = f"{key}: weights quantized by {method}"
+    assert message.startswith(f"{tmp_path / 'config.json'}: {words}")
+    assert message.endswith(
+        "are not read; load the model before it was quantized, or a GGUF file of it"
+    )
+
+
+@pytest.mark.parametrize("none", [None, {}])
+def test_still_a_config_may_say_that_nothing_is_quantized(tiny, tmp_path, none):
+    save_model(tiny(), tmp_path)
+    edit_json(tmp_path / "config.json", {"quantization_config": none})
+    load_model(tmp_path)
