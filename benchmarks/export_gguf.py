@@ -19,7 +19,12 @@ from loading.load import parse_name
 from loading.tokenizer import read_tokenizer_json
 from model import Model
 
-SPLITS = {"GPT-2": "gpt-2", "Llama 3": "llama-bpe", "Qwen2": "qwen2"}  # as llama.cpp names them
+SPLITS = {  # as llama.cpp names them
+    "GPT-2": "gpt-2",
+    "Llama 3": "llama-bpe",
+    "Qwen2": "qwen2",
+    "Tekken": "tekken",
+}
 
 
 def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = None) -> None:
@@ -64,7 +69,7 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
         writer.add_layer_norm_eps(config.norm_epsilon)
     if kind == "gemma3":
         add_gemma(writer, config)
-    if kind == "qwen3moe":
+    if kind != "gpt2" and config.experts:
         writer.add_expert_count(config.experts.count)
         writer.add_expert_used_count(config.experts.chosen)
         writer.add_expert_feed_forward_length(config.experts.n_inner)
@@ -106,7 +111,10 @@ def name_of_architecture(config) -> str:
         check_gemma(config)
         return "gemma3"
     if experts:
-        return "qwen3moe"
+        if not config.qk_norm and experts.n_inner != config.n_inner:
+            width = f"{config.n_inner}, this model {experts.n_inner}"
+            raise UserError(f"llama.cpp reads experts of a Mixtral as wide as n_inner, {width}")
+        return "qwen3moe" if config.qk_norm else "llama"
     return "qwen3" if config.qk_norm else "llama"
 
 
@@ -144,13 +152,20 @@ def add_vocabulary(writer, tokenizer: Path, config) -> None:
     raw = read_json(tokenizer)
     supported = {"model.byte_fallback": (None, False), "normalizer": (None, {"type": "NFC"})}
     check_values(tokenizer, raw, supported)
-    added = {token["content"]: token["id"] for token in raw.get("added_tokens") or []}
+    listed = raw.get("added_tokens") or []
+    added = {token["content"]: token["id"] for token in listed}
+    special = {token["content"] for token in listed if token.get("special")}
     ids = raw["model"]["vocab"] | added
     tokens = [f"<unused {token}>" for token in range(config.vocab_size)]
     kinds = [gguf.TokenType.UNUSED] * config.vocab_size
     for text, token in ids.items():
         tokens[token] = text
-        kinds[token] = gguf.TokenType.CONTROL if text in added else gguf.TokenType.NORMAL
+        if text in special:
+            kinds[token] = gguf.TokenType.CONTROL
+        elif text in added:
+            kinds[token] = gguf.TokenType.USER_DEFINED
+        else:
+            kinds[token] = gguf.TokenType.NORMAL
     merges = raw["model"]["merges"]
     writer.add_tokenizer_model("gpt2")  # BPE of bytes
     writer.add_tokenizer_pre(split_name(tokenizer, raw["pre_tokenizer"]))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from blocks import FORMS, Q8_0, Blocks, Form
-from errors import UserError
+from errors import UserError, note
 from gemma import GemmaConfig
 from llama import ExpertsConfig, LlamaConfig
 from loading.checkpoint import read_bytes
@@ -95,11 +95,13 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
         supported |= {"rope.scaling.type": ("none",), "rope.scaling.factor": (1,)}
         supported["attention.sliding_window"] = (0,)  # llama.cpp writes none of a Mistral's
     experts = None
-    if architecture == "qwen3moe":
-        experts = read_experts(gguf, fields)
+    is_mixtral = architecture == "llama" and raw.get("llama.expert_count", 0) != 0
+    if architecture == "qwen3moe" or is_mixtral:
+        experts = read_experts(gguf, architecture, fields)
     else:
         supported["expert_count"] = (0,)
     check(gguf, {f"{architecture}.{key}": values for key, values in supported.items()})
+    note_assumed(gguf, architecture)
     end = fields["eos_token_ids"][0]
     bos = read_token_ids(file, raw, "tokenizer.ggml.bos_token_id", fields["vocab_size"], end)
     epsilon = f"{architecture}.attention.layer_norm_rms_epsilon"
@@ -114,6 +116,22 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
         tied_head="output.weight" not in gguf.tensors,
         experts=experts,
     )
+
+
+def note_assumed(gguf: GGUF, architecture: str) -> None:
+    """Print what is assumed where converters write no key: windows, and rotations that adapt.
+
+    A Qwen2 may have a window in its config.json, and so may a Mistral, whose files call themselves
+    Llamas: its name tells. llama.cpp assumes the same.
+    """
+    names = [str(gguf.metadata.get(f"general.{key}", "")) for key in ("name", "basename")]
+    is_mistral = architecture == "llama" and any("mistral" in name.lower() for name in names)
+    keys = [f"{architecture}.attention.sliding_window", f"{architecture}.rope.scaling.type"]
+    lacking = [key for key in keys if key not in gguf.metadata]
+    if lacking and (architecture == "qwen2" or is_mistral):
+        lacks = " and ".join(lacking)
+        assumed = "each token sees all before it, and rotations are not slowed"
+        note(f"{gguf.file}: no {lacks}: it is assumed that {assumed}")
 
 
 def gemma_config(gguf: GGUF, architecture: str, fields: dict) -> GemmaConfig:
@@ -164,14 +182,16 @@ def read_windows(gguf: GGUF, n_layer: int) -> tuple[int | None, ...]:
     return tuple(size if slides else None for slides in layers) if any(layers) else ()
 
 
-def read_experts(gguf: GGUF, sizes: dict) -> ExpertsConfig:
+def read_experts(gguf: GGUF, architecture: str, sizes: dict) -> ExpertsConfig:
     """What all layers have. No key says that weights add up to 1: in llama.cpp they do.
 
     sizes: of the config. Raises UserError if a layer has other experts: a model of as many as the
     metadata may claim would take minutes to build.
     """
-    names = {field: (f"qwen3moe.{key}", most) for field, (key, most) in EXPERTS_SIZES.items()}
-    fields = read_sizes(gguf.file, gguf.metadata, names, {})
+    names = {field: (f"{architecture}.{key}", most) for field, (key, most) in EXPERTS_SIZES.items()}
+    # In a Mixtral's file no key says how wide experts are: as wide as one MLP would be.
+    missing = {"n_inner": sizes["n_inner"]} if architecture == "llama" else {}
+    fields = read_sizes(gguf.file, gguf.metadata, names, missing)
     if fields["chosen"] > fields["count"]:
         few = f"{fields['chosen']} experts for a token, and there are {fields['count']}"
         raise UserError(f"{gguf.file}: {few}")

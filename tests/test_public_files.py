@@ -6,9 +6,12 @@ import random
 import pytest
 import torch
 from conftest import difference, edit_json, exact_norm, load, random_peer, refused
+from gguf_files import edited
 from safetensors.torch import load_file, save_file
+from test_gguf import same
 
 import errors
+from benchmarks.export_gguf import write_gguf
 from loading.config import read_special_tokens
 from loading.load import load_config, load_model, save_model
 
@@ -64,6 +67,19 @@ def test_what_a_mixtrals_config_lacks_is_as_in_transformers(tmp_path):
     assert ours.windows == () and theirs.sliding_window is None
     edit_json(tmp_path / "config.json", {"num_experts_per_tok": 9})
     assert "num_experts_per_tok is 9, and num_local_experts 8" in refused(load_config, tmp_path)
+
+
+def test_a_mixtral_in_a_gguf_file_is_a_llama_with_experts(tiny_llama, tmp_path):
+    from llama import ExpertsConfig
+
+    experts = ExpertsConfig(count=5, chosen=2, n_inner=24, is_normalized=True)
+    model = tiny_llama(dtype=torch.float32, experts=experts)
+    file = tmp_path / "model.gguf"
+    write_gguf(model, file, "float32")
+    assert same(load_model(file), model)
+    values = {"llama.expert_feed_forward_length": None}  # as llama.cpp's converter writes it
+    assert same(load_model(edited(file, tmp_path / "other.gguf", values=values)), model)
+    assert "a Mixtral has other names" in refused(save_model, model, tmp_path)
 
 
 # A head of its own, though the config ties it to the embedding
@@ -227,3 +243,33 @@ def test_still_a_config_may_say_that_nothing_is_quantized(tiny, tmp_path, none):
     save_model(tiny(), tmp_path)
     edit_json(tmp_path / "config.json", {"quantization_config": none})
     load_model(tmp_path)
+
+
+# What GGUF files of some models do not say
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "Mistral 7B", "mistral basename"])
+def test_a_note_says_what_is_assumed(tiny_llama, tmp_path, notes, kind):
+    file = tmp_path / "model.gguf"
+    write_gguf(tiny_llama(dtype=torch.float32, qkv_bias=kind == "qwen2"), file, "float32")
+    name = "basename" if "basename" in kind else "name"
+    given = {f"general.{name}": kind}
+    other = tmp_path / "other.gguf"
+    architecture = "llama"
+    if kind == "qwen2":
+        given = {}
+        architecture = "qwen2"
+    tensors = {"rope_freqs.weight": None} if kind == "qwen2" else None
+    edited(file, other, architecture, values=given, tensors=tensors)
+    load_config(other)
+    load_config(other)
+    keys = f"{architecture}.attention.sliding_window and {architecture}.rope.scaling.type"
+    assumed = "each token sees all before it, and rotations are not slowed"
+    assert notes() == f"note: {other}: no {keys}: it is assumed that {assumed}\n"
+    load_config(file)  # a Llama
+    said = {
+        f"{architecture}.attention.sliding_window": 0,
+        f"{architecture}.rope.scaling.type": "none",
+    }
+    load_config(edited(other, tmp_path / "says.gguf", architecture, values=said))
+    assert notes() == ""
