@@ -274,6 +274,7 @@ def read_gguf_tensors(
         names.setdefault(gguf_name(model, key), []).append(key)
     unread = {ROTATIONS} if is_llama(gguf) else set()
     if model.config.tied_head:
+        check_head(gguf)
         unread.add("output.weight")
     for name in gguf.tensors:
         if name not in names and name not in unread:
@@ -282,6 +283,29 @@ def read_gguf_tensors(
         count = (len(keys),) if is_stacked(model, keys[0]) else ()
         check_tensor(gguf, name, (*count, *model.get_parameter(keys[0]).shape))
     return read_blocks(gguf, model, names, in_blocks)
+
+
+def check_head(gguf: GGUF) -> None:
+    """Raise UserError if a file has a head that is another matrix than the embedding.
+
+    Only a GPT-2 comes here, whose one matrix is both: older files have a copy of it, which may be
+    of another type. Then a part that is no more than rounding is still a copy.
+    """
+    names = ["output.weight", "token_embd.weight"]
+    if names[0] not in gguf.tensors:
+        return
+    head, embedding = (find(gguf, name) for name in names)
+    check_tensor(gguf, names[0], embedding.shape)
+    check_tensor(gguf, names[1], embedding.shape)
+    rounding = 0 if head.type == embedding.type else 0.3
+    rows, width = embedding.shape
+    height = max(1, BLOCK // (4 * width))
+    for start in range(0, rows, height):
+        stop = min(start + height, rows)
+        one, other = (read_rows(gguf, tensor, start, stop).float() for tensor in (head, embedding))
+        if (one - other).norm() > rounding * other.norm():
+            reason = f"{names[0]} is not {names[1]}; in a GPT-2 it must be, and both are one matrix"
+            raise UserError(f"{gguf.file}: {reason}")
 
 
 def check_tensor(gguf: GGUF, name: str, shape: tuple[int, ...]) -> None:

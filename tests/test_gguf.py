@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -133,10 +134,29 @@ def test_ranks_read_what_is_theirs(made, compiled, dtype):
 
 
 def test_a_gpt_2_may_have_a_head_as_well(made, tmp_path):
-    """Older files have a copy of the embedding."""
-    model, file = made("gpt2")
-    copy = {"output.weight": model.wte.weight.detach()}
+    """Older files have a copy of the embedding, which may be of another type."""
+    model, file = made("gpt2", n_embd=32)
+    head = model.wte.weight.detach()
+    copy = {"output.weight": head}
     assert same(loaded(edited(file, tmp_path / "f.gguf", tensors=copy)), model)
+    q4_0 = gguf.quantize(head.numpy(), gguf.GGMLQuantizationType.Q4_0)
+    blocks = {"output.weight": (q4_0, "Q4_0")}
+    assert same(loaded(edited(file, tmp_path / "f.gguf", tensors=copy, blocks=blocks)), model)
+
+
+def test_a_gpt_2_has_no_head_of_its_own(made, tmp_path):
+    """It was passed over: another model than the file's."""
+    model, file = made("gpt2", n_embd=32)
+    head = model.wte.weight.detach()
+    words = "output.weight is not token_embd.weight; in a GPT-2 it must be"
+    changed = head.clone()
+    changed[60, 31] += 1e-3
+    other = edited(file, tmp_path / "f.gguf", tensors={"output.weight": changed})
+    assert words in refused(load_model, other)
+    q8_0 = gguf.quantize(head.roll(1, 0).numpy(), gguf.GGMLQuantizationType.Q8_0)
+    blocks = {"output.weight": (q8_0, "Q8_0")}
+    other = edited(file, tmp_path / "f.gguf", tensors={"output.weight": head}, blocks=blocks)
+    assert words in refused(load_model, other)
 
 
 def test_save_model_writes_it_for_transformers(made, tmp_path):
