@@ -144,7 +144,8 @@ def find_layers(file: Path, model: Model) -> dict[str, str]:
     layers = {}
     for key in sorted(read_head(file)):
         found = KEY.fullmatch(key)
-        path = found[1].removeprefix(model.PREFIX) if found else key
+        usual = model.renamed(found[1]) if found else None
+        path = usual.removeprefix(model.PREFIX) if usual else key
         if not isinstance(modules.get(path), nn.Linear) or f"{path}.weight" not in weights:
             raise UserError(f"{file}: tensor {key!r} is not A or B of a linear layer of this model")
         stem = key.rpartition(".lora_")[0]

@@ -12,6 +12,7 @@ from ranks import texts_of
 
 from loading.checkpoint import read_json
 from loading.load import load_model, save_model
+from loading.lora import read_adapter
 
 LLAMA = CHECKPOINTS / "stories-llama"
 FROGS = CHECKPOINTS / "stories-frogs"
@@ -349,3 +350,17 @@ def test_replicas_are_not_begun_with_a_wrong_one(run_main, monkeypatch):
 def test_a_wrong_base_is_refused(cli):
     stories = ["--model", CHECKPOINTS / "stories-experts", "--adapter", FROGS]
     assert is_one_line(cli(*stories), "adapter_model.safetensors: tensor ")
+
+
+@pytest.mark.parametrize("beginning", ["model.language_model.", "language_model.model."])
+def test_an_adapter_of_the_part_for_texts(tiny_gemma, tmp_path, beginning):
+    """As peft writes it for a Gemma 3 of pictures and texts."""
+    model = tiny_gemma()
+    tensors = random_tensors(model, ("q_proj", "down_proj"))
+    usual = read_adapter(save_adapter(tmp_path / "usual", tensors), model)
+    stem = "base_model.model."
+    others = {name.replace(f"{stem}model.", stem + beginning): a for name, a in tensors.items()}
+    found = read_adapter(save_adapter(tmp_path / "other", others), model)
+    assert found.keys() == usual.keys() and len(usual) == 2 * model.config.n_layer
+    for name, pair in found.items():
+        assert all(map(torch.equal, pair, usual[name]))
