@@ -87,12 +87,14 @@ class Encoding:
 
         Gemma 3's file has one token more than the model, `<image_soft_token>`, and many fine-tuned
         Llamas have a pad token behind their vocabulary. Their texts are plain text, as a note says.
-        Tokens of the vocabulary itself stay, and so do all if no special token would be left.
+        Tokens of the vocabulary itself stay, and so do all if no special token would be left, or
+        the one that a text begins with would not.
         """
         left_out = [name for name, token in self.added.items() if token >= vocab_size]
         kept = {name: token for name, token in self.added.items() if token < vocab_size}
         is_cut = vocab_size < self.tokenizer.get_vocab_size(with_added_tokens=False)
-        if not left_out or is_cut or not self.special.keys() & kept.keys():
+        begins = max(self.prefix, default=0) < vocab_size
+        if not left_out or is_cut or not begins or not self.special.keys() & kept.keys():
             return self
         names = ", ".join(left_out[:3]) + ", ..." * (len(left_out) > 3)
         size = f"whose vocab_size is {vocab_size}"

@@ -147,6 +147,22 @@ def test_an_added_token_without_a_row_is_plain_text(gemma, tmp_path, capsys):
     assert whole.added[image] == size and not capsys.readouterr().err
 
 
+def test_still_what_a_text_begins_with_needs_its_row(gemma, tmp_path):
+    start = "<begin>"
+    raw = with_added(gemma, [start], [], outside=1)
+    raw["added_tokens"] = [*gemma["added_tokens"], *raw["added_tokens"]]
+    size = raw["added_tokens"][-1]["id"]
+    single = [
+        {"SpecialToken": {"id": start, "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ]
+    known = {start: {"id": start, "ids": [size], "tokens": [start]}}
+    template = {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": known}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw | {"post_processor": template}))
+    with pytest.raises(UserError, match=f"{size + 1} tokens, the model's vocab_size is {size}"):
+        load_encoding(tmp_path, size)
+
+
 def test_still_a_token_of_the_vocabulary_needs_its_row(gemma, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(gemma), "utf-8")
     size = len(gemma["model"]["vocab"])
