@@ -127,6 +127,8 @@ class Source:
         pickles = ("pytorch_model.bin", "pytorch_model.bin.index.json")
         is_pickle = self.kind == "directory" and any(map(self.find, pickles))
         hint = PICKLE if is_pickle else ""
+        if self.kind == "directory" and any(Path(self.name).glob("*.gguf")):
+            hint = "; name one of its GGUF files"
         raise UserError(f"{self.name}: no model.safetensors {self.place}{hint}")
 
     @property

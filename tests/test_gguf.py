@@ -380,7 +380,7 @@ def test_parts_with_one_tensor_twice(made, tmp_path):
     assert refused(load_model, first) == f"{second}: tensor {name} is also in a part before"
 
 
-def test_a_directory_with_a_file(made, tmp_path):
+def test_a_directory_with_a_file(made, tiny_llama, tmp_path):
     _, file = made("qwen3")
     directory = tmp_path / "model"
     directory.mkdir()
@@ -392,8 +392,11 @@ def test_a_directory_with_a_file(made, tmp_path):
     shutil.copy(file, directory / "b.gguf")
     words = "2 models; name the file of one of them: Model.GGUF, b.gguf"
     assert refused(parse_name, directory) == f"{directory}: {words}"
-    (directory / "config.json").touch()  # then it is a directory in Hugging Face's form
+    save_model(tiny_llama(dtype=torch.float32), directory)  # then it is in Hugging Face's form
     assert parse_name(directory).kind == "directory"
+    (directory / "model.safetensors").unlink()
+    words = "no model.safetensors in this directory; name one of its GGUF files"
+    assert refused(load_model, directory) == f"{directory}: {words}"
 
 
 def test_a_name_without_a_file(cli, tmp_path):
