@@ -139,12 +139,21 @@ def make_app(
     app.include_router(completions.router)
     app.include_router(chat_completions.router)
 
-    @app.get("/health")
+    def get(path: str, **options):
+        """Register a function for GET, and for HEAD, with which monitors ask."""
+
+        def register(function):
+            app.get(path, **options)(function)
+            return app.head(path, include_in_schema=False)(function)
+
+        return register
+
+    @get("/health")
     async def health() -> Response:
         """200 with an empty body; 503 if there is no engine, any more or yet."""
         return Response(status_code=503 if served.thread.error else 200)
 
-    @app.get("/metrics")
+    @get("/metrics")
     async def read_metrics() -> Response:
         """What Prometheus reads: counts since the start, by the names that vLLM gives them."""
         served.thread.admit(0)
@@ -156,19 +165,19 @@ def make_app(
         served.thread.admit(0)
         return LiveStream(present(served.live).watch())
 
-    @app.get("/", include_in_schema=False)
+    @get("/", include_in_schema=False)
     async def page() -> Response:
         return file_response("page.html", "text/html")
 
-    @app.get("/player.js", include_in_schema=False)
+    @get("/player.js", include_in_schema=False)
     async def player() -> Response:
         return file_response("player.js", "text/javascript")
 
-    @app.get("/v1/models")
+    @get("/v1/models")
     async def models() -> dict:
         return {"object": "list", "data": [served.model(name) for name in served.roots]}
 
-    @app.get("/v1/models/{name:path}")
+    @get("/v1/models/{name:path}")
     async def model(name: str) -> dict:
         served.find_adapter(name)
         return served.model(name)

@@ -42,3 +42,26 @@ def test_health_of_a_dead_engine(tiny_llama):
         door.thread.commands.put(die)
         door.thread.thread.join(60)
         assert door.get("/health") == (503, None)
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/", "/player.js", "/metrics", "/v1/models", "/v1/models/small"]
+)
+def test_monitors_ask_with_head(door, path):
+    with door.send("GET", path) as whole, door.send("HEAD", path) as head:
+        assert (head.status, head.read()) == (whole.status, b"") == (200, b"")
+        assert head.headers["Content-Type"] == whole.headers["Content-Type"]
+
+
+def test_what_has_a_body_or_no_end_is_not_for_head(door):
+    for path in ("/v1/completions", "/v1/chat/completions", "/live"):
+        with door.send("HEAD", path) as head:
+            assert head.status == 405
+    with door.send("HEAD", "/v1/models/other") as head:
+        assert head.status == 404
+
+
+def test_the_schema_of_the_api_names_each_operation_once(door, recwarn):
+    paths = door.get("/openapi.json")[1]["paths"]
+    assert paths["/health"].keys() == {"get"} and "/v1/chat/completions" in paths
+    assert [each for each in recwarn if "Duplicate" in str(each.message)] == []
