@@ -191,7 +191,8 @@ def make_app(
     if hosts is not None:
         app.add_middleware(HostMiddleware, names=hosts)
     if origins:  # the outer one: browsers ask without a key whether they may ask
-        allowed = {"allow_methods": ["*"], "allow_headers": ["*"]}
+        # Browsers ask whether a page of the internet may ask a server in a private network.
+        allowed = {"allow_methods": ["*"], "allow_headers": ["*"], "allow_private_network": True}
         shown = {"expose_headers": ["Retry-After"]}
         app.add_middleware(CORSMiddleware, allow_origins=origins, **allowed, **shown)
     return app

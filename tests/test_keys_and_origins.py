@@ -79,6 +79,16 @@ def test_a_browser_may_ask_whether_it_may_ask(door):
         assert "Access-Control-Allow-Origin" not in answer.headers
 
 
+def test_a_public_page_may_ask_a_server_in_a_private_network(door):
+    """Chrome asks so before a page of the internet asks a server at 127.0.0.1."""
+    private = ASKING | {"Access-Control-Request-Private-Network": "true"}
+    with door.send("OPTIONS", PATH, None, private) as answer:
+        assert answer.status == 200
+        assert answer.headers["Access-Control-Allow-Private-Network"] == "true"
+    with door.send("OPTIONS", PATH, None, private | {"Origin": "https://other.example"}) as answer:
+        assert answer.status == 400 and "Access-Control-Allow-Origin" not in answer.headers
+
+
 ASKED = [(KEY, BODY, 200), ("wrong", BODY, 401), (KEY, b" " * 2**22, 413)]
 
 
