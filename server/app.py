@@ -235,5 +235,8 @@ async def tell_invalid(request: Request, error: RequestValidationError) -> JSONR
 
 async def tell_refused(request: Request, error: HTTPException) -> JSONResponse:
     """What the framework refuses, such as an unknown path."""
-    found = APIError(error.status_code, error.detail)
+    message = error.detail
+    if isinstance(error.__cause__, UnicodeDecodeError):
+        message = f"the body is not UTF-8: byte {error.__cause__.start} cannot be decoded"
+    found = APIError(error.status_code, message)
     return JSONResponse(found.body, found.status, error.headers)

@@ -41,3 +41,22 @@ def test_a_malformed_body_of_a_megabyte_has_a_short_answer(door):
 def test_half_a_letter_is_no_text(door):
     status, answer = door.post(PATH, {"prompt": "\ud800", "echo": True, "stream": True})
     assert status == 400 and answer["error"]["message"].endswith(": not UTF-8 text")
+
+
+@pytest.mark.parametrize(
+    "body, place",
+    [
+        (b'{"prompt": "caf\xe9"}', 15),
+        (b"\x1f\x8b\x08\x00", 1),  # compressed
+        (b"\xff\xfe{\x00}\x00\x01", 6),  # half a letter of UTF-16
+    ],
+)
+def test_a_body_that_is_not_utf_8_is_named(door, body, place):
+    message = f"the body is not UTF-8: byte {place} cannot be decoded"
+    assert door.post(PATH, body) == (400, refusal(message))
+
+
+def test_a_body_may_begin_with_a_mark_of_byte_order(door):
+    body = b'{"prompt": "Tom", "max_tokens": 3, "seed": 1}'
+    status, marked = door.post(PATH, b"\xef\xbb\xbf" + body)
+    assert status == 200 and marked["choices"] == door.post(PATH, body)[1]["choices"]
