@@ -474,10 +474,47 @@ class CompletionRequest(GenerationRequest):
 FunctionName = Annotated[str, Field(max_length=64, pattern="^[A-Za-z0-9_-]+$")]
 
 
+# What clients note in messages and their parts: hints for a cache, and what they show themselves.
+NOTES = frozenset(
+    {
+        "additional_kwargs",
+        "annotations",
+        "cache_control",
+        "citations",
+        "created",
+        "createdAt",
+        "created_at",
+        "extra_content",
+        "finish_reason",
+        "id",
+        "index",
+        "metadata",
+        "model",
+        "opts",
+        "parsed",  # what .parse() of the official client has made of the content
+        "prompt_cache_breakpoint",
+        "providerMetadata",
+        "providerOptions",
+        "provider_metadata",
+        "provider_options",
+        "provider_specific_fields",
+        "reasoning_details",
+        "response_metadata",
+        "status",
+        "thinking_blocks",
+        "timestamp",
+        "timings",
+        "usage",
+        "usage_metadata",
+    }
+)
+
+
 class Part(Fields):
     """A part of a message; text is the only kind that is known here."""
 
     neutral = {"file": (), "image_url": (), "input_audio": (), "refusal": ()}
+    inert = NOTES
     type: Literal["text"]
     text: str
 
@@ -485,6 +522,7 @@ class Part(Fields):
 class FunctionCall(Fields):
     """A function's name, and the JSON of its arguments."""
 
+    inert = frozenset({"parsed_arguments"})  # what .parse() of the official client has made of them
     name: FunctionName
     arguments: str
 
@@ -504,7 +542,7 @@ class FunctionCall(Fields):
 class ToolCall(Fields):
     """A call that a reply made."""
 
-    inert = frozenset({"index"})  # which it had in a stream
+    inert = NOTES  # also the index that it had in a stream
     id: Annotated[str, Field(max_length=256)]
     type: Literal["function"]
     function: FunctionCall
@@ -528,18 +566,8 @@ class NamedTool(Fields):
 
 class Message(Fields):
     # What an answer's message has, which a client may send back as it is; litellm's has most.
-    neutral = {
-        "annotations": ([],),
-        "audio": (),
-        "function_call": (),
-        "images": ([],),
-        "reasoning": (),
-        "reasoning_content": (),
-        "refusal": (),
-        "thinking_blocks": ([],),
-    }
-    # What .parse() of the official client has made of the content, and a server's own notes.
-    inert = frozenset({"parsed", "provider_specific_fields"})
+    neutral = {"audio": (), "function_call": (), "images": ([],), "refusal": ("",)}
+    inert = NOTES
 
     # A template writes it as it is, so it must not be able to close a message and begin another.
     role: Annotated[str, Field(pattern="^[a-z_]+$", max_length=64)]
@@ -548,6 +576,9 @@ class Message(Fields):
         None
     )
     tool_call_id: Annotated[str | None, Field(max_length=256)] = None
+    # The reasoning before a reply, as a template may write it again; and vLLM's name for it.
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     content: Annotated[
         str | Annotated[list[Part], Field(fail_fast=True, max_length=MOST_ITEMS)],
         one_of(f"a string or a list of up to {MOST_ITEMS} parts of the type text"),
@@ -555,8 +586,9 @@ class Message(Fields):
 
     @field_validator("content", mode="before")
     @classmethod
-    def unless_it_calls(cls, value: Any, info: ValidationInfo) -> Any:
-        return "" if value is None and info.data.get("tool_calls") else value
+    def may_be_empty(cls, value: Any, info: ValidationInfo) -> Any:
+        """Take null for no text, where a reply or a result may have none."""
+        return "" if value is None and info.data.get("role") in ("assistant", "tool") else value
 
     @model_validator(mode="after")
     def of_its_role(self) -> "Message":
@@ -570,7 +602,13 @@ class Message(Fields):
     def texts(self) -> list[str]:
         """Its content, and the arguments of its calls as a template writes them."""
         made = [call.plain["function"]["arguments"] for call in self.tool_calls or ()]
-        return [self.text, *(json.dumps(arguments, ensure_ascii=False) for arguments in made)]
+        calls = [json.dumps(arguments, ensure_ascii=False) for arguments in made]
+        return [self.text, *filter(None, [self.thoughts]), *calls]
+
+    @property
+    def thoughts(self) -> str:
+        """The reasoning before a reply."""
+        return self.reasoning_content or self.reasoning or "" if self.role == "assistant" else ""
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -582,6 +620,8 @@ class Message(Fields):
             plain["tool_calls"] = [call.plain for call in self.tool_calls]
         if self.tool_call_id is not None:
             plain["tool_call_id"] = self.tool_call_id
+        if self.thoughts:
+            plain["reasoning_content"] = self.thoughts
         return plain
 
     @property
@@ -626,6 +666,14 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise wrong("top_logprobs", "is for logprobs: true only")
         return self
+
+    @field_validator("tools")
+    @classmethod
+    def without_notes(cls, value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        """Leave out hints for a cache, which a template would write into the prompt."""
+        return value and [
+            {name: part for name, part in tool.items() if name != "cache_control"} for tool in value
+        ]
 
     @field_validator("messages")
     @classmethod

@@ -66,8 +66,8 @@ def test_a_field_of_the_other_api_is_none_of_this_one(door):
             "messages.0.function_call is not supported",
         ),
         (
-            {"messages": [TALK[0] | {"content": [PART, PART | {"cache_control": {}}]}]},
-            "messages.0.content.1.cache_control is not a field of this request",
+            {"messages": [TALK[0] | {"content": [PART, PART | {"cache": {}}]}]},
+            "messages.0.content.1.cache is not a field of this request",
         ),
         (
             {"messages": [TALK[0] | {"content": [{"type": "image_url", "image_url": {}}]}]},
@@ -118,12 +118,50 @@ def test_an_answer_can_be_sent_back_as_litellm_has_it(door, said):
     answers = [door.post(CHAT, each) for each in (body, plain)]
     assert [status for status, _ in answers] == [200, 200]
     assert answers[0][1]["choices"] == answers[1][1]["choices"]
-    for name in ("images", "thinking_blocks"):
-        asked = body | {"messages": [TALK[0] | {name: [{}]}]}
-        assert door.post(CHAT, asked) == (
-            400,
-            refusal(f"messages.0.{name} is not supported", "messages"),
+    asked = body | {"messages": [TALK[0] | {"images": [{}]}]}
+    refused = refusal("messages.0.images is not supported", "messages")
+    assert door.post(CHAT, asked) == (400, refused)
+
+
+NOTES = {  # what clients note in messages
+    "annotations": [{"type": "url_citation"}],
+    "cache_control": {"type": "ephemeral"},
+    "created_at": "2026-01-01",
+    "id": "msg_1",
+    "opts": {},
+    "prompt_cache_breakpoint": {"ttl": "30m"},
+    "reasoning_details": [{"type": "reasoning.text", "text": "a"}],
+    "thinking_blocks": [{"type": "thinking", "thinking": "a"}],
+    "timestamp": 1700000000,
+}
+
+
+def test_what_clients_note_in_messages_changes_no_text(door):
+    reply = {"role": "assistant", "content": "Tom"}
+    noted = {"role": "assistant", "content": [PART | NOTES], "reasoning_content": "why"} | NOTES
+    body = {"max_tokens": 3, "seed": 1}
+    (_, plain), (status, found) = [
+        door.post(CHAT, body | {"messages": [*TALK, each, TALK[0] | notes]})
+        for each, notes in ((reply, {}), (noted, NOTES))
+    ]
+    assert status == 200 and found["choices"] == plain["choices"]
+
+
+@pytest.mark.parametrize("calls", [{}, {"tool_calls": []}, {"tool_calls": None}])
+def test_a_reply_may_have_no_content(door, calls):
+    answers = [
+        door.post(CHAT, {"messages": [*TALK, reply, *TALK], "max_tokens": 3, "seed": 1})
+        for reply in (
+            {"role": "assistant", "content": ""},
+            {"role": "assistant", "content": None} | calls,
+            {"role": "assistant", "refusal": None} | calls,
         )
+    ]
+    assert [status for status, _ in answers] == [200] * 3
+    assert answers[0][1]["choices"] == answers[1][1]["choices"] == answers[2][1]["choices"]
+    nothing = {"messages": [{"role": "user", "content": None}]}
+    status, found = door.post(CHAT, nothing)
+    assert status == 400 and found["error"]["message"].startswith("messages.0.content: it must be")
 
 
 def test_still_an_answer_can_be_sent_back_as_the_official_client_has_it(door):
@@ -159,3 +197,11 @@ def test_a_megabyte_of_names_has_a_short_answer(door):
 def test_half_a_letter_in_a_name(door):
     status, found = door.post(PATH, b'{"\\ud800": 1}')
     assert found == refusal("\\ud800 is not a field of this request", "\\ud800") and status == 400
+
+
+def test_a_hint_for_a_cache_in_a_tool_is_not_written_into_the_prompt():
+    from server.protocol import ChatRequest
+
+    tool = {"type": "function", "function": {"name": "look"}}
+    body = ChatRequest(messages=TALK, tools=[tool | {"cache_control": {"type": "ephemeral"}}])
+    assert body.tools == [tool]

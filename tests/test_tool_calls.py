@@ -360,7 +360,7 @@ def test_what_is_too_deep_for_python_is_refused():
 
 def test_still_refused(served):
     door, _, _ = served
-    nothing = [*TALK, {"role": "assistant", "tool_calls": []}]
+    nothing = [*TALK, {"role": "user", "tool_calls": []}]
     for fields in ({"tools": [{}]}, {"functions": [{"name": "f"}]}, {"messages": nothing}):
         status, found = door.post(PATH, {"messages": TALK} | fields)
         assert status == 400 and found["error"]["param"] == next(iter(fields))
