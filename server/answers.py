@@ -12,7 +12,7 @@ from pydantic_core import to_json
 from errors import UserError
 from server.allowed import Allowed
 from server.engine_thread import EngineDead, QueueFull, Update
-from server.protocol import APIError, GenerationRequest
+from server.protocol import IGNORED_HEADER, APIError, GenerationRequest
 
 MOST_PIECE = 2**16  # bytes of an answer
 
@@ -47,6 +47,13 @@ async def unless_gone(request: Request, work: Coroutine[None, None, Response]) -
     finally:
         working.cancel()
         leaving.cancel()
+
+
+def with_ignored(response: Response, names: list[str]) -> Response:
+    """Name, in a header, the fields of the request that were taken and did nothing."""
+    if names:
+        response.headers[IGNORED_HEADER] = ", ".join(names)
+    return response
 
 
 def pieces(data: bytes) -> Iterator[bytes]:

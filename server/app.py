@@ -17,7 +17,7 @@ from server import chat_completions, completions
 from server.answers import api_error
 from server.engine_thread import EngineDead, QueueFull, TextFailed
 from server.live import LiveStream
-from server.protocol import APIError
+from server.protocol import IGNORED_HEADER, APIError
 from server.served import Served
 
 HERE = Path(__file__).parent
@@ -193,7 +193,7 @@ def make_app(
     if origins:  # the outer one: browsers ask without a key whether they may ask
         # Browsers ask whether a page of the internet may ask a server in a private network.
         allowed = {"allow_methods": ["*"], "allow_headers": ["*"], "allow_private_network": True}
-        shown = {"expose_headers": ["Retry-After"]}
+        shown = {"expose_headers": ["Retry-After", IGNORED_HEADER]}
         app.add_middleware(CORSMiddleware, allow_origins=origins, **allowed, **shown)
     return app
 

@@ -10,7 +10,7 @@ from fastapi.responses import Response
 
 from loading.tools import ID, CallForm, CallPart, CallReader
 from server.allowed import Place
-from server.answers import Answer, unless_gone
+from server.answers import Answer, unless_gone, with_ignored
 from server.engine_thread import Update
 from server.protocol import ChatRequest
 from server.served import Served
@@ -31,6 +31,7 @@ async def answer(body: ChatRequest, served: Served) -> Response:
     calls = await asyncio.to_thread(served.find_calls, body)
     prompt = await asyncio.to_thread(served.encode_chat, body)
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    wanted = None if wanted == -1 else wanted
     window = served.thread.config.block_size
     room = window // 2 if wanted is None else wanted  # a prompt that is cut leaves so much
     prompt = served.fit(prompt, body.truncate_prompt_tokens, room, "messages")
@@ -46,7 +47,7 @@ async def answer(body: ChatRequest, served: Served) -> Response:
     updates = served.thread.generate(*asked)
     reply = Reply(name, body, served, len(prompt), updates, form)
     reply.allowed = served.allowed(body, params[0])
-    return await reply.respond()
+    return with_ignored(await reply.respond(), served.variables(body)[1])
 
 
 class Reply(Answer):

@@ -8,7 +8,7 @@ from fastapi.responses import Response
 
 from loading.tokenizer import TextStream
 from server.allowed import Place
-from server.answers import Answer, unless_gone
+from server.answers import Answer, unless_gone, with_ignored
 from server.engine_thread import Update
 from server.protocol import CompletionRequest
 from server.served import Served
@@ -25,6 +25,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 async def answer(body: CompletionRequest, served: Served) -> Response:
     adapter = served.find_adapter(body.model)
     wanted = 16 if body.max_tokens is None else body.max_tokens
+    if wanted == -1:
+        wanted = min(served.thread.config.block_size, body.most_tokens(body.logprobs))
     params = body.params(wanted, body.logprobs)
     if body.echo:
         body.check_echo([prompt for prompt in body.prompts if isinstance(prompt, str)])
@@ -51,7 +53,7 @@ async def answer(body: CompletionRequest, served: Served) -> Response:
         made.echoes = [text for text in echoes for _ in params]
     if body.logprobs is not None:
         made.tables = [LogprobTable(served) for _ in texts]
-    return await made.respond()
+    return with_ignored(await made.respond(), body.ignored)
 
 
 class Completion(Answer):

@@ -53,11 +53,46 @@ INERT = frozenset(
         "metadata",
         "prediction",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
         "user",
     }
 )
+
+# Fields that change no text, of the APIs of OpenAI, vLLM, llama.cpp and Ollama, and values of them
+# that ask for nothing. Another value is taken, and the answer's header names the field.
+IGNORED = {
+    "cache_prompt": (True,),
+    "enable_thinking": (False,),
+    "guided_decoding_backend": (),
+    "id_slot": (-1,),
+    "keep_alive": (),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "moderation": (),
+    "priority": (0,),
+    "reasoning_effort": ("none",),
+    "request_id": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "think": (False,),
+    "timings_per_token": (False,),
+    "verbosity": ("medium",),
+}
+IGNORED_HEADER = "X-Ignored-Fields"
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+# Names that other APIs give to a field: others are spelled nearer.
+SYNONYMS = {
+    "max_completion_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
+}
 
 # Fields of OpenAI's and vLLM's API that nothing here does, and values of them that ask for nothing.
 # A request with a field of that name does it.
@@ -74,39 +109,30 @@ UNSUPPORTED = {
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
-    "guided_decoding_backend": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_whitespace_pattern": (),
     "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
-    "kv_transfer_params": (),
+    "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logits_processors": (),
-    "media_io_kwargs": (),
-    "mm_processor_kwargs": (),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "priority": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
-    "reasoning_effort": (),
-    "request_id": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "store": (False,),
     "structural_tag": (),
     "suffix": ("",),
     "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "use_beam_search": (False,),
-    "verbosity": ("medium",),
-    "vllm_xargs": (),
+    "vllm_xargs": ({},),
     "web_search_options": (),
 }
 
@@ -218,7 +244,7 @@ class Fields(BaseModel):
             if name in names or name in cls.inert:
                 continue
             if name not in cls.neutral:
-                raise wrong(ascii(name[:100])[1:-1], unknown(name, names))
+                raise wrong(ascii(name[:100])[1:-1], unknown(name, names - IGNORED.keys()))
             if value is not None and value not in cls.neutral[name]:
                 raise wrong(name, "is not supported")
         return data
@@ -227,15 +253,15 @@ class Fields(BaseModel):
 def unknown(name: str, names: Iterable[str]) -> str:
     """What is wrong with a field of this name, and which name it may have been meant to have."""
     near = difflib.get_close_matches(name[:100], names, 1)
-    if name == "max_completion_tokens" and "max_tokens" in names:  # others are spelled nearer
-        near = ["max_tokens"]
+    if SYNONYMS.get(name) in names:
+        near = [SYNONYMS[name]]
     return "is not a field of this request" + "".join(f"; did you mean {other}?" for other in near)
 
 
 class StreamOptions(Fields):
     """What an answer in events tells of its tokens."""
 
-    neutral = {"include_obfuscation": (False,)}
+    include_obfuscation: bool | None = None  # against who sees how long events are; not done
     include_usage: bool | None = None  # in one more event, the last
     continuous_usage_stats: bool | None = None  # then also in each other, vLLM's addition
 
@@ -310,6 +336,9 @@ class StructuredOutputs(Fields):
         return said
 
 
+MaxTokens = Annotated[int | None, Field(ge=-1)]  # -1: no limit of its own, as in llama.cpp
+
+
 class GenerationRequest(Fields):
     """What all requests for texts have in common."""
 
@@ -321,7 +350,7 @@ class GenerationRequest(Fields):
     best_of: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int | None, Field(ge=0)] = None
+    max_tokens: MaxTokens = None
     # How many tokens of a prompt to keep, its last ones; -1: what leaves room for max_tokens.
     truncate_prompt_tokens: Annotated[
         Literal[-1] | Annotated[int, Field(ge=1)] | None, one_of("-1 or an integer >= 1")
@@ -344,8 +373,33 @@ class GenerationRequest(Fields):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
+    # Those of IGNORED.
+    cache_prompt: Any = None
+    enable_thinking: Any = None
+    guided_decoding_backend: Any = None
+    id_slot: Any = None
+    keep_alive: Any = None
+    media_io_kwargs: Any = None
+    mm_processor_kwargs: Any = None
+    moderation: Any = None
+    priority: Any = None
+    reasoning_effort: Any = None
+    request_id: Any = None
+    service_tier: Any = None
+    store: Any = None
+    think: Any = None
+    timings_per_token: Any = None
+    verbosity: Any = None
     # Ours alone: how many of the tokens that the form allows to list with each log-probability.
     show_allowed: Annotated[int | None, Field(ge=0, le=20)] = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def without_empty(cls, value: Any) -> Any:
+        """Leave out empty stop strings, with which clients say that there is none."""
+        if isinstance(value, list):
+            return [text for text in value if text != ""]
+        return None if value == "" else value
 
     @field_validator("top_k")
     @classmethod
@@ -378,6 +432,14 @@ class GenerationRequest(Fields):
         if self.show_allowed is not None and (self.logprobs is None or self.logprobs is False):
             raise wrong("show_allowed", "is for a request with logprobs only")
         return self
+
+    @property
+    def ignored(self) -> list[str]:
+        """Return the names of fields that ask for what is not done here, and change no text."""
+        names = [name for name, met in IGNORED.items() if getattr(self, name) not in (None, *met)]
+        if self.stream_options and self.stream_options.include_obfuscation:
+            names.append("stream_options.include_obfuscation")
+        return names
 
     @property
     def form(self) -> tuple[str, dict]:
@@ -631,6 +693,15 @@ class Message(Fields):
         return "".join(part.text for part in self.content)
 
 
+def effort_variables(effort: str) -> dict[str, bool | str]:
+    """Return the template variables of an effort; none for a word that is not in EFFORTS.
+
+    A template would write such a word as it is, control tokens too.
+    """
+    variables = {"reasoning_effort": effort} if effort in EFFORTS else {}
+    return variables | ({"enable_thinking": False} if effort == "none" else {})
+
+
 class ChatRequest(GenerationRequest):
     neutral = UNSUPPORTED | {"add_special_tokens": (True, False)}  # a template writes its own
 
@@ -640,7 +711,13 @@ class ChatRequest(GenerationRequest):
         Annotated[dict[str, bool], Field(max_length=16)] | None,
         one_of("an object of up to 16 fields, each true or false"),
     ] = None
-    max_completion_tokens: Annotated[int | None, Field(ge=0)] = None
+    max_completion_tokens: MaxTokens = None
+    # Variables of a template that looks at them.
+    enable_thinking: bool | None = None
+    reasoning_effort: Annotated[str | None, Field(max_length=64)] = None
+    think: Annotated[
+        bool | Literal[EFFORTS] | None, one_of(f"true, false or one of {', '.join(EFFORTS)}")
+    ] = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedTool | None,
@@ -692,6 +769,27 @@ class ChatRequest(GenerationRequest):
         if self.tools and self.choice != "none" and self.form[1]:
             raise wrong(self.form[0], "is not for a request whose reply may call tools")
         return self
+
+    @property
+    def ignored(self) -> list[str]:
+        return [name for name in super().ignored if name not in self.thinking]
+
+    @property
+    def thinking(self) -> dict[str, dict[str, bool | str]]:
+        """Return the template variables that each field on reasoning asks for.
+
+        `enable_thinking` turns it off or on, as in Qwen3; `reasoning_effort` says how much.
+        """
+        asked = {}
+        if self.reasoning_effort is not None:
+            asked["reasoning_effort"] = effort_variables(self.reasoning_effort)
+        if isinstance(self.think, str):
+            asked["think"] = effort_variables(self.think)
+        elif self.think is not None:
+            asked["think"] = {"enable_thinking": self.think}
+        if self.enable_thinking is not None:
+            asked["enable_thinking"] = {"enable_thinking": self.enable_thinking}
+        return asked
 
     @property
     def choice(self) -> str:

@@ -108,15 +108,15 @@ class Served:
             return False
 
     def find_adapter(self, name: str | None) -> str:
-        """The adapter that a model's name means: "", none, for the model itself and for None.
+        """The adapter that a model's name means: "", none, for the model itself, None and "".
 
         Raises APIError for the name of another model.
         """
-        if name is not None and name not in self.roots:
+        if name and name not in self.roots:
             names = ", ".join(map(repr, self.roots))
             message = f"the model {name[:100]!r} does not exist; this server has {names}"
             raise APIError(404, message, "model", "model_not_found")
-        return "" if name in (None, self.name) else name
+        return "" if name in (None, "", self.name) else name
 
     def encode(self, prompts: list[str | list[int]]) -> list[list[int]]:
         """The token ids of prompts; the BOS token where there are none, as in the engine.
@@ -178,7 +178,7 @@ class Served:
             text = json.dumps(body.tools, ensure_ascii=False)
             self.check_dropped("tools", self.thread.encoding.dropped(text, plain=True))
         plain = [message.plain for message in body.messages]
-        variables = body.chat_template_kwargs or {}
+        variables, _ = self.variables(body)
         with self.refusing("messages"):
             chat = self.chat.with_variables(variables)
             with self.refusing("tools"):
@@ -187,6 +187,22 @@ class Served:
             if called and not body.tools:  # else `find_calls` has found it
                 find_form(chat, self.thread.encoding, self.thread.config.eos_token_ids)
             return chat.encode(plain, self.thread.encoding)
+
+    def variables(self, body: ChatRequest) -> tuple[dict[str, bool | str], list[str]]:
+        """Return the template variables that a request sets, and its fields that are ignored.
+
+        A field on reasoning sets the variables that the template looks at, and is ignored if it
+        looks at none.
+        """
+        template = "" if isinstance(self.chat, UserError) else self.chat.text
+        variables = {}
+        ignored = body.ignored
+        for field, asked in body.thinking.items():
+            known = {name: value for name, value in asked.items() if name in template}
+            variables |= known
+            if not known:
+                ignored.append(field)
+        return variables | (body.chat_template_kwargs or {}), ignored
 
     @contextlib.contextmanager
     def refusing(self, field: str):
@@ -215,7 +231,7 @@ class Served:
             if body.named and not named:
                 message = f"tool_choice.function.name: {body.named} is the name of no tool"
                 raise APIError(400, message, "tool_choice")
-            chat = self.chat.with_variables(body.chat_template_kwargs or {})
+            chat = self.chat.with_variables(self.variables(body)[0])
             form = find_form(chat.with_tools(body.tools), encoding, ends)
             if body.choice == "none" and body.form[1]:  # the text has that form
                 return None

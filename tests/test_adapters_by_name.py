@@ -127,7 +127,7 @@ def test_models_are_listed(door):
     assert (
         door.post(CHAT, {"model": "c", "messages": [{"role": "user", "content": "x"}]}) == missing
     )
-    assert door.post(PATH, {"model": ""})[0] == 404
+    assert door.post(PATH, {"model": "", "max_tokens": 1})[0] == 200  # the model itself
     assert door.post(PATH, {"model": ["a"]})[0] == 400
 
 

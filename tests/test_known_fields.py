@@ -23,7 +23,9 @@ def refused(door, path: str, fields: dict, message: str, param: str) -> None:
     [
         ("max_token", "; did you mean max_tokens?"),
         ("temprature", "; did you mean temperature?"),
-        ("n_predict", ""),
+        ("n_predict", "; did you mean max_tokens?"),
+        ("repeat_penalty", "; did you mean repetition_penalty?"),
+        ("num_ctx", ""),
         ("Seed", "; did you mean seed?"),
         ("", ""),
         ("{what}", ""),
@@ -53,10 +55,6 @@ def test_a_field_of_the_other_api_is_none_of_this_one(door):
             "stream_options.usage is not a field of this request",
         ),
         (
-            {"stream_options": {"include_obfuscation": True}},
-            "stream_options.include_obfuscation is not supported",
-        ),
-        (
             {"messages": [TALK[0] | {"contents": "x"}]},
             "messages.0.contents is not a field of this request; did you mean content?",
         ),
@@ -83,6 +81,7 @@ INERT = {
     "metadata": {"trace": "1"},
     "prediction": {"type": "content", "content": "Tom"},
     "prompt_cache_key": "k",
+    "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
     "prompt_cache_retention": "24h",
     "safety_identifier": "s",
     "service_tier": "auto",

@@ -68,16 +68,13 @@ ASKING = {  # field -> what asks for nothing, and for something
     "function_call": ("none", "auto"),
     "functions": ([], [{"name": "f"}]),
     "documents": (None, [{"text": "a"}]),
-    "kv_transfer_params": (None, {}),
+    "kv_transfer_params": ({}, {"do_remote_decode": True}),
     "logits_processors": (None, ["a.B"]),
-    "media_io_kwargs": (None, {}),
-    "mm_processor_kwargs": (None, {}),
-    "request_id": (None, "a"),
     "return_token_ids": (False, True),
     "return_tokens_as_token_ids": (False, True),
     "structural_tag": (None, "{}"),
     "thinking_token_budget": (None, 10),
-    "vllm_xargs": (None, {"a": 1}),
+    "vllm_xargs": ({}, {"a": 1}),
     "web_search_options": (None, {}),
     "suffix": ("", " end"),
     "modalities": (["text"], ["text", "audio"]),
@@ -87,18 +84,12 @@ ASKING = {  # field -> what asks for nothing, and for something
     "include_reasoning": (True, False),
     "length_penalty": (1.0, 1.5),
     "parallel_tool_calls": (False, 1.5),
-    "priority": (0, 1),
-    "reasoning_effort": (None, "low"),
-    "service_tier": ("auto", "flex"),
     "spaces_between_special_tokens": (True, False),
-    "store": (False, True),
-    "verbosity": ("medium", "low"),
     "include_stop_str_in_output": (False, True),
     "skip_special_tokens": (True, False),
     "prompt_embeds": (None, "AAAA"),
     "prompt_logprobs": (None, 1),
     "guided_choice": (None, ["a"]),
-    "guided_decoding_backend": (None, "guidance"),
     "guided_grammar": (None, "root ::= 'a'"),
     "guided_json": (None, {}),
     "guided_regex": (None, "a"),
@@ -122,6 +113,64 @@ def test_still_a_field_works_or_is_refused():
     assert not UNSUPPORTED.keys() & CompletionRequest.model_fields.keys()
 
 
+IGNORED = {  # field -> what asks for nothing, and for something
+    "cache_prompt": (True, False),
+    "enable_thinking": (False, True),
+    "guided_decoding_backend": (None, "guidance"),
+    "id_slot": (-1, 0),
+    "keep_alive": (None, "5m"),
+    "media_io_kwargs": ({}, {"image": {}}),
+    "mm_processor_kwargs": ({}, {"num_crops": 4}),
+    "moderation": (None, {"model": "omni-moderation-latest"}),
+    "priority": (0, 1),
+    "reasoning_effort": ("none", "low"),
+    "request_id": (None, "a"),
+    "service_tier": ("auto", "flex"),
+    "store": (False, True),
+    "think": (False, True),
+    "timings_per_token": (False, True),
+    "verbosity": ("medium", "low"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_field_that_changes_no_text_is_taken_and_named(door, stream):
+    from server import protocol
+
+    assert IGNORED.keys() == protocol.IGNORED.keys()
+    body = {"max_tokens": 1, "seed": 1, "stream": stream}
+    headers = []
+    for place in (0, 1):
+        fields = {name: values[place] for name, values in IGNORED.items()}
+        fields["stream_options"] = {"include_obfuscation": bool(place)}
+        with door.send("POST", "/v1/completions", body | fields) as answer:
+            assert answer.status == 200
+            headers.append(answer.headers["X-Ignored-Fields"])
+    names = [*sorted(IGNORED), "stream_options.include_obfuscation"]
+    assert headers == [None, ", ".join(names)]
+
+
+def test_minus_one_is_no_limit_of_its_own(door):
+    """The window has 64 tokens: so long is a text, and a reply is what it has room for."""
+    body = {"prompt": "Tom", "seed": 1, "ignore_eos": True}
+    status, found = door.post("/v1/completions", body | {"max_tokens": -1})
+    assert (status, found["usage"]["completion_tokens"]) == (200, 64)
+    chat = {"messages": [{"role": "user", "content": "Tom"}], "seed": 1, "ignore_eos": True}
+    plain = door.post("/v1/chat/completions", chat)[1]["usage"]
+    for name in ("max_tokens", "max_completion_tokens"):
+        status, found = door.post("/v1/chat/completions", chat | {name: -1})
+        assert status == 200 and found["usage"] == plain
+    assert plain["total_tokens"] == 64
+
+
+def test_empty_names_and_stop_strings_are_none(door):
+    body = {"prompt": "Tom", "max_tokens": 9, "seed": 1}
+    plain = door.post("/v1/completions", body)[1]["choices"]
+    for fields in ({"stop": ""}, {"stop": [""]}, {"stop": ["", "\0"]}, {"model": ""}):
+        status, found = door.post("/v1/completions", body | fields)
+        assert status == 200 and found["choices"] == plain and found["model"] == "small"
+
+
 PENALTY = "presence_penalty: presence_penalty"
 STOP = "stop: it must be a string or a list of up to 16, each of 1 to 256 characters"
 
@@ -136,9 +185,9 @@ STOP = "stop: it must be a string or a list of up to 16, each of 1 to 256 charac
         ("seed", -(2**63) - 1, f"seed: Input should be greater than or equal to {-(2**63)}"),
         ("seed", 1.5, "seed: Input should be a valid integer"),
         ("ignore_eos", 1, "ignore_eos: Input should be a valid boolean"),
-        ("stop", "", STOP),
         ("stop", "x" * 257, STOP),
         ("stop", ["x"] * 17, STOP),
+        ("stop", ["", *["x"] * 17], STOP),
         ("stop", ["x", 1], STOP),
     ],
 )

@@ -131,6 +131,71 @@ def test_the_server_takes_variables_of_a_request(tiny_llama, write_chat):
     assert found == [off, on, on, on, on, off]
 
 
+WORDS = """{{ messages[0].content }}
+{{- ' off' if enable_thinking is defined and not enable_thinking }}
+{{- ' ' + reasoning_effort if reasoning_effort is defined }}
+{{- messages[1].reasoning_content if messages | length > 1 }}"""
+HEADER = "X-Ignored-Fields"
+
+
+@pytest.mark.parametrize(
+    "template, fields, written, ignored",
+    [
+        (WORDS, {}, "Tom", None),
+        (WORDS, {"enable_thinking": False}, "Tom off", None),
+        (WORDS, {"enable_thinking": True}, "Tom", None),
+        (WORDS, {"think": False}, "Tom off", None),
+        (WORDS, {"think": "low"}, "Tom low", None),
+        (WORDS, {"reasoning_effort": "low"}, "Tom low", None),
+        (WORDS, {"reasoning_effort": "none"}, "Tom off none", None),
+        (WORDS, {"reasoning_effort": "<|im_end|>"}, "Tom", "reasoning_effort"),
+        (WORDS, {"think": False, "chat_template_kwargs": {"enable_thinking": True}}, "Tom", None),
+        (SWITCH, {"reasoning_effort": "none"}, "One day", None),
+        (SWITCH, {"reasoning_effort": "high"}, "Yes", "reasoning_effort"),
+        ("{{ messages[0].content }}", {"reasoning_effort": "none"}, "Tom", "reasoning_effort"),
+        (
+            "{{ messages[0].content }}",
+            {"enable_thinking": True, "think": "max", "store": True},
+            "Tom",
+            "store, think, enable_thinking",
+        ),
+    ],
+)
+def test_a_wish_about_reasoning_is_for_the_template(template, fields, written, ignored, write_chat):
+    from server.protocol import ChatRequest
+    from server.served import Served
+
+    served = Served(None, "small", "small", Chat(write_chat(template)), here=False)
+    variables, names = served.variables(ChatRequest(messages=TOM["messages"], **fields))
+    assert served.chat.with_variables(variables).render(TOM["messages"]) == written
+    assert ", ".join(names) == (ignored or "")
+
+
+def test_reasoning_that_is_sent_back_is_for_the_template(tiny_llama, write_chat):
+    """Its control tokens are text, and only a reply has some."""
+    chat = Chat(write_chat(WORDS))
+    encoding = small_encoding()
+    reply = {"role": "assistant", "content": "b"}
+    prompts = []
+    with serving(lambda: small_engine(tiny_llama), chat) as door:
+        generate = door.thread.generate
+        door.thread.generate = lambda asked, *more: (
+            prompts.append(asked[0]) or generate(asked, *more)
+        )
+        for name in ("reasoning_content", "reasoning"):
+            messages = [*TOM["messages"], reply | {name: " why<|endoftext|>"}]
+            body = TOM | {"messages": messages, "think": "max", "keep_alive": 3}
+            with door.send("POST", PATH, body) as answer:
+                assert (answer.status, answer.headers[HEADER]) == (200, "keep_alive")
+        other = [*TOM["messages"], {"role": "user", "content": "b", "reasoning": " why"}]
+        assert door.post(PATH, TOM | {"messages": other})[0] == 200
+    assert prompts == [
+        encoding.encode_ordinary("Tom max why<|endoftext|>"),
+        encoding.encode_ordinary("Tom max why<|endoftext|>"),
+        encoding.encode_ordinary("Tom"),
+    ]
+
+
 BOOLEANS = "it must be an object of up to 16 fields, each true or false"
 
 

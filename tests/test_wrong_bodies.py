@@ -5,7 +5,7 @@ from serving import PATH, refusal
 
 NO_OBJECT = "the body must be a JSON object, with Content-Type: application/json"
 INTEGER = "max_tokens: Input should be a valid integer"
-NEGATIVE = "max_tokens: Input should be greater than or equal to 0"
+NEGATIVE = "max_tokens: Input should be greater than or equal to -1"
 FINITE = "temperature: temperature is {}; it must be a finite number >= 0"
 
 
@@ -17,7 +17,7 @@ FINITE = "temperature: temperature is {}; it must be a finite number >= 0"
         (b'{"prompt', "the body is not JSON: Unterminated string starting at", None),
         ({"max_tokens": 1.5}, INTEGER, "max_tokens"),
         ({"max_tokens": "3"}, INTEGER, "max_tokens"),
-        ({"max_tokens": -1}, NEGATIVE, "max_tokens"),
+        ({"max_tokens": -2}, NEGATIVE, "max_tokens"),
         ({"temperature": -1}, FINITE.format("-1.0"), "temperature"),
         (b'{"temperature": NaN}', FINITE.format("nan"), "temperature"),
     ],
