@@ -34,6 +34,7 @@ class SamplingParams:
     seed: int | None = None  # of the draws; None: they come from a generator
     stop: tuple[str, ...] = ()  # the text ends before the first of these strings
     stop_token_ids: tuple[int, ...] = ()  # it ends with the first of these, as with an EOS token
+    silent_ids: tuple[int, ...] = ()  # tokens that an engine leaves out of the text
     min_tokens: int = 0  # no token and no string ends it among the first of this number
     logprobs: int | None = None  # report the N most likely tokens at each place; None: nothing
     choices: tuple[str, ...] = ()  # the text is one of these; (): any
@@ -121,6 +122,7 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
         "a tuple of strings that are not empty",
     ),
     "stop_token_ids": (tuple, lambda v: all(map(is_id, v)), "a tuple of ids >= 0"),
+    "silent_ids": (tuple, lambda v: all(map(is_id, v)), "a tuple of ids >= 0"),
     "min_tokens": (int, lambda v: v >= 0, "an integer >= 0"),
     "logprobs": (
         int | None,

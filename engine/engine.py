@@ -114,7 +114,7 @@ class Engine:
         request.salt = salted(salt, adapter)
         request.matcher = make_matcher(params, self.encoding, self.model.config)
         if self.encoding is not None:
-            silent = ending_ids(params, self.model.config.eos_token_ids)
+            silent = ending_ids(params, self.model.config.eos_token_ids) + params.silent_ids
             request.stream = StopStream(self.encoding, silent, params.stop, params.min_tokens)
         self.scheduler.add(request)
         return request

@@ -391,7 +391,7 @@ class TextStream:
 
     def __init__(self, encoding: Encoding, skip: tuple[int, ...] = ()):
         self.encoding = encoding
-        self.skip = skip
+        self.skip = frozenset(skip)
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:

@@ -39,7 +39,8 @@ async def answer(body: ChatRequest, served: Served) -> Response:
     if wanted is None:  # what the window and the answer have room for
         wanted = max(min(window - len(prompt), body.most_tokens(logprobs)), 1)
     form, grammar = calls or (None, None)
-    params = body.params(wanted, logprobs, grammar)
+    silent = served.silent_ids(body, None if body.choice == "none" else form)
+    params = body.params(wanted, logprobs, grammar, silent)
     served.check_ids(params[0])
     await asyncio.to_thread(served.check_form, "tools" if calls else body.form[0], params[0])
     name = f"chatcmpl-{uuid.uuid4().hex}"

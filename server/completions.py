@@ -24,13 +24,13 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 async def answer(body: CompletionRequest, served: Served) -> Response:
     adapter = served.find_adapter(body.model)
+    served.thread.admit(body.texts)  # before there is work
     wanted = 16 if body.max_tokens is None else body.max_tokens
     if wanted == -1:
         wanted = min(served.thread.config.block_size, body.most_tokens(body.logprobs))
-    params = body.params(wanted, body.logprobs)
+    params = body.params(wanted, body.logprobs, silent_ids=served.silent_ids(body))
     if body.echo:
         body.check_echo([prompt for prompt in body.prompts if isinstance(prompt, str)])
-    served.thread.admit(body.texts)  # before there is work
     served.check_ids(params[0])
     await asyncio.to_thread(served.check_form, body.form[0], params[0])
     # In another thread, because a long text takes long.
@@ -52,7 +52,7 @@ async def answer(body: CompletionRequest, served: Served) -> Response:
         body.check_echo(echoes)
         made.echoes = [text for text in echoes for _ in params]
     if body.logprobs is not None:
-        made.tables = [LogprobTable(served) for _ in texts]
+        made.tables = [LogprobTable(served, params[0].silent_ids) for _ in texts]
     return with_ignored(await made.respond(), body.ignored)
 
 
@@ -95,9 +95,9 @@ class Completion(Answer):
 class LogprobTable:
     """The log-probabilities of a text, part by part, in the columns of this API."""
 
-    def __init__(self, served: Served):
+    def __init__(self, served: Served, silent_ids: tuple[int, ...]):
         self.served = served
-        self.stream = TextStream(served.thread.encoding)
+        self.stream = TextStream(served.thread.encoding, silent_ids)
         self.offset = 0
 
     def add(self, update: Update) -> dict:

@@ -124,7 +124,6 @@ UNSUPPORTED = {
     "prompt_logprobs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "structural_tag": (),
     "suffix": ("",),
@@ -370,6 +369,7 @@ class GenerationRequest(Fields):
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(to_biases)] = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None  # null: as true, in OpenAI's API and vLLM's
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
@@ -434,6 +434,11 @@ class GenerationRequest(Fields):
         return self
 
     @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
     def ignored(self) -> list[str]:
         """Return the names of fields that ask for what is not done here, and change no text."""
         names = [name for name, met in IGNORED.items() if getattr(self, name) not in (None, *met)]
@@ -461,11 +466,15 @@ class GenerationRequest(Fields):
         return MOST_BYTES // (self.texts * (TOKEN_BYTES + entries * LOGPROB_BYTES))
 
     def params(
-        self, max_new_tokens: int, logprobs: int | None, calls: str | None = None
+        self,
+        max_new_tokens: int,
+        logprobs: int | None,
+        calls: str | None = None,
+        silent_ids: tuple[int, ...] = (),
     ) -> list[SamplingParams]:
         """The parameters of each of the n texts that follow a prompt: text i has the seed + i.
 
-        calls: the grammar of a reply that may call tools.
+        calls: the grammar of a reply that may call tools. silent_ids: what texts leave out.
         Raises APIError if all texts together could be too long, or min_tokens is more than that,
         and for a form that is too large or does not go with other fields.
         """
@@ -479,14 +488,13 @@ class GenerationRequest(Fields):
         if (self.min_tokens or 0) > max_new_tokens:
             message = f"min_tokens is {self.min_tokens}; max_tokens is {max_new_tokens}"
             raise APIError(400, message, "min_tokens")
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         given = {name: getattr(self, name) for name in SAMPLING}
         given = {name: value for name, value in given.items() if value is not None}
         given = {"temperature": 1.0, "logit_bias": self.logit_bias or {}} | given
         given["stop_token_ids"] = tuple(self.stop_token_ids or ())
-        given |= self.form[1] | {"calls": calls}
+        given |= self.form[1] | {"calls": calls, "silent_ids": silent_ids}
         try:
-            params = SamplingParams(max_new_tokens, stop=tuple(stop), logprobs=logprobs, **given)
+            params = SamplingParams(max_new_tokens, stop=self.stops, logprobs=logprobs, **given)
         except UserError as error:
             name = str(error).partition(" ")[0]
             form = "tools" if calls else self.form[0]

@@ -240,6 +240,18 @@ class Served:
             grammar = calls_grammar(form, named or body.tools, vocabulary, body.choice, several)
             return form, grammar
 
+    def silent_ids(self, body: GenerationRequest, form: CallForm | None = None) -> tuple[int, ...]:
+        """Return the ids of special tokens that the texts of a request leave out.
+
+        form: of the calls that a reply may make. What it or a stop string names stays, because it
+        is looked for in the text.
+        """
+        if body.skip_special_tokens is False:
+            return ()
+        looked_for = [*body.stops, *(part for part in form or () if isinstance(part, str))]
+        special = self.thread.encoding.special.items()
+        return tuple(id for name, id in special if not any(name in text for text in looked_for))
+
     def check_form(self, field: str, params: SamplingParams) -> None:
         """Compile what the texts of a request must be, which may take long.
 

@@ -86,7 +86,6 @@ ASKING = {  # field -> what asks for nothing, and for something
     "parallel_tool_calls": (False, 1.5),
     "spaces_between_special_tokens": (True, False),
     "include_stop_str_in_output": (False, True),
-    "skip_special_tokens": (True, False),
     "prompt_embeds": (None, "AAAA"),
     "prompt_logprobs": (None, 1),
     "guided_choice": (None, ["a"]),

@@ -1,0 +1,133 @@
+"""Special tokens in texts: the server leaves them out, as OpenAI's API and vLLM do."""
+
+import pytest
+from chats import CONTROL, END, EOS, START, WITH_TOOLS, tool
+from gguf_files import CONTROL as CONTROL_TYPE
+from gguf_files import NORMAL, USER_DEFINED
+from serving import serving, writing
+
+from loading.chat import Chat
+
+PATH = "/v1/completions"
+CHAT = "/v1/chat/completions"
+TALK = [{"role": "user", "content": "Tom"}]
+IDS = dict(zip(CONTROL, range(4095, 4104)))
+TEMPLATE = "{{ messages[0].content }}"
+
+
+@pytest.fixture(scope="module")
+def written(chat_encoding) -> list[int]:
+    """Token ids of a text with tokens of all kinds, which <|im_end|> ends."""
+    text = f"One{START}user day{EOS}, <tool_call>{{[INST]}}{START}."
+    return chat_encoding.encode(text, allowed_special="all") + [IDS[END]]
+
+
+@pytest.fixture(scope="module")
+def door(tiny, write_chat, chat_encoding, written):
+    from engine.engine import Engine
+
+    def make():
+        model = tiny(vocab_size=4104, block_size=128, eos_token_id=IDS[END])
+        return writing(Engine(model, encoding=chat_encoding), written)
+
+    with serving(make, Chat(write_chat(TEMPLATE))) as door:
+        yield door
+
+
+def texts_of(door, fields: dict) -> set[str]:
+    """The text of both APIs, whole and in events."""
+    found = set()
+    for path, asked in ((PATH, {"prompt": "Tom"}), (CHAT, {"messages": TALK})):
+        status, answer = door.post(path, {"max_tokens": 64} | asked | fields)
+        assert status == 200, answer
+        choices = [answer["choices"]]
+        events = door.events(path, {"max_tokens": 64, "stream": True} | asked | fields)
+        choices.append([event["choices"][0] for event in events])
+        for parts in choices:
+            texts = [part.get("message") or part.get("delta") or part for part in parts]
+            found.add("".join(each.get("text") or each.get("content") or "" for each in texts))
+    return found
+
+
+@pytest.mark.parametrize("said", [{}, {"skip_special_tokens": True}, {"skip_special_tokens": None}])
+def test_a_text_leaves_special_tokens_out(door, written, chat_pair, said):
+    tokenizer = chat_pair(TEMPLATE)[1]
+    expected = tokenizer.decode(written, skip_special_tokens=True)
+    assert expected == "Oneuser day, <tool_call>{[INST]}."
+    for fields in ({}, {"ignore_eos": True, "max_tokens": len(written)}):
+        assert texts_of(door, fields | said) == {expected}
+
+
+def test_false_shows_them(door, written, chat_encoding):
+    whole = chat_encoding.decode(written)
+    show = {"skip_special_tokens": False}
+    assert texts_of(door, show) == {whole.removesuffix(END)}
+    ignoring = {"ignore_eos": True, "max_tokens": len(written)}
+    assert texts_of(door, show | ignoring) == {whole}
+
+
+@pytest.mark.parametrize(
+    "stop, text",
+    [
+        (EOS, "Oneuser day"),  # a special token that is looked for is found
+        ([START], "One"),
+        ([f"{EOS},", "never"], "Oneuser day"),
+        ("user day, <", "One"),  # across one that is left out
+        ("<tool_call>", "Oneuser day, "),
+    ],
+)
+def test_stop_strings_are_found(door, stop, text):
+    assert texts_of(door, {"stop": stop}) == {text}
+
+
+def test_offsets_count_what_is_shown(door, written, chat_encoding):
+    body = {"prompt": "Tom", "max_tokens": 64, "logprobs": 0}
+    (choice,) = door.post(PATH, body)[1]["choices"]
+    table = choice["logprobs"]
+    special = set(chat_encoding.special)
+    assert special == {*CONTROL} - {"<tool_call>", "[INST]"}
+    ends = [*table["text_offset"][1:], len(choice["text"])]
+    assert table["tokens"] == [chat_encoding.decode([token]) for token in written]
+    for token, start, end in zip(table["tokens"], table["text_offset"], ends):
+        assert choice["text"][start:end] == ("" if token in special else token)
+
+
+def test_what_a_call_is_found_by_is_not_left_out(tiny, write_chat, chat_encoding):
+    """Of a template that writes a call after a special token; another one is not shown."""
+    from engine.engine import Engine
+
+    template = WITH_TOOLS["hermes"].replace("<tool_call>", "<|start_header_id|>")
+    call = '<|start_header_id|>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    text = f"Wait.{EOS}{call}{END}"
+    ids = chat_encoding.encode(text, allowed_special="all")
+
+    def make():
+        model = tiny(vocab_size=4104, block_size=256, eos_token_id=IDS[END])
+        return writing(Engine(model, encoding=chat_encoding), ids)
+
+    body = {"messages": TALK, "tools": [tool("look")], "max_tokens": 64}
+    with serving(make, Chat(write_chat(template))) as door:
+        status, answer = door.post(CHAT, body)
+    assert status == 200, answer
+    message = answer["choices"][0]["message"]
+    assert message["content"] == "Wait."
+    assert [each["function"]["name"] for each in message["tool_calls"]] == ["look"]
+
+
+def test_a_bad_value_is_refused(door):
+    status, answer = door.post(PATH, {"skip_special_tokens": "no"})
+    assert status == 400 and answer["error"]["param"] == "skip_special_tokens"
+
+
+def test_a_gguf_file_says_which_tokens_are_special():
+    from types import SimpleNamespace
+
+    from loading.gguf_tokenizer import tokenizer_json
+
+    kinds = {"a": NORMAL, "<|im_end|>": CONTROL_TYPE, "<think>": USER_DEFINED, "<unk>": 2}
+    owner = "tokenizer.ggml"
+    metadata = {f"{owner}.model": "gpt2", f"{owner}.merges": [], f"{owner}.tokens": [*kinds]}
+    metadata |= {f"{owner}.token_type": [*kinds.values()], f"{owner}.pre": "gpt-2"}
+    made = tokenizer_json(SimpleNamespace(file="x.gguf", metadata=metadata))
+    marked = {token["content"]: token["special"] for token in made["added_tokens"]}
+    assert marked == {"<|im_end|>": True, "<think>": False, "<unk>": True}
