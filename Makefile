@@ -4,7 +4,7 @@ demo: .venv/compiled tags  ## run infer.py with the embedded model, on the CPU
 	.venv/bin/python infer.py --prompt "Once upon a time" --device cpu
 
 chat: smollm2 .venv/compiled tags  ## talk to a real model, which is 93 MB more
-	.venv/bin/python infer.py --model smollm2 --chat --device cpu --temperature 0.2 --top-p 0.9
+	.venv/bin/python infer.py --model smollm2 --chat --device cpu
 
 smollm2: .venv/smollm2  ## install that model for --model smollm2
 

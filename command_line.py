@@ -8,7 +8,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -73,6 +73,14 @@ class Collect(argparse.Action):
         setattr(namespace, self.dest, (*getattr(namespace, self.dest), value))
 
 
+class Given(argparse.Action):
+    """Stores its value, and notes in `given` that the user has set it."""
+
+    def __call__(self, parser, namespace, value, option_string=None):
+        setattr(namespace, self.dest, value)
+        namespace.given = {*namespace.given, self.dest}
+
+
 def id_and_bias(text: str) -> tuple[int, float]:
     """The pair that ID=BIAS stands for. Raises ArgumentTypeError for another form."""
     token, _, bias = text.partition("=")
@@ -130,24 +138,22 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """The options on how to choose tokens, and on how far the window moves."""
     parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
-    parser.add_argument(
-        "--temperature", type=float, help="0: greedy; below 1: safer; above 1: more surprising"
-    )
-    parser.add_argument("--top-k", type=int, help="draw from the k most likely tokens; 0: from all")
-    parser.add_argument(
-        "--top-p", type=float, help="draw from the fewest tokens with this mass; 1: from all"
-    )
+    temperature_help = "0: greedy; below 1: safer; above 1: more surprising"
+    parser.add_argument("--temperature", type=float, action=Given, help=temperature_help)
+    top_k_help = "draw from the k most likely tokens; 0: from all"
+    parser.add_argument("--top-k", type=int, action=Given, help=top_k_help)
+    top_p_help = "draw from the fewest tokens with this mass; 1: from all"
+    parser.add_argument("--top-p", type=float, action=Given, help=top_p_help)
     min_p_help = "draw from tokens with at least this share of the largest probability; 0: from all"
-    parser.add_argument("--min-p", type=float, help=min_p_help)
+    parser.add_argument("--min-p", type=float, action=Given, help=min_p_help)
     parser.add_argument(
         "--presence-penalty", type=float, help="against tokens in the output; -2 to 2"
     )
     parser.add_argument(
         "--frequency-penalty", type=float, help="charged for each occurrence in the output; -2 to 2"
     )
-    parser.add_argument(
-        "--repetition-penalty", type=float, help="against tokens in prompt and output; 1: off"
-    )
+    repetition_help = "against tokens in prompt and output; 1: off"
+    parser.add_argument("--repetition-penalty", type=float, action=Given, help=repetition_help)
     bias_help = "add to the logit of a token, -100 to 100; repeatable; no bias if not given"
     bias = {"type": id_and_bias, "action": Collect, "metavar": "ID=BIAS", "help": bias_help}
     parser.add_argument("--logit-bias", **bias)
@@ -156,7 +162,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop-token-id", metavar="ID", **stop)
     parser.add_argument("--min-tokens", type=int, help="nothing ends the text before, in tokens")
     add_stride_option(parser)
-    parser.set_defaults(**dataclasses.asdict(SamplingParams()))
+    parser.set_defaults(given=frozenset(), **dataclasses.asdict(SamplingParams()))
 
 
 def add_constraint_options(parser: argparse.ArgumentParser) -> None:
@@ -187,9 +193,10 @@ def add_stride_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def sampling_params(args) -> SamplingParams:
+def sampling_params(args, defaults: Mapping[str, float] | None = None) -> SamplingParams:
     """The SamplingParams of a command line.
 
+    defaults: what `chat_defaults` returns.
     A note on stderr names options that do nothing at temperature 0. Raises UserError for a choice
     that is not UTF-8.
     """
@@ -199,7 +206,8 @@ def sampling_params(args) -> SamplingParams:
     # Calls need the model's template, which is not loaded yet.
     apart = {"seed", "calls"}
     names = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in apart]
-    params = SamplingParams(**{name: getattr(args, name) for name in names})
+    values = {name: getattr(args, name) for name in names}
+    params = SamplingParams(**values | (defaults or {}))
     given = {"--seed": args.seed is not None, "--num-samples": args.num_samples > 1}
     given |= {"--top-k": params.top_k > 0, "--top-p": params.top_p < 1}
     given |= {"--min-p": params.min_p > 0}
@@ -256,8 +264,19 @@ def add_chat_options(parser: argparse.ArgumentParser) -> None:
     thinking_help = "for --chat: let a model that reasons first, such as Qwen3, reply at once"
     parser.add_argument("--no-thinking", action="store_true", help=thinking_help)
     add_template_option(parser, "for --chat: ")
+    add_defaults_option(parser, "for --chat: ")
     tools_help = "for --chat: JSON file with the tools that a reply may call, in OpenAI's form"
     parser.add_argument("--tools", metavar="FILE", type=file_text, help=tools_help)
+
+
+def add_defaults_option(parser: argparse.ArgumentParser, where: str = "") -> None:
+    defaults_help = "temperature, top-k and so on that nobody names; auto: as the model says"
+    parser.add_argument(
+        "--generation-config",
+        default="auto",
+        choices=("auto", "none"),
+        help=f"{where}{defaults_help}",
+    )
 
 
 def add_template_option(parser: argparse.ArgumentParser, where: str = "") -> None:
@@ -275,12 +294,29 @@ def check_chat_options(args) -> None:
         raise UserError("--no-thinking is for --chat only")
     if args.chat_template and not args.chat:
         raise UserError("--chat-template is for --chat only")
+    if args.generation_config != "auto" and not args.chat:
+        raise UserError("--generation-config is for --chat only")
     if args.tools is not None and not args.chat:
         raise UserError("--tools is for --chat only")
     check_text("--system", args.system or "")
     if is_conversation(args) and args.num_samples > 1:
         reason = "a conversation goes on from one reply"
         raise UserError(f"--num-samples is for --prompt and --prompt-file; {reason}")
+
+
+def chat_defaults(args, source: Source) -> dict[str, float]:
+    """Return the sampling parameters of a model for its chats that the user has not set.
+
+    A note on stderr names them. There are none without --chat. Raises UserError.
+    """
+    if not args.chat or args.generation_config == "none":
+        return {}
+    from loading.defaults import apply_defaults, describe, read_defaults  # few runs chat
+
+    used = apply_defaults(read_defaults(source), args.given, args.temperature)
+    if used:
+        print(describe(used), file=sys.stderr)
+    return used
 
 
 def load_chat(args, source: Source) -> Chat | None:

@@ -26,6 +26,7 @@ from command_line import (
     add_constraint_options,
     add_options,
     add_sampling_options,
+    chat_defaults,
     check_chat_options,
     load_chat,
     load_models,
@@ -314,9 +315,11 @@ def run(args) -> None:
     cache_dtype = CACHE_DTYPES[args.cache_dtype]
     if args.no_cache and cache_dtype:
         raise UserError("--cache-dtype is for a cache; leave out --no-cache")
-    params = sampling_params(args)
-    prompts = read_prompts(args)
     source = parse_name(args.model)
+    # Beams are no draws.
+    defaults = {} if args.num_beams else chat_defaults(args, source)
+    params = sampling_params(args, defaults)
+    prompts = read_prompts(args)
     device = pick_device(args.device)
     seed = pick_seed(args.seed)
     chat = load_chat(args, source)

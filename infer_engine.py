@@ -16,6 +16,7 @@ from command_line import (
     add_constraint_options,
     add_options,
     add_sampling_options,
+    chat_defaults,
     check_chat_options,
     check_text,
     follows,
@@ -84,9 +85,9 @@ def write_all(args, ranks: Ranks | None) -> None:
     for text in args.stop or []:
         check_text("--stop", text)
     args.stop = tuple(args.stop or [])
-    params = sampling_params(args)
-    prompts = read_prompts(args)
     source = parse_name(args.model)
+    params = sampling_params(args, chat_defaults(args, source))
+    prompts = read_prompts(args)
     device = pick_device(args.device)
     seed = pick_seed(args.seed)
     chat = load_chat(args, source)

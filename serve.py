@@ -22,6 +22,7 @@ from command_line import (
     MODEL_HELP,
     STORIES,
     Parser,
+    add_defaults_option,
     add_model_options,
     add_stride_option,
     add_template_option,
@@ -40,12 +41,14 @@ from engine.options import (
     parse_adapters,
 )
 from errors import UserError, check_limits
+from loading.chat import Chat
+from loading.defaults import describe
 from loading.load import Source, parse_name
 from parallel.ranks import RankError, Ranks
 from server.app import allowed_hosts, make_app
 from server.engine_thread import EngineThread
 from server.memory import freeze, trim
-from server.served import Served, find_chat, served_name
+from server.served import Served, find_chat, served_name, server_defaults
 
 SPARE = 64  # descriptors for all that is no connection
 LLAMA = STORIES.with_name("stories-llama")
@@ -77,6 +80,7 @@ def add_server_options(parser: Parser) -> None:
     drain_help = "how long running texts may go on after SIGTERM or Ctrl-C"
     parser.add_argument("--drain-seconds", type=float, default=30, help=drain_help)
     add_template_option(parser)
+    add_defaults_option(parser, "for chats: ")
     add_engine_options(parser)
     add_model_options(parser)
     add_stride_option(parser)
@@ -321,6 +325,17 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
+def note_defaults(args, source: Source) -> dict[str, float]:
+    """Return the sampling parameters of a model for chats, and name them on stderr, if it chats.
+
+    Raises UserError.
+    """
+    defaults = server_defaults(args, source)
+    if defaults and isinstance(find_chat(source, args.chat_template), Chat):
+        print(describe(defaults), file=sys.stderr, flush=True)
+    return defaults
+
+
 def url_of(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -334,10 +349,12 @@ async def serve(
     that the model needs has ended.
     """
     name = served_name(source)
+    defaults = note_defaults(args, source)
     make = functools.partial(load_engine, args, source, device, ranks)
     thread = EngineThread(make, args.max_waiting, args.max_waiting_tokens)
     adapters = parse_adapters(args.lora_modules)
-    served = Served(thread, name, source.label, find_chat(source, args.chat_template), adapters)
+    chat = find_chat(source, args.chat_template)
+    served = Served(thread, name, source.label, chat, adapters, defaults=defaults)
     hosts = allowed_hosts(args.host, args.allowed_host)
     app = make_app(served, args.api_key, args.allow_origin, hosts)
     server = Server(app, thread, args.drain_seconds)

@@ -22,9 +22,9 @@ from errors import UserError, check_limits
 from loading.load import empty_model, load_config, parse_name
 from loading.lora import read_adapter
 from loading.tokenizer import load_encoding
-from serve import add_server_options, check_server_options, listen, url_of
+from serve import add_server_options, check_server_options, listen, note_defaults, url_of
 from server.replicas import Door, Replica
-from server.served import find_chat, served_name
+from server.served import find_chat, served_name, server_defaults
 
 SECONDS = (int | float, lambda value: 1 <= value < 1e6, "a number from 1 to below 1000000")
 CPUS = (int | float, lambda value: 1e-4 <= value < 1e6, "a number from 0.0001 to below 1000000")
@@ -72,6 +72,7 @@ def run(args) -> None:
     gpus = torch.cuda.device_count()
     if pick_device(args.device) == "cuda" and most(args) > gpus:
         raise UserError(f"{wanted}: each needs a GPU; this machine has {gpus}")
+    note_defaults(args, parse_name(args.model))
     signals = queue.SimpleQueue()
     with running(args) as address:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -130,6 +131,7 @@ def check(args) -> None:
     config = load_config(source)
     load_encoding(source, config.vocab_size)
     find_chat(source, args.chat_template)
+    server_defaults(args, source)
     read_adapter(args.adapter, empty_model(config))
     load_adapters(empty_model(config), parse_adapters(args.lora_modules))
     if source.kind != "random":

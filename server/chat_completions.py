@@ -40,7 +40,7 @@ async def answer(body: ChatRequest, served: Served) -> Response:
         wanted = max(min(window - len(prompt), body.most_tokens(logprobs)), 1)
     form, grammar = calls or (None, None)
     silent = served.silent_ids(body, None if body.choice == "none" else form)
-    params = body.params(wanted, logprobs, grammar, silent)
+    params = body.params(wanted, logprobs, grammar, silent, served.defaults)
     served.check_ids(params[0])
     await asyncio.to_thread(served.check_form, "tools" if calls else body.form[0], params[0])
     name = f"chatcmpl-{uuid.uuid4().hex}"

@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -471,10 +471,12 @@ class GenerationRequest(Fields):
         logprobs: int | None,
         calls: str | None = None,
         silent_ids: tuple[int, ...] = (),
+        defaults: Mapping[str, float] | None = None,
     ) -> list[SamplingParams]:
         """The parameters of each of the n texts that follow a prompt: text i has the seed + i.
 
         calls: the grammar of a reply that may call tools. silent_ids: what texts leave out.
+        defaults: fields of SamplingParams for what the request leaves open.
         Raises APIError if all texts together could be too long, or min_tokens is more than that,
         and for a form that is too large or does not go with other fields.
         """
@@ -490,7 +492,8 @@ class GenerationRequest(Fields):
             raise APIError(400, message, "min_tokens")
         given = {name: getattr(self, name) for name in SAMPLING}
         given = {name: value for name, value in given.items() if value is not None}
-        given = {"temperature": 1.0, "logit_bias": self.logit_bias or {}} | given
+        given = {"temperature": 1.0} | dict(defaults or {}) | given
+        given["logit_bias"] = self.logit_bias or {}
         given["stop_token_ids"] = tuple(self.stop_token_ids or ())
         given |= self.form[1] | {"calls": calls, "silent_ids": silent_ids}
         try:

@@ -18,7 +18,7 @@ from server.app import allowed_hosts, make_app
 from server.engine_thread import EngineDead, EngineThread, Update
 from server.memory import freeze
 from server.metrics import Metrics
-from server.served import Served, find_chat, served_name
+from server.served import Served, find_chat, served_name, server_defaults
 
 
 class Replica:
@@ -149,9 +149,9 @@ class Door:
         thread = Replicas(self.replicas, source)
         names = served_name(source), source.label
         adapters = parse_adapters(self.args.lora_modules)
-        served = Served(
-            thread, *names, find_chat(source, self.args.chat_template), adapters, here=False
-        )
+        chat = find_chat(source, self.args.chat_template)
+        defaults = server_defaults(self.args, source)
+        served = Served(thread, *names, chat, adapters, here=False, defaults=defaults)
         served.metrics = AllMetrics(self.replicas)
         freeze()
         hosts = allowed_hosts(self.args.host, self.args.allowed_host)

@@ -4,12 +4,14 @@ import contextlib
 import functools
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from command_line import check_text
 from constraints import make_matcher, vocabulary_of
 from errors import UserError
 from loading.chat import Chat
+from loading.defaults import read_defaults
 from loading.load import Source
 from loading.tokenizer import TextStream
 from loading.tools import CallForm, calls_grammar, check_tools, find_form
@@ -50,11 +52,17 @@ def find_chat(source: Source, file: Path | None = None) -> Chat | UserError:
         return error
 
 
+def server_defaults(args, source: Source) -> dict[str, float]:
+    """Return the sampling parameters of a model for chats, by the options of a command line."""
+    return read_defaults(source) if args.generation_config == "auto" else {}
+
+
 class Served:
     """A model by the name that clients know.
 
     root: where it comes from. chat: its template, or the error that says why it has none.
     adapters: directories by name: to clients each is a model of its own.
+    defaults: sampling parameters of chats whose request names none.
     here: whether the engine is in this process, so that it can be seen at work.
     """
 
@@ -66,11 +74,13 @@ class Served:
         chat: Chat | UserError,
         adapters: dict[str, str] | None = None,
         here: bool = True,
+        defaults: Mapping[str, float] | None = None,
     ):
         self.thread = thread
         self.name = name
         self.chat = chat
         self.roots = {name: root, **(adapters or {})}
+        self.defaults = defaults or {}
         self.created = int(time.time())
         self.metrics = Metrics(thread, name) if here else None
         self.live = Live(thread, name) if here else None

@@ -223,11 +223,11 @@ class Door:
 
 
 @contextlib.contextmanager
-def serving(make, chat=None, app_options=None, adapters=None, **options):
+def serving(make, chat=None, app_options=None, adapters=None, defaults=None, **options):
     """A Door to an engine; the event loop has a thread of its own.
 
-    chat: the template of the model, or an error. app_options: of `make_app`. adapters: of Served.
-    options: of the EngineThread.
+    chat: the template of the model, or an error. app_options: of `make_app`.
+    adapters, defaults: of Served. options: of the EngineThread.
     """
     from loading.chat import Chat
 
@@ -239,7 +239,7 @@ def serving(make, chat=None, app_options=None, adapters=None, **options):
     @contextlib.asynccontextmanager
     async def enter():
         async with EngineThread(make, **options) as thread:
-            more = [adapters] if adapters else []
+            more = [adapters, True, defaults] if defaults else [adapters] if adapters else []
             served = Served(thread, "small", "somewhere/small", chat or Chat(SMALL), *more)
             yield make_app(served, **(app_options or {})), thread
 

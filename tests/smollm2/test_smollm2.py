@@ -127,7 +127,8 @@ def test_conversations_are_those_of_transformers(theirs, encoding, monkeypatch):
             messages.append({"role": "assistant", "content": text})
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(talk).encode())))
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            infer.main(["--model", "smollm2", "--chat", "--max-new-tokens", str(LENGTH)])
+            greedy = ["--temperature", "0", "--max-new-tokens", str(LENGTH)]
+            infer.main(["--model", "smollm2", "--chat", *greedy])
         replies = [message["content"] for message in messages if message["role"] == "assistant"]
         assert out.getvalue() == "".join(f"{reply}\n" for reply in replies)
 

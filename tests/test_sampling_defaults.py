@@ -1,0 +1,200 @@
+"""The sampling parameters that a model's authors recommend, taken for its chats."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from conftest import CHECKPOINTS, is_one_line, refused
+from serving import SMALL, engine_alone, serving, small_encoding, small_engine
+
+import infer_engine
+from loading.chat import Chat
+from loading.defaults import read_defaults
+from loading.load import Source, parse_name
+
+FILE = "generation_config.json"
+TALK = [{"role": "user", "content": "rocket, moon"}]
+ASK = ("--chat", "--prompt", "rocket, moon", "--max-new-tokens", 20, "--seed", 1)
+OFF = "--generation-config none"
+
+
+def saying(directory, said: dict) -> Source:
+    """A model whose generation_config.json says this."""
+    (directory / FILE).write_text(json.dumps(said))
+    return Source("directory", str(directory))
+
+
+@pytest.mark.parametrize(
+    "said, found",
+    [
+        ({}, {}),
+        ({"eos_token_id": 3, "_from_model_config": True, "max_new_tokens": 9}, {}),
+        ({"temperature": 0.6, "top_p": 0.95}, {"temperature": 0.6, "top_p": 0.95}),
+        (
+            {"do_sample": True, "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05},
+            {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05},
+        ),
+        (
+            {"do_sample": True, "top_p": 0.9, "min_p": 0.1},
+            {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1},
+        ),
+        ({"top_k": 50}, {"temperature": 1.0, "top_k": 50}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"do_sample": False, "temperature": 0.7, "top_p": 0.9}, {"temperature": 0.0}),
+        (
+            {"temperature": 0, "top_k": 5, "repetition_penalty": 2},
+            {"temperature": 0, "repetition_penalty": 2},
+        ),
+        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        # Values that turn nothing on.
+        ({"temperature": None, "top_k": None, "top_p": 1.0, "min_p": 0}, {}),
+        ({"top_k": 0}, {}),
+        ({"temperature": 1.0, "top_k": -1, "repetition_penalty": 1.0}, {"temperature": 1.0}),
+    ],
+    ids=str,
+)
+def test_what_generation_config_says(tmp_path, said, found):
+    assert read_defaults(saying(tmp_path, said)) == found
+
+
+@pytest.mark.parametrize(
+    "key, value, allowed",
+    [
+        ("temperature", -1, "a finite number >= 0"),
+        ("temperature", "0.7", "a finite number >= 0"),
+        ("temperature", True, "a finite number >= 0"),
+        ("top_p", 0, "a number in (0, 1]"),
+        ("top_p", 1.5, "a number in (0, 1]"),
+        ("top_k", 0.5, "an integer >= 0"),
+        ("top_k", -2, "an integer >= 0"),
+        ("min_p", [0.1], "a number in [0, 1]"),
+        ("repetition_penalty", 0, "a finite number > 0"),
+    ],
+)
+def test_a_value_out_of_range_names_file_and_key(tmp_path, key, value, allowed):
+    message = refused(read_defaults, saying(tmp_path, {key: value}))
+    said = f"{tmp_path / FILE}: {key} is {value!r}; it must be {allowed}; {OFF}"
+    assert message.startswith(said)
+
+
+def gguf(directory, metadata: dict) -> SimpleNamespace:
+    """A source that is a GGUF file with these keys."""
+    find = Source("gguf", str(directory / "x.gguf")).find
+    head = SimpleNamespace(metadata=metadata)
+    return SimpleNamespace(kind="gguf", name="x.gguf", package="", gguf=head, find=find)
+
+
+def test_what_a_gguf_file_says(tmp_path):
+    owner = "general.sampling."
+    keys = {f"{owner}temp": 0.6, f"{owner}top_k": -1, f"{owner}top_p": 0.95}
+    keys |= {f"{owner}min_p": 0.05, f"{owner}penalty_repeat": 1.1, f"{owner}sequence": "k;p"}
+    found = {"temperature": 0.6, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.1}
+    saying(tmp_path, {"temperature": 0.3})
+    assert read_defaults(gguf(tmp_path, keys)) == found
+    # Without such keys the file beside it counts, as its other files do.
+    assert read_defaults(gguf(tmp_path, {"general.name": "x"})) == {"temperature": 0.3}
+    message = refused(read_defaults, gguf(tmp_path, {f"{owner}penalty_repeat": -1.0}))
+    assert message.startswith(f"x.gguf: {owner}penalty_repeat is -1.0; it must be a finite number")
+
+
+def test_names_of_llama_cpp():
+    from gguf import Keys
+
+    from loading.defaults import GGUF_KEYS
+
+    general = Keys.General
+    names = [general.SAMPLING_TEMP, general.SAMPLING_TOP_K, general.SAMPLING_TOP_P]
+    names += [general.SAMPLING_MIN_P, general.SAMPLING_PENALTY_REPEAT]
+    assert list(GGUF_KEYS.values()) == names
+
+
+def test_other_models():
+    card = {"temperature": 0.2, "top_p": 0.9}
+    assert read_defaults(Source("gguf", "not/there.gguf", "smollm2")) == card
+    for name in ("random:gpt2", CHECKPOINTS / "stories", SMALL):
+        assert read_defaults(parse_name(name)) == {}
+
+
+@pytest.fixture(scope="module")
+def advised(tmp_path_factory):
+    """The small chat model, whose authors advise parameters."""
+    directory = tmp_path_factory.mktemp("advised") / "model"
+    shutil.copytree(SMALL, directory)
+    said = {"eos_token_id": 4095, "do_sample": True, "temperature": 1.5, "top_k": 40}
+    (directory / FILE).write_text(json.dumps(said | {"repetition_penalty": 1.2}))
+    return directory
+
+
+NOTE = "note: sampling defaults of the model: "
+END = f"; {OFF} ignores them\n"
+ALL = ("--temperature", 1.5, "--top-k", 40, "--repetition-penalty", 1.2)
+
+
+@pytest.mark.parametrize(
+    "options, same, said",
+    [
+        ((), ALL, "temperature 1.5, top-k 40, repetition-penalty 1.2"),
+        (("--top-k", 0), (*ALL, "--top-k", 0), "temperature 1.5, repetition-penalty 1.2"),
+        (("--temperature", 0), ("--repetition-penalty", 1.2), "repetition-penalty 1.2"),
+        (("--temperature", 0, "--repetition-penalty", 1), (), None),
+        (("--generation-config", "none"), (), None),
+    ],
+    ids=str,
+)
+def test_a_chat_on_the_command_line(cli, run_main, advised, options, same, said):
+    for run in (cli, lambda *args: run_main(infer_engine.main, *args)):
+        expected = run("--model", SMALL, *ASK, *same)
+        code, out, err = run("--model", advised, *ASK, *options)
+        assert (code, out) == expected[:2], err
+        notes = [line for line in err.splitlines(keepends=True) if NOTE in line]
+        assert notes == ([NOTE + said + END] if said else [])
+        # Options that change nothing are the user's, and no defaults.
+        assert "--top-k" not in err
+
+
+def test_nothing_but_chats_takes_them(cli, advised):
+    plain = ("--prompt", "One day", "--max-new-tokens", 8)
+    code, out, err = cli("--model", advised, *plain)
+    assert (code, out) == cli("--model", SMALL, *plain)[:2] and "note" not in err
+    beams = (*ASK[:5], "--num-beams", 2)
+    code, out, err = cli("--model", advised, *beams)
+    assert (code, out) == cli("--model", SMALL, *beams)[:2] and "note" not in err
+    alone = cli("--model", advised, *plain, "--generation-config", "none")
+    assert is_one_line(alone, "error: --generation-config is for --chat only")
+
+
+def test_a_server_takes_them_for_chats(tiny_llama):
+    """Where a request says nothing else; a completion stays as it was."""
+    chat = Chat(SMALL)
+    prompt = chat.encode(TALK, small_encoding())
+    defaults = {"temperature": 0.4, "top_k": 3, "repetition_penalty": 1.3}
+    body = {"max_tokens": 12, "seed": 5}
+    with serving(lambda: small_engine(tiny_llama), chat, defaults=defaults) as door:
+        for given in ({}, {"temperature": 1.1}, {"top_k": -1, "repetition_penalty": 1}):
+            asked = {"messages": TALK} | body | given
+            text = door.post("/v1/chat/completions", asked)[1]["choices"][0]["message"]["content"]
+            params = {"seed": 5, "max_new_tokens": 12} | defaults | given
+            assert text == engine_alone(tiny_llama, prompt, **params)[1]
+        text = door.post("/v1/completions", {"prompt": "Tom"} | body)[1]["choices"][0]["text"]
+        assert text == engine_alone(tiny_llama, "Tom", seed=5, max_new_tokens=12)[1]
+
+
+def test_a_server_names_them_once(advised, tmp_path, capsys):
+    from serve import main, note_defaults
+
+    def args(model, said="auto"):
+        return SimpleNamespace(model=model, generation_config=said, chat_template=None)
+
+    found = note_defaults(args(advised), parse_name(advised))
+    assert found == {"temperature": 1.5, "top_k": 40, "repetition_penalty": 1.2}
+    said = "temperature 1.5, top-k 40, repetition-penalty 1.2"
+    assert capsys.readouterr().err == NOTE + said + END
+    assert note_defaults(args(advised, "none"), parse_name(advised)) == {}
+    assert note_defaults(args(SMALL), parse_name(SMALL)) == {}
+    silent = saying(tmp_path, {"top_k": 3})  # it has no template, so there are no chats
+    note_defaults(args(silent), silent)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "--generation-config {auto,none}" in capsys.readouterr().out
