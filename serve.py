@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # which python -P leaves out
@@ -43,7 +44,7 @@ from engine.options import (
 from errors import UserError, check_limits
 from loading.chat import Chat
 from loading.defaults import describe
-from loading.load import Source, parse_name
+from loading.load import Source, find_file, parse_name
 from parallel.ranks import RankError, Ranks
 from server.app import allowed_hosts, make_app
 from server.engine_thread import EngineThread
@@ -62,8 +63,20 @@ def main(argv=None) -> None:
     run_script(parser, run, argv)
 
 
+def default_model() -> str | Path:
+    """Return smollm2 where it is installed, else the embedded Llama.
+
+    The embedded one refuses system messages, which most clients send.
+    """
+    try:
+        find_file("smollm2")
+    except UserError:
+        return LLAMA
+    return "smollm2"
+
+
 def add_server_options(parser: Parser) -> None:
-    parser.add_argument("--model", default=LLAMA, help=MODEL_HELP)
+    parser.add_argument("--model", default=default_model(), help=MODEL_HELP)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
     parser.add_argument("--port", type=int, default=8000, help="0: one that is free")
     key_help = "clients must send it as a bearer token; if not given, anyone may ask"

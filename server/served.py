@@ -10,7 +10,7 @@ from pathlib import Path
 from command_line import check_text
 from constraints import make_matcher, vocabulary_of
 from errors import UserError
-from loading.chat import Chat
+from loading.chat import HINT, Chat
 from loading.defaults import read_defaults
 from loading.load import Source
 from loading.tokenizer import TextStream
@@ -22,6 +22,7 @@ from server.live import Live
 from server.metrics import Metrics
 from server.protocol import APIError, ChatRequest, GenerationRequest
 
+OTHER_MODEL = "serve a model that takes it: make smollm2, then python serve.py --model smollm2"
 PROBE = "xprobex"  # what no template has
 TALKS = {  # for each role a talk in which a template would expect it
     "system": ["system", "user"],
@@ -196,7 +197,12 @@ class Served:
             called = any(message.tool_calls or message.tool_call_id for message in body.messages)
             if called and not body.tools:  # else `find_calls` has found it
                 find_form(chat, self.thread.encoding, self.thread.config.eos_token_ids)
-            return chat.encode(plain, self.thread.encoding)
+            try:
+                return chat.encode(plain, self.thread.encoding)
+            except UserError as error:
+                if HINT in str(error):
+                    raise UserError(f"{error}, or {OTHER_MODEL}") from None
+                raise
 
     def variables(self, body: ChatRequest) -> tuple[dict[str, bool | str], list[str]]:
         """Return the template variables that a request sets, and its fields that are ignored.

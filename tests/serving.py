@@ -287,7 +287,7 @@ def serving_app(enter):
 @contextlib.contextmanager
 def start(*arguments, program=None) -> Iterator[subprocess.Popen]:
     """A process of serve.py, which is no more after the block. program: what it runs instead."""
-    options = ["--port", "0", "--device", "cpu", "--backend", "torch"]
+    options = ["--model", str(SMALL), "--port", "0", "--device", "cpu", "--backend", "torch"]
     options += ["--drain-seconds", "60", *arguments]
     command = [sys.executable, "serve.py", *options]
     if program:
@@ -319,7 +319,7 @@ class Script:
 
         self.out = directory / "stdout"
         self.err = directory / "stderr"
-        words = ["--port", 0, "--device", "cpu", "--backend", "torch", *options]
+        words = ["--model", SMALL, "--port", 0, "--device", "cpu", "--backend", "torch", *options]
 
         def work():
             for number, file in ((1, self.out), (2, self.err)):

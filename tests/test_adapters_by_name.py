@@ -15,6 +15,7 @@ from loading.load import load_model
 from sampling import SamplingParams
 
 FROGS = CHECKPOINTS / "stories-frogs"
+LLAMA = ["--model", CHECKPOINTS / "stories-llama"]
 PATH = "/v1/completions"
 CHAT = "/v1/chat/completions"
 NAMES = (None, "small", "a", "b")
@@ -172,7 +173,7 @@ def test_the_server_reads_its_adapters(run_main):
     import serve
 
     def serve_with(*words) -> tuple:
-        return run_main(serve.main, "--port", 0, "--lora-modules", *words)
+        return run_main(serve.main, "--port", 0, *LLAMA, "--lora-modules", *words)
 
     assert is_one_line(serve_with("frogs"), "--lora-modules frogs: it must be NAME=DIR")
     error = "--lora-modules: stories-llama is the name of the model itself"
@@ -191,6 +192,6 @@ def test_replicas_are_not_begun_with_a_wrong_one(run_main, monkeypatch, tiny_lla
     words = ["--port", 0, "--cpus", 0.1, "--model", model, "--lora-modules", f"x={head}"]
     result = run_main(serve_ray.main, *words)
     assert is_one_line(result, "adapter 'x' changes lm_head, so it can only be merged")
-    words = ["--port", 0, "--cpus", 0.1, "--lora-modules", f"a={FROGS}", "b=nowhere"]
+    words = ["--port", 0, "--cpus", 0.1, *LLAMA, "--lora-modules", f"a={FROGS}", "b=nowhere"]
     result = run_main(serve_ray.main, *words)
     assert is_one_line(result, "nowhere/adapter_config.json: No such file")

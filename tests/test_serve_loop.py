@@ -59,3 +59,23 @@ def test_the_address_is_that_of_the_readme():
     add_server_options(parser)
     found = parser.parse_args([])
     assert (found.host, found.port) == ("127.0.0.1", 8000)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_model_is_one_that_takes_system_messages_where_it_is_installed(monkeypatch, installed):
+    import serve
+    from command_line import Parser
+    from errors import UserError
+
+    def find_file(name):
+        assert name == "smollm2"
+        if not installed:
+            raise UserError("smollm2 is not installed")
+        return "x.gguf"
+
+    monkeypatch.setattr(serve, "find_file", find_file)
+    parser = Parser()
+    serve.add_server_options(parser)
+    expected = "smollm2" if installed else serve.LLAMA
+    assert parser.parse_args([]).model == expected
+    assert parser.parse_args(["--model", "gpt2"]).model == "gpt2"

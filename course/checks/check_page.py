@@ -21,7 +21,18 @@ from playwright.sync_api import sync_playwright
 from prometheus_client.parser import text_string_to_metric_families
 
 # Without --gamma the engine itself stops drafting where it measures that drafts do not pay.
-OPTIONS = ["--num-pages", "48", "--draft", "lookup", "--gamma", "3", "--backend", "native"]
+OPTIONS = [
+    "--model",
+    "checkpoints/stories-llama",
+    "--num-pages",
+    "48",
+    "--draft",
+    "lookup",
+    "--gamma",
+    "3",
+    "--backend",
+    "native",
+]
 
 # Of the last frame and of all frames: what the page shows is made of them.
 TOTALS = """() => {
