@@ -302,7 +302,8 @@ def run(args) -> None:
     encoded = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
     note_window(encoded, target.config.block_size, args.stride)
     shown_seed = seed if params.temperature else None
-    colours = args.show and sys.stdout.isatty()
+    # no-color.org: who sets NO_COLOR to anything wants none.
+    colours = args.show and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     written = [[] for _ in prompts]
     with DraftOutput(prompts, encoding, skip, shown_seed, colours=colours) as output:
         for row, tokens in enumerate(encoded):

@@ -85,11 +85,18 @@ def test_no_tokens_are_no_report(run_main):
     assert shown == (0, "Once\n", "")
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_colours_are_for_terminals(run_main, passes, monkeypatch, terminal):
+@pytest.mark.parametrize(
+    "terminal, no_color, colours",
+    [(True, None, True), (True, "", True), (True, "1", False), (True, "0", False)]
+    + [(False, None, False)],
+)
+def test_colours_are_for_terminals(run_main, passes, monkeypatch, terminal, no_color, colours):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color is not None:
+        monkeypatch.setenv("NO_COLOR", no_color)
     passes(Pass([65, 66, 67], [65, 66], 2), Pass([68], [], 0))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    for arguments, coloured in ((("--show",), terminal), ((), False)):
+    for arguments, coloured in ((("--show",), colours), ((), False)):
         _, out, _ = run_main(main, "--target", DRAFT, "--prompt", "Once", *arguments)
         drafted = "\033[32mb\033[0m\033[32mc\033[0m" if coloured else "bc"
         own = "\033[35md\033[0m\033[35me\033[0m" if coloured else "de"
