@@ -51,6 +51,7 @@ from server.engine_thread import EngineThread
 from server.memory import freeze, trim
 from server.served import Served, find_chat, served_name, server_defaults
 
+MOST_BEHIND = 2**20  # bytes that a client may send behind a request before its answer is there
 SPARE = 64  # descriptors for all that is no connection
 LLAMA = STORIES.with_name("stories-llama")
 AT_LEAST_0 = (int, lambda value: value >= 0, "an integer >= 0")
@@ -145,11 +146,14 @@ class Protocol(H11Protocol):
     the first. The next piece of a body must come within `seconds`, and the client must take each
     piece of an answer within `seconds`. Like nginx's client_header_timeout,
     client_body_timeout and send_timeout.
+    It reads on while it answers, or it would not see that a client leaves which sent more. A client
+    that sends more than MOST_BEHIND is cut off.
     """
 
     seconds = 30
     timer: asyncio.TimerHandle | None = None  # while a request is not whole
     unread: asyncio.TimerHandle | None = None  # while the client has something to take
+    behind = 0  # bytes that came since the request was whole
     too_late = False  # it was accepted in the moment in which the server shut down
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -160,11 +164,17 @@ class Protocol(H11Protocol):
             transport.close()
 
     def data_received(self, data: bytes) -> None:
+        self.behind = self.behind + len(data) if self.conn.their_state is h11.DONE else 0
         super().data_received(data)
         self.watch()
+        if self.behind > MOST_BEHIND:
+            self.transport.abort()
+        elif self.conn.their_state is h11.DONE:
+            self.flow.resume_reading()  # uvicorn pauses it where bytes come behind a request
 
     def on_response_complete(self) -> None:
         super().on_response_complete()  # which goes on with what came behind this request
+        self.behind = len(self.conn.trailing_data[0])
         if self.conn.their_state is h11.SEND_BODY:
             self.watch()
 

@@ -35,14 +35,9 @@ async def unless_gone(request: Request, work: Coroutine[None, None, Response]) -
     gone; and until an answer begins nothing else receives.
     """
     working = asyncio.ensure_future(work)
-    first = {"timeout": 1, "return_when": asyncio.FIRST_COMPLETED}
+    leaving = asyncio.ensure_future(request.receive())
     try:
-        done = ()
-        while not done:
-            # Again and again: where bytes come after the body, uvicorn reads on in this call only.
-            leaving = asyncio.ensure_future(request.receive())
-            done, _ = await asyncio.wait((working, leaving), **first)
-            leaving.cancel()
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else Response(status_code=499)
     finally:
         working.cancel()

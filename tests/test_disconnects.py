@@ -1,5 +1,6 @@
 """Clients that leave, over a real socket: what they held is free, and other texts go on."""
 
+import asyncio
 import socket
 import threading
 import time
@@ -146,3 +147,98 @@ def test_a_client_that_says_more_and_leaves_frees_what_it_held(tiny_llama):
         time.sleep(0.1)  # it comes in a segment of its own
         client.close()
         until(lambda: is_free(door))
+
+
+class Transport(asyncio.Transport):
+    """Notes whether reading is paused, how often it was, and whether it was cut off."""
+
+    def __init__(self):
+        super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)})
+        self.paused = self.aborted = False
+        self.written = []
+
+    def pause_reading(self):
+        self.paused = True
+
+    def resume_reading(self):
+        self.paused = False
+
+    def is_closing(self):
+        return self.aborted
+
+    def abort(self):
+        self.aborted = True
+
+    close = abort
+
+    def write(self, data):
+        self.written.append(data)
+
+    def set_write_buffer_limits(self, *_):
+        pass
+
+
+def speaking(app, talk) -> Transport:
+    """Let a client talk to an app. talk: an async function of what hears its bytes."""
+    import uvicorn
+
+    from serve import UVICORN, Protocol
+
+    async def main():
+        config = uvicorn.Config(app, log_level="critical", **UVICORN)
+        config.load()
+        state = uvicorn.server.ServerState()
+        protocol = Protocol(config=config, server_state=state, app_state={})
+        transport = Transport()
+        protocol.connection_made(transport)
+        await talk(protocol, transport)
+        return transport
+
+    return asyncio.run(main())
+
+
+PIECE = 2**16  # bytes
+
+
+def test_a_client_is_read_on_while_it_waits_whatever_it_says():
+    """So its end is seen at once; one that says a megabyte is cut off."""
+    heard = []
+
+    async def app(scope, receive, send):
+        await receive()
+        heard.append((await receive())["type"])
+
+    async def talk(protocol, transport):
+        protocol.data_received(request_of("/", {}))
+        await asyncio.sleep(0)
+        for _ in range(16):
+            protocol.data_received(b"x" * PIECE)
+            await asyncio.sleep(0)
+            assert not transport.paused and not transport.aborted
+        protocol.data_received(b"x")
+        assert transport.aborted
+        protocol.connection_lost(None)
+        while protocol.tasks:
+            await asyncio.sleep(0)
+
+    speaking(app, talk)
+    assert heard == ["http.disconnect"]
+
+
+def test_many_requests_at_once_are_answered_one_after_the_other():
+    """What is answered does not count any more, however much it is in all."""
+
+    async def app(scope, receive, send):
+        await receive()
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async def talk(protocol, transport):
+        request = request_of("/", {"a": "x" * 10_000})
+        for _ in range(60):  # 1.2 million bytes
+            protocol.data_received(request + request)
+            while protocol.tasks:
+                await asyncio.sleep(0)
+
+    transport = speaking(app, talk)
+    assert not transport.aborted and b"".join(transport.written).count(b" 204 ") == 120
