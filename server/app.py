@@ -1,6 +1,9 @@
 """The app: what clients find at which path."""
 
+import base64
+import hashlib
 import ipaddress
+import re
 import secrets
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -167,7 +170,9 @@ def make_app(
 
     @get("/", include_in_schema=False)
     async def page() -> Response:
-        return file_response("page.html", "text/html")
+        answer = file_response("page.html", "text/html")
+        answer.headers["Content-Security-Policy"] = page_policy(answer.body.decode())
+        return answer
 
     @get("/player.js", include_in_schema=False)
     async def player() -> Response:
@@ -201,6 +206,20 @@ def make_app(
 def file_response(name: str, kind: str) -> Response:
     """A file beside this one. FileResponse has it open while it is sent: a descriptor a client."""
     return Response((HERE / name).read_bytes(), media_type=kind)
+
+
+def page_policy(page: str) -> str:
+    """Return the Content-Security-Policy of a page: what its browser may load, run and ask.
+
+    Scripts are those of this server and those in the page as it is sent, by their hashes: text
+    that a model wrote can never become one. No page of another site may show it in a frame.
+    """
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()) for text in scripts]
+    allowed = "".join(f" 'sha256-{digest.decode()}'" for digest in digests)
+    rules = ["default-src 'none'", f"script-src 'self'{allowed}", "style-src 'unsafe-inline'"]
+    rules += ["connect-src 'self'", "img-src data:", "base-uri 'none'", "form-action 'none'"]
+    return "; ".join([*rules, "frame-ancestors 'none'"])
 
 
 def present(view):

@@ -1,5 +1,7 @@
 """The page is a file and a script, and asks its server only."""
 
+import base64
+import hashlib
 import json
 import re
 from html.parser import HTMLParser
@@ -118,3 +120,19 @@ def test_the_example_of_the_page_is_a_form(door):
     status, answer = door.post("/v1/completions", body | {"response_format": named})
     assert status == 200, answer
     assert json.loads(answer["choices"][0]["text"]).keys() == schema["properties"].keys()
+
+
+def test_the_page_may_run_and_ask_nothing_but_its_server(door):
+    """By a policy that browsers hold it to, also if a text became a script or a link."""
+    with door.send("GET", "/") as answer:
+        page = answer.read().decode()
+        policy = answer.headers["Content-Security-Policy"]
+    rules = {name: values for name, *values in map(str.split, policy.split(";"))}
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()) for text in scripts]
+    assert rules["default-src"] == ["'none'"] and rules["connect-src"] == ["'self'"]
+    assert len(hashes) == 1
+    assert rules["script-src"] == ["'self'", f"'sha256-{hashes[0].decode()}'"]
+    assert rules["frame-ancestors"] == rules["base-uri"] == rules["form-action"] == ["'none'"]
+    # Such a policy lets no attribute run, so there must be none.
+    assert [name for _, name in Reader(page).found if name.startswith("on")] == []

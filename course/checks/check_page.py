@@ -6,7 +6,8 @@ console, no request but to the server, nothing wider than the page, contrast of 
 and the numbers that the page shows are those of /metrics. Then tips, keys, drafts, stop, errors,
 why the view of the engine is not the present, a chat, JSON with what its schema allows, and a
 server that goes away, at once though somebody watches, and comes back. On a phone fields have
-letters of 16 pixels at least, or it zooms in; buttons are 40 high, and a tip hides no text.
+letters of 16 pixels at least, or it zooms in; buttons are 40 high, and a tip hides no text. The
+page works under its Content-Security-Policy, which refuses what is put into it.
 """
 
 import json
@@ -103,6 +104,17 @@ ORDERS = """() => {
     { tokens: ["a"], token_logprobs: [-1], top_logprobs: [Object.fromEntries(top)] },
   ].map((logprobs) => String(tokensOf({ logprobs })[0].top) === String(top));
 }"""
+# Whether a handler runs that a text brings, and whether another server can be asked.
+INJECTED = """async () => {
+  window.ran = false;
+  const host = document.createElement("div");
+  host.innerHTML = '<img src="data:," onerror="window.ran = true">';
+  document.body.append(host);
+  const asked = await fetch("http://127.0.0.2:9/", { mode: "no-cors" })
+    .then(() => true, (error) => error.message !== "Failed to fetch");
+  await new Promise((done) => setTimeout(done, 100));
+  return [window.ran, asked];
+}"""
 OVER = """() => {
   const [tip, card] = [".tip", "#texts article"].map((name) =>
     document.querySelector(name).getBoundingClientRect());
@@ -133,6 +145,8 @@ class Check(View):
     """The server's page at one size and in one scheme."""
 
     def __init__(self, browser, problems, address: str, size, scheme: str, pictures, **options):
+        # wait_for_function evaluates text, which the page's policy forbids; `policy` checks that.
+        options |= {"bypass_csp": True}
         super().__init__(browser, problems, size, scheme, address, pictures, **options)
         self.address = address
         self.page.goto(address)
@@ -416,6 +430,25 @@ def held(check: Check) -> None:
     page.check("input[value=text]")
 
 
+def policy(browser, problems, address: str) -> None:
+    """The page writes under its Content-Security-Policy, and runs and asks nothing else."""
+    view = View(browser, problems, inside=address)
+    page = view.page
+    page.goto(address)
+    page.locator("#state", has_text="live").wait_for()
+    page.click("button.first")
+    page.locator("#texts .token").nth(3).wait_for()
+    page.evaluate("document.querySelector('#stop').click()")
+    refused: list[str] = []
+    view.problems = refused  # what comes now is asked for
+    ran = page.evaluate(INJECTED)
+    view.problems = problems
+    view.must(ran == [False, False], f"what is put into the page runs, or asks elsewhere: {ran}")
+    named = any("Content Security Policy" in line for line in refused)
+    view.must(named, "no error says what the policy refused")
+    view.context.close()
+
+
 def main(pictures: Path | None = None) -> int:
     problems = []
     process, address = serve(0)
@@ -431,6 +464,7 @@ def main(pictures: Path | None = None) -> int:
                 chat(check)
                 held(check)
                 check.context.close()
+            policy(browser, problems, address)
             still = {"reduced_motion": "reduce"}
             calm = Check(browser, problems, address, SIZES[0], "light", pictures, **still)
             calm.page.click("#eight")
