@@ -2,10 +2,9 @@
 
 import contextlib
 import copy
-import json
 import re
-from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from errors import UserError
 from loading.checkpoint import read_json
@@ -14,11 +13,12 @@ from loading.gguf_tokenizer import read_chat
 from loading.load import Source, parse_name
 from loading.tokenizer import Encoding
 
+if TYPE_CHECKING:
+    from loading.marks import Marked
+
 SYSTEM = {"system", "developer"}  # roles of those who say how to reply
 MARK = "31415926"  # hardly in a template
 HINT = "put its text at the start of the first user message"
-# Fields of a message that no control token is written in, or that `encode` looks at by itself.
-PLAIN = {"role", "name", "content"}
 # A tool that shows whether a template writes tools.
 TOOL = {
     "type": "function",
@@ -53,12 +53,12 @@ class Chat:
         self.variables: dict[str, bool] = {}
         self.tools: list[dict] | None = None
         with self.failing():
-            self.template = environment().from_string(self.text)
+            self.template = compile_template(self.text)
             self.for_tools = self.text, self.template
             if self.file.name == "tokenizer_config.json":  # which may have several
                 # transformers, too, takes another one for tools if there is one of this name.
                 text = (read_template(source, file, "tool_use") or found)[1]
-                self.for_tools = text, environment().from_string(text)
+                self.for_tools = text, compile_template(text)
 
     def with_variables(self, variables: dict[str, bool]) -> "Chat":
         """A copy that gives its template these variables, such as enable_thinking."""
@@ -98,6 +98,10 @@ class Chat:
         to is a message of the role "tool" with the "tool_call_id". Raises UserError if the template
         refuses them.
         """
+        return str.__str__(self.marked(messages))
+
+    def marked(self, messages: list[dict]) -> "Marked":
+        """Return that text with the template's own characters marked. Raises UserError."""
         with self.failing():
             try:
                 return self.write(messages)
@@ -107,16 +111,22 @@ class Chat:
                     raise
                 raise ValueError(f"{error}; {HINT}") from None
 
-    def write(self, messages: list[dict]) -> str:
-        """What the template makes of messages; anything may be raised."""
-        given = self.tokens | self.variables
-        given |= {"messages": messages, "tools": self.tools, "documents": None}
-        return self.template.render(given, add_generation_prompt=True)
+    def write(self, messages: list[dict]) -> "Marked":
+        """Render the template; anything may be raised. The template's own characters are marked.
+
+        Roles count as its own, because some templates make a control token of a role.
+        """
+        from loading.templates import own, rendered
+
+        given = {name: own(token) for name, token in self.tokens.items()} | self.variables
+        given["messages"] = [message | {"role": own(message["role"])} for message in messages]
+        given |= {"tools": self.tools, "documents": None, "add_generation_prompt": True}
+        return rendered(self.template, given)
 
     def written(self, messages: list[dict]) -> str | None:
-        """What the template makes of messages; None if it refuses them."""
+        """Return what the template makes of messages; None if it refuses them."""
         try:
-            return self.write(messages)
+            return str.__str__(self.write(messages))
         except Exception:
             return None
 
@@ -143,73 +153,42 @@ class Chat:
             raise UserError(f"{self.file}: chat template: {what}; {HINT}")
 
     def encode(self, messages: list[dict], encoding: Encoding) -> list[int]:
-        """The ids of that text, in which no text of a user or a system message is a control token.
+        """Return the token ids of that text.
 
-        Nor is any text of a tool, of a call or of its result.
-
-        An added token in a message would let its author speak in any role. So in messages
-        stand-ins, used nowhere else, take the place of the characters that added tokens begin and
-        end with: whatever the template cuts out and joins, none begins or ends in a message.
-
-        Replies stay as they are, because templates look for the end of a reasoning in them.
-        Therefore all is written a second time, with stand-ins in all messages for all characters of
-        added tokens. If it has other control tokens, a message added some, and this text counts. (A
-        reply's token can still count if the template leaves out one of its own for it.) A template
-        that escapes a message meets the stand-ins.
+        An added token in a message would let its author speak in any role. So control tokens are
+        only those whose characters all are the template's own, or a role: none is made of a
+        message, a tool, a call or its result, whatever the template cuts out and joins. All other
+        text is encoded as plain text.
         """
+        from loading.marks import mask_of
+
         self.check_said(messages)
-        control = encoding.special_tokens_set
-        given = json.dumps([messages, self.tools], ensure_ascii=False)
-        used = set().union(self.text, *self.tokens.values(), *control, given)
-        hide = stand_ins(set().union(*control), used)
-        edges = {ord(token[end]) for token in control for end in (0, -1)}
-        hide_edges = {code: hide[code] for code in edges}
-        chat = copy.copy(self)
-        chat.tools = translated(self.tools, hide_edges)
-        partly = []
-        fully = []
-        for message in messages:
-            text = message["content"]
-            shown = text if message["role"] == "assistant" else text.translate(hide_edges)
-            others = {name: value for name, value in message.items() if name not in PLAIN}
-            message = message | translated(others, hide_edges)
-            partly.append(message | {"content": shown})
-            fully.append(message | {"content": text.translate(hide)})
-        pieces = split_at(control, chat.render(partly))
-        checked = split_at(control, chat.render(fully))
-        if pieces[1::2] != checked[1::2]:
-            pieces = checked
-        show = {stand_in: code for code, stand_in in hide.items()}
+        marked = self.marked(messages)
+        pieces = split_at(encoding.special_tokens_set, str.__str__(marked), mask_of(marked))
         ids = []
         for index, piece in enumerate(pieces):
             if index % 2:
                 ids.append(encoding.encode_single_token(piece))
             else:
-                ids += encoding.encode_ordinary(piece.translate(show), begins=not ids)
+                ids += encoding.encode_ordinary(piece, begins=not ids)
         return ids
 
 
-def stand_ins(characters: set[str], used: set[str]) -> dict[int, int]:
-    """For each character, by its code, the code of one that is not used, the last ones first."""
-    unused = (code for code in range(0x10FFFD, 0, -1) if chr(code) not in used)
-    return {ord(character): next(unused) for character in characters}
+def split_at(tokens: set[str], text: str, mask: str | None = None) -> list[str]:
+    """A text in pieces: text, token, text, ..., text. Of two tokens the longer one is taken.
 
-
-def translated(value, table: dict[int, int]):
-    """A copy of what JSON can say, with other characters in its strings and names."""
-    if isinstance(value, str):
-        return value.translate(table)
-    if isinstance(value, list):
-        return [translated(each, table) for each in value]
-    if isinstance(value, dict):
-        return {name.translate(table): translated(each, table) for name, each in value.items()}
-    return value
-
-
-def split_at(tokens: set[str], text: str) -> list[str]:
-    """A text in pieces: text, token, text, ..., text. Of two tokens the longer one is taken."""
+    mask: "1" for each character that may be part of a token; None for all of them.
+    """
     longest_first = sorted(map(re.escape, tokens), key=len, reverse=True)
-    return re.split(f"({'|'.join(longest_first) or '(?!)'})", text)
+    pattern = re.compile("|".join(longest_first) or "(?!)")
+    runs = [(0, len(text))] if mask is None else [run.span() for run in re.finditer("1+", mask)]
+    pieces = []
+    start = 0
+    for run in runs:
+        for found in pattern.finditer(text, *run):
+            pieces += [text[start : found.start()], found[0]]
+            start = found.end()
+    return [*pieces, text[start:]]
 
 
 def read_template(
@@ -250,27 +229,9 @@ def read_text(file: Path) -> str:
         raise UserError(f"{file}: not UTF-8 text") from None
 
 
-def environment():
-    """What chat templates are written for: jinja2 in a sandbox, set up as in transformers.
+def compile_template(text: str):
+    """Compile a chat template. Anything may be raised."""
+    # Here, because importing jinja2 takes 17 ms, and few runs chat.
+    from loading.templates import compiled
 
-    Except the `generation` tag. The sandbox keeps a template from files, modules and the insides of
-    Python, not from using up time and memory.
-    """
-    # Here, because importing it takes 17 ms, and few runs chat.
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message):
-        raise ValueError(message)
-
-    def strftime_now(form):
-        return datetime.now().strftime(form)
-
-    def tojson(value, ensure_ascii=False, **options):  # jinja2's own is for HTML
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    made.filters["tojson"] = tojson
-    made.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
-    return made
+    return compiled(text)

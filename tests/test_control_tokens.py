@@ -113,18 +113,21 @@ def test_a_template_sees_what_is_harmless_as_it_is(chat_pair, chat_encoding):
         ("'<tool_call>'", "eos_token", "", "a<tool_call>"),
         ("eos_token", "eos_token", "", f"a{END}"),
         ("eos_token", "eos_token", "", f"{END}a{END}"),
-        # Both texts have one control token; the first would be the user's.
         ("'end|>'", "'<|im_end|>'", "<|im_", "end|>"),
     ],
 )
-def test_a_template_adds_its_token_to_a_message_that_spells_it(
+def test_a_template_sees_that_a_message_spells_its_token(
     chat_pair, chat_encoding, sought, adds, before, text
 ):
+    """It leaves its own out, as in transformers; what the message spells is no token for that."""
     template = before + "{{ messages[0].content }}{% if " + sought
     template += " not in messages[0].content %}{{ " + adds + " }}{% endif %}"
-    ids = chat_pair(template)[0].encode(conversation(text), chat_encoding)
-    assert control_ids(ids) == [4098]
-    assert chat_encoding.decode(ids) == before + text + END
+    ours, tokenizer = chat_pair(template)
+    for said, controls in ((text, []), ("a", [4098])):
+        messages = conversation(said)
+        ids = ours.encode(messages, chat_encoding)
+        assert control_ids(ids) == controls
+        assert chat_encoding.decode(ids) == theirs(tokenizer, messages, tokenize=False)
 
 
 def test_still_a_token_that_the_template_alone_may_name_is_written(chat_pair, chat_encoding):

@@ -1,0 +1,184 @@
+"""Strings that know which of their characters a chat template wrote, and bounds on their work."""
+
+import threading
+
+from markupsafe import Markup
+
+MAX_TEXT = 2**24  # characters or items that one operation may make
+MAX_STEPS = 2**22  # each a call, an operator, a turn of a loop, an item of a list, or a text of ...
+STEP = 4096  # characters
+
+work = threading.local()  # left: steps that the template in this thread may still take
+
+
+class TooMuch(ValueError):
+    """Raised for a template that writes too much or runs too long."""
+
+
+def begin_work() -> None:
+    """Let the template that this thread compiles or renders take MAX_STEPS steps."""
+    work.left = MAX_STEPS
+
+
+def spend(steps: int, characters: int = 0) -> None:
+    """Take steps, and those to write characters, from what is left. Raises TooMuch."""
+    work.left -= steps + characters / STEP
+    if work.left < 0:
+        raise TooMuch(f"the template takes more than {MAX_STEPS:,} steps")
+
+
+def check_size(size: int) -> None:
+    """Raise TooMuch for an operation that makes more than MAX_TEXT characters or items."""
+    if size > MAX_TEXT:
+        raise TooMuch(f"the template writes {size:.3g} characters; {MAX_TEXT:,} are allowed")
+
+
+def measure(value) -> None:
+    """Spend a step for each item in a value: lists may share items, but their text does not."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple):
+        spend(1 + len(value))
+        for item in value:
+            measure(item)
+    elif isinstance(value, str):
+        spend(0, len(value))
+
+
+class Marked(str):
+    """A string that knows which of its characters the template wrote.
+
+    All other characters come from outside, as from messages and tools. An operation that is not
+    here returns a plain str, all of it from outside: marks may be lost, and are never won.
+    _mask: "1" for each character of the template, "0" for the others. The sandbox hides it.
+    """
+
+    __slots__ = ("_mask",)
+
+    def __new__(cls, text: str, mask: str | None = None):
+        made = super().__new__(cls, text)
+        made._mask = "0" * len(made) if mask is None else mask
+        return made
+
+    def __str__(self):
+        return self
+
+    def __getitem__(self, key):
+        return Marked(super().__getitem__(key), self._mask[key])
+
+    def __iter__(self):
+        spend(len(self))
+        return map(self.__getitem__, range(len(self)))
+
+    def cut(self, parts: list[str], gap: int | None) -> list["Marked"]:
+        """Return parts of this string as slices of it.
+
+        gap: number of characters between two parts; None for blanks, with which no part begins.
+        """
+        found = []
+        start = 0
+        for part in parts:
+            if gap is None:
+                start = self.find(part, start)
+            found.append(self[start : start + len(part)])
+            start += len(part) + (gap or 0)
+        return found
+
+    def lstrip(self, chars=None):
+        return self[len(self) - len(super().lstrip(chars)) :]
+
+    def rstrip(self, chars=None):
+        return self[: len(super().rstrip(chars))]
+
+    def strip(self, chars=None):
+        return self.lstrip(chars).rstrip(chars)
+
+    def removeprefix(self, prefix):
+        return self[len(prefix) :] if self.startswith(prefix) else self
+
+    def removesuffix(self, suffix):
+        return self[: len(self) - len(suffix)] if self.endswith(suffix) else self
+
+    def split(self, sep=None, maxsplit=-1):
+        spend(self.count(sep) if sep else len(self) // 2)
+        return self.cut(super().split(sep, maxsplit), sep and len(sep))
+
+    def rsplit(self, sep=None, maxsplit=-1):
+        spend(self.count(sep) if sep else len(self) // 2)
+        return self.cut(super().rsplit(sep, maxsplit), sep and len(sep))
+
+    def splitlines(self, keepends=False):
+        lines = super().splitlines(keepends)
+        spend(len(lines))
+        return self.cut(lines, 0 if keepends else None)
+
+    def partition(self, sep):
+        return tuple(self.cut(super().partition(sep), 0))
+
+    def rpartition(self, sep):
+        return tuple(self.cut(super().rpartition(sep), 0))
+
+    def join(self, items):
+        items = list(items)
+        size = len(self) * len(items) + sum(len(item) for item in items if isinstance(item, str))
+        check_size(size)
+        spend(len(items), size)
+        return Marked(super().join(items), self._mask.join(map(mask_of, items)))
+
+    def replace(self, old, new, count=-1):
+        found = self.count(old)
+        check_size(len(self) + len(new) * (found if count < 0 else min(found, count)))
+        if not old:  # new text between any two characters
+            return super().replace(old, new, count)
+        return as_marked(new).join(self.split(old, count))
+
+
+# An error in a template names the type of a value.
+Marked.__name__ = str.__name__
+Marked.__module__ = str.__module__
+
+
+class Safe(Markup):
+    """Hold the marks of a string that went through the filter `safe`."""
+
+    _mask = None
+
+
+def mask_of(text: str) -> str:
+    """Return the mask of a string; all of a plain one comes from outside."""
+    return getattr(text, "_mask", None) or "0" * len(text)
+
+
+def as_marked(text: str) -> Marked:
+    """Return a string with its marks, if it has any."""
+    return text if isinstance(text, Marked) else Marked(str.__str__(text), mask_of(text))
+
+
+def own(text: str) -> Marked:
+    """Mark a string as the template's own."""
+    return Marked(text, "1" * len(text))
+
+
+def is_own(value) -> bool:
+    """Return whether all characters of a string are the template's."""
+    return isinstance(value, Marked) and "0" not in value._mask
+
+
+def joined(pieces) -> Marked:
+    """Join the pieces of a text while the template writes them. Raises TooMuch."""
+    texts = []
+    size = 0
+    for piece in pieces:
+        size += len(piece)
+        check_size(size)
+        spend(1, len(piece))
+        texts.append(piece)
+    return Marked("".join(texts), "".join(map(mask_of, texts)))
+
+
+def text_of(value) -> str:
+    """Return what a template writes for a value."""
+    if isinstance(value, Safe):
+        return as_marked(value)
+    measure(value)
+    return str(value)

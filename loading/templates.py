@@ -1,0 +1,406 @@
+"""Compile chat templates: jinja2 as transformers sets it up, with marks and bounds."""
+
+import functools
+import json
+import math
+import re
+from datetime import datetime
+from types import BuiltinMethodType, FunctionType, MethodType
+
+from jinja2 import nodes, pass_environment, pass_eval_context
+from jinja2.compiler import CodeGenerator
+from jinja2.environment import Environment, Template
+from jinja2.filters import FILTERS, make_attrgetter
+from jinja2.nodes import EvalContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+from markupsafe import Markup, escape
+
+from loading.marks import (
+    Marked,
+    Safe,
+    TooMuch,
+    as_marked,
+    begin_work,
+    check_size,
+    is_own,
+    joined,
+    mask_of,
+    measure,
+    own,
+    spend,
+    text_of,
+)
+
+# A field of the operator %, without widths among the values.
+FIELD = re.compile(r"%(?:\((?P<key>[^)]*)\))?[-#0 +]*\d*(?:\.\d*)?[hlL]?[a-zA-Z%]")
+MAX_BITS = 2**16  # of an integer
+MAX_INDENT = 16  # of JSON, in characters
+MAX_WIDTH = 2**20  # that these filters and methods may be given
+WIDE = {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "to_bytes"}
+WIDE |= {"truncate", "wordwrap", "zfill"}
+# Their result may be as long as the product of their arguments.
+GROWING = {"expandtabs", "format_map", "translate", "urlize", "wordwrap"}
+NESTED = {"join", "pprint", "string", "tojson", "urlencode", "xmlattr"}  # they write all items
+
+
+def compiled(text: str) -> Template:
+    """Compile a chat template. Raises what jinja2 raises, and TooMuch."""
+    begin_work()
+    return ChatEnvironment().from_string(text)
+
+
+def rendered(template: Template, variables: dict) -> Marked:
+    """Render a chat template. Raises what the template raises, and TooMuch."""
+    begin_work()
+    return template.render(variables)
+
+
+def raise_exception(message):
+    raise ValueError(message)
+
+
+def strftime_now(form):
+    check_format(form, ())
+    return datetime.now().strftime(form)
+
+
+def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    """Write JSON as transformers does; jinja2's own filter is for HTML."""
+    for text in [indent, *(separators or ())]:
+        size = len(text) if isinstance(text, str) else text or 0
+        if size > MAX_INDENT:
+            raise TooMuch(f"tojson is given {size} characters to put between items")
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+    # With an indent, lists in lists in lists are far longer than what they hold.
+    return (
+        encoder.encode(value) if indent is None else str.__str__(joined(encoder.iterencode(value)))
+    )
+
+
+def escaped(left: str, right: str) -> Safe:
+    """Return left + right, one of which is Markup, so that the other one is escaped."""
+    check_size(6 * (len(left) + len(right)))
+    made = Safe(str.__str__(escape(left) + escape(right)))
+    masks = []
+    for each in (left, right):
+        size = len(escape(each))
+        masks.append(
+            "1" * size if is_own(each) else mask_of(each) if size == len(each) else "0" * size
+        )
+    made._mask = "".join(masks)
+    return made
+
+
+@pass_eval_context
+def join(eval_ctx, value, d="", attribute=None):
+    if not eval_ctx.autoescape:
+        d = as_marked(str(d))
+    return FILTERS["join"](eval_ctx, value, d, attribute)
+
+
+def safe(value):
+    made = Safe(value)
+    made._mask = mask_of(value) if isinstance(value, str) else None
+    return made
+
+
+def indent(s, width=4, first=False, blank=False):
+    result = FILTERS["indent"](s, width, first, blank)
+    if not isinstance(s, Marked):
+        return result
+    before = width if isinstance(width, str) else own(" " * width)
+    pieces = [before] if first else []
+    for index, line in enumerate(joined((s, own("\n"))).splitlines()):
+        if index:
+            pieces += [own("\n"), before] if line or blank else [own("\n")]
+        pieces.append(line)
+    return joined(pieces)
+
+
+@pass_environment
+def total(environment, iterable, attribute=None, start=0):
+    """Add up as the filter `sum`, and spend what lists take, which are copied at each step."""
+    if attribute is not None:
+        iterable = map(make_attrgetter(environment, attribute), iterable)
+    for item in iterable:
+        spend(1, size_of(start))
+        start = start + item
+    return start
+
+
+def format_values(value, *args, **options):
+    if args and options or isinstance(value, Markup):
+        return FILTERS["format"](value, *args, **options)
+    return percent(str(value), options or args)
+
+
+def percent(template: str, values) -> str:
+    """Return template % values, with the marks of both."""
+    check_format(template, values)
+    text = str.__mod__(template, values)
+    given = iter(values if isinstance(values, tuple) else (values,))
+    marked = as_marked(template)
+    pieces = []
+    start = 0
+    for field in FIELD.finditer(str.__str__(template)):
+        pieces.append(marked[start : field.start()])
+        start = field.end()
+        if field[0] == "%%":
+            pieces.append(marked[start - 1 : start])
+        elif field["key"] is not None:
+            pieces.append(field[0] % values)
+        else:
+            value = next(given, "")
+            pieces.append(text_of(value) if field[0] == "%s" else field[0] % (value,))
+    made = joined([*pieces, marked[start:]])
+    return made if made == text else text
+
+
+def format_fields(formatter: SandboxedFormatter, template: str, args: tuple, options: dict) -> str:
+    """Return template.format(*args, **options), with the marks of both."""
+    check_format(template, (*args, *options.values()))
+    text = formatter.vformat(template, args, options)
+    pieces = []
+    number = 0
+    for literal, field, spec, conversion in formatter.parse(template):
+        pieces.append(own(literal) if is_own(template) else literal)
+        if field is None:
+            continue
+        if "{" in spec:  # its fields have numbers, too
+            return text
+        if field == "":
+            field = str(number)
+            number += 1
+        if spec or conversion:
+            form = f"!{conversion}:{spec}" if conversion else f":{spec}"
+            pieces.append(formatter.vformat(f"{{{field}{form}}}", args, options))
+        else:
+            pieces.append(text_of(formatter.get_field(field, args, options)[0]))
+    made = joined(pieces)
+    return made if made == text else text
+
+
+def check_format(template: str, values) -> None:
+    """Raise TooMuch for a format whose widths and fields make too long a text."""
+    values = values if isinstance(values, tuple) else (values,)
+    for value in values:
+        measure(value)
+    widths = [len(value) for value in values if isinstance(value, str)]
+    widths += [10 ** min(len(digits), 9) for digits in re.findall(r"\d{4,}", template)]
+    if re.search(r"\*|\{[^}]*\{", template):  # a width is given as a value
+        widths += [value for value in values if isinstance(value, int)]
+    check_size(len(template) + (template.count("%") + template.count("{")) * max(widths, default=0))
+
+
+def size_of(value) -> int:
+    """Return the number of characters, bytes or items in a value."""
+    return len(value) if isinstance(value, str | bytes | dict | list | tuple) else 0
+
+
+def check_items(size: int) -> None:
+    """Spend what a list takes. Raises TooMuch for one of too many items."""
+    check_size(size * 16)  # bytes
+    spend(0, size * 16)
+
+
+def check_call(name: str, given: list) -> None:
+    """Spend what a call takes. Raises TooMuch for arguments that make too long a text."""
+    spend(1, sum(map(size_of, given)))
+    numbers = [each for each in given if isinstance(each, int)]
+    if name in WIDE and max(numbers, default=0) > MAX_WIDTH:
+        raise TooMuch(f"{name} is given {max(numbers):.3g}; {MAX_WIDTH:,} are allowed")
+    if name in NESTED:
+        for each in given:
+            measure(each)
+    if name in GROWING or name in ("join", "replace") and isinstance(given[0], Markup):
+        texts = [len(str(each)) for each in given if not isinstance(each, int)]
+        check_size(math.prod(1 + size for size in texts) * max([1, *numbers]))
+
+
+def check_result(result, given: list):
+    """Return the result of a call, marked if everything it was made of is the template's.
+
+    given: all that it was made of.
+    """
+    size = size_of(result)
+    check_size(size)
+    spend(0, size)
+    if type(result) is str and given and all(map(is_own, given)):
+        return own(result)
+    return result
+
+
+class Turns:
+    """The items of a loop, each of which is a step."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __iter__(self):
+        for item in self.items:
+            spend(1)
+            yield item
+
+
+class Generator(CodeGenerator):
+    """Compile a template so that its own strings are marked, and nothing is computed yet."""
+
+    def _output_child_to_const(self, node, frame, finalize):
+        if not isinstance(node, nodes.TemplateData):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+    def _output_const_repr(self, group):
+        return self.environment.literal("".join(group))
+
+    def _output_child_pre(self, node, frame, finalize):
+        if escapes(frame):
+            super()._output_child_pre(node, frame, finalize)
+        else:
+            self.write("environment.text_of(")
+
+    def visit_Const(self, node, frame):
+        if isinstance(node.value, str):
+            self.write(self.environment.literal(node.value))
+        else:
+            super().visit_Const(node, frame)
+
+    def visit_TemplateData(self, node, frame):
+        if escapes(frame):
+            super().visit_TemplateData(node, frame)
+        else:
+            self.write(self.environment.literal(node.data))
+
+    def visit_Concat(self, node, frame):
+        if escapes(frame):
+            super().visit_Concat(node, frame)
+            return
+        self.write("environment.concat(map(environment.text_of, (")
+        for each in node.nodes:
+            self.visit(each, frame)
+            self.write(", ")
+        self.write(")))")
+
+    def visit_For(self, node, frame):
+        counted = nodes.EnvironmentAttribute("counted")
+        node.iter = nodes.Call(counted, [node.iter], [], None, None).set_lineno(node.lineno)
+        super().visit_For(node, frame)
+
+
+def escapes(frame) -> bool:
+    """Return whether output is, or may be, escaped for HTML."""
+    return frame.eval_ctx.volatile or frame.eval_ctx.autoescape
+
+
+class ChatEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox of one chat template.
+
+    It keeps the template from files, modules and the insides of Python, and bounds the strings and
+    lists that it makes and the steps that it takes. literals: the template's strings.
+    """
+
+    code_generator_class = Generator
+    concat = staticmethod(joined)
+    text_of = staticmethod(text_of)
+    counted = Turns
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self):
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,
+            extensions=["jinja2.ext.loopcontrols"],
+        )
+        self.literals: list[Marked] = []
+        self.filters |= {"format": format_values, "indent": indent, "join": join, "safe": safe}
+        self.filters |= {"sum": total, "tojson": tojson}
+        self.filters = {name: self.bounded(name, each) for name, each in self.filters.items()}
+        del self.globals["lipsum"]  # random words
+        self.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+
+    def literal(self, text: str) -> str:
+        """Return the code that stands for a string of the template."""
+        self.literals.append(own(text))
+        return f"environment.literals[{len(self.literals) - 1}]"
+
+    def bounded(self, name: str, function):
+        """Return a filter that gets strings with marks, and whose work is bounded."""
+
+        @functools.wraps(function)
+        def run(*args, **options):
+            args = [as_marked(each) if type(each) is str else each for each in args]
+            given = [each for each in args if not isinstance(each, Environment | EvalContext)]
+            given += options.values()
+            check_call(name, given)
+            return check_result(function(*args, **options), given)
+
+        return run
+
+    def call(self, context, called, /, *args, **options):
+        """Call a function or a method. Raises TooMuch before it would make too long a text."""
+        given = [*args, *options.values()]
+        name = ""
+        owner = None
+        if isinstance(called, BuiltinMethodType | FunctionType | MethodType):
+            name = called.__name__
+            owner = getattr(called, "__self__", None)
+            if isinstance(owner, str):
+                given.insert(0, owner)
+            if type(owner) is str:
+                called = getattr(as_marked(owner), name)
+        check_call(name, given)
+        result = super().call(context, called, *args, **options)
+        return check_result(result, given if isinstance(owner, str) else [])
+
+    def wrap_str_format(self, value):
+        wrapper = super().wrap_str_format(value)
+        if wrapper is None or isinstance(value.__self__, Markup):
+            return wrapper
+        template = value.__self__
+
+        @functools.wraps(wrapper)
+        def run(*args, **options):
+            if value.__name__ == "format":
+                return format_fields(SandboxedFormatter(self), template, args, options)
+            check_format(template, tuple(args[0].values()))
+            return wrapper(*args, **options)
+
+        return run
+
+    def is_safe_attribute(self, obj, attr, value):
+        return not isinstance(obj, bytes) and super().is_safe_attribute(obj, attr, value)
+
+    def call_binop(self, context, operator, left, right):
+        """Compute left operator right. Raises TooMuch before it would make too much."""
+        spend(1)
+        texts = [each for each in (left, right) if isinstance(each, str)]
+        plain = texts and not any(isinstance(each, Markup) for each in texts)
+        if operator == "%" and isinstance(left, str):
+            if plain:
+                return percent(left, right)
+            check_format(left, right)
+        elif operator == "+":
+            if len(texts) == 2:
+                return joined((left, right)) if plain else escaped(left, right)
+            check_items(size_of(left) + size_of(right))
+        elif isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * right if operator == "**" else left.bit_length()
+            if operator == "*":
+                bits += right.bit_length()
+            if bits > MAX_BITS:
+                raise TooMuch(f"the template computes a number of {bits:.3g} bits")
+        elif operator == "*":
+            for each, number in ((left, right), (right, left)):
+                if isinstance(number, int) and hasattr(each, "__len__"):
+                    size = len(each) * max(number, 0)
+                    check_size(size) if isinstance(each, str) else check_items(size)
+                    spend(0, size)
+                    if isinstance(each, Marked):
+                        return Marked(str.__mul__(each, number), each._mask * number)
+        return super().call_binop(context, operator, left, right)

@@ -1,0 +1,260 @@
+"""Chat templates get messages as they are, and are bounded. Oracles: transformers, jinja2, str."""
+
+import json
+
+import pytest
+from chats import CONTROL, END, START, control_ids, conversation, theirs, tool, used
+from conftest import refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+ODD = "a < b & \"c\" > 'd' [e] | \u00e9\U0001f642\ud7ff {{ x }} \\ \t"
+# Templates that look at characters of a message, escape, or put it into a format.
+LOOKING = {
+    "ascii": "{{ messages | tojson(ensure_ascii=true) }}",
+    "sought": "{% if '<' in c and '|' in c %}{{ c.split('|')[0] }}{% else %}none{% endif %}",
+    "escaped": "{{ c | e }}{{ '<' + (c | e) }}{{ '<|im_start|>' ~ (c | escape) }}",
+    "safe": "{{ '<|im_start|>' | safe + c }}{{ c | safe + '<' }}{{ '<|im_end|>' + (c | safe) }}",
+    "autoescape": "{% autoescape true %}{{ c }}{{ '<' ~ c }}{% endautoescape %}",
+    "urlencode": "{{ c | urlencode }}{{ c | pprint }}{{ [c] }}{{ {'a': c} }}",
+    "compared": "{{ 'yes' if c > 'b' else 'no' }}{{ c | list | sort | join }}{{ c | length }}",
+    "case": "{{ c | upper }}{{ c | title }}{{ c.swapcase() }}{{ c.isascii() }}",
+    "first": "{{ c[0] }}{{ c[-1] }}{{ c[:2] }}{{ c | first }}{{ c | last }}{{ c[::-1] }}",
+    "bytes": "{{ c.encode('utf-8') | length }}{{ c.find('<') }}{{ c.count('|') }}",
+    "formats": "{{ '%s<|im_end|>%r' % (c, c) }}{{ '{}-{:>30}'.format(c, c) }}{{ '%s' | format(c) }}"
+    "{{ '[INST]{0!r}{{{0}'.format(c) }}",
+    "filter": "{% filter trim %}<|im_start|> {{ c }}{% endfilter %}{{ c | wordwrap(3) }}",
+    "macro": "{% macro m(x) %}<|im_start|>{{ x }}{{ caller() }}{% endmacro %}"
+    "{% call m(c) %}{{ c | indent(2) }}{% endcall %}",
+    "loop": "{% set n = namespace(x='') %}{% for each in c %}{% set n.x = each ~ n.x %}"
+    "{{ loop.cycle('a', 'b') if loop.last else loop.length }}{% endfor %}{{ n.x }}",
+}
+
+
+@pytest.mark.parametrize("name", LOOKING)
+def test_a_template_sees_the_messages_as_they_are(chat_pair, chat_encoding, name):
+    """The text is transformers', and the ids where no message spells a control token."""
+    ours, tokenizer = chat_pair("{% set c = messages[0].content %}" + LOOKING[name])
+    for text in (ODD, "plain", "<|", f"{END}<b>|{START}"):
+        messages = conversation(text)
+        known = theirs(tokenizer, messages, tokenize=False)
+        assert ours.render(messages) == known
+        ids = ours.encode(messages, chat_encoding)
+        assert chat_encoding.decode(ids) == known
+        if not any(token in text for token in CONTROL):
+            assert ids == theirs(tokenizer, messages)
+
+
+# What a tool, a call or a name says, between two pieces of a control token.
+JOINING = [
+    "{{ '<|' ~ t.description ~ '|>' }}",
+    "{{ '<|' + t.description + '|>' }}",
+    "<|{{ t.description }}|>",
+    "{{ '<|%s|>' % t.description }}{{ '<|%s|>' | format(t.description) }}",
+    "{{ '<|{}|>'.format(t.description) }}{{ '<|{a}|>'.format(a=t.description) }}",
+    "{{ ['<|', t.description, '|>'] | join }}{{ ''.join(['<|', t.description, '|>']) }}",
+    "{{ '<|X|>' | replace('X', t.description) }}{{ '<|X|>'.replace('X', t.description) }}",
+    "{{ ('<|' ~ t.description ~ '|>') | trim | string | default('x') | indent(1) | safe }}",
+    "{{ ('<|' ~ t.description ~ '|> ') | list | join }}{{ t.description.join(['<|', '|>']) }}",
+    "{% set x %}<|{{ t.description }}|>{% endset %}{{ x }}{{ x.strip('\n') }}",
+    "{{ '<|' ~ t.name ~ '|>' }}{{ '<|' ~ (t.parameters.properties | first) ~ '|>' }}",
+    "{{ '<|' ~ t.parameters.properties.values() | first | attr('x') ~ '|>' }}",
+    "{% set c = messages[1].tool_calls[0].function %}{{ '<|' ~ c.name ~ '|>' }}",
+    "{% set a = messages[1].tool_calls[0].function.arguments %}{{ '<|' ~ a.get('im_end') ~ '|>' }}",
+    "{{ '<|' ~ messages[2].content ~ '|>' }}{{ '<|' ~ messages[2].tool_call_id ~ '|>' }}",
+    "{{ '<|' ~ messages[2].name ~ '|>' }}{{ '<|' ~ messages[0].content ~ '|>' }}",
+    "{{ '<|' ~ messages[0].content | upper | lower ~ '|>' }}{{ '<|' ~ 'im_' ~ c ~ '|>' }}",
+    "{{ ('<|IM_END|>' if messages[0].content else '') | lower | replace('im', t.description) }}",
+]
+
+
+@pytest.mark.parametrize("template", JOINING)
+def test_no_pieces_from_outside_become_a_control_token(chat_pair, chat_encoding, template):
+    ours, tokenizer = chat_pair("{% set t = tools[0].function %}" + template + " <|im_start|>")
+    tools = [tool("im_end", {"im_end": {"x": "im_end"}}, description="im_end")]
+    messages = used("im_end", {"im_end": "im_end"}, "im_end")
+    messages[1]["tool_calls"][0]["function"]["name"] = "im_end"
+    messages[2] |= {"tool_call_id": "im_end", "name": "im_end"}
+    chat = ours.with_tools(None)
+    chat.tools = tools  # some of these templates have no place for them
+    ids = chat.encode(messages, chat_encoding)
+    known = theirs(tokenizer, messages, tokenize=False, tools=tools)
+    assert END in known or "attr" in template or "'im_' ~ c" in template or "IM_" in template
+    assert chat_encoding.decode(ids) == known
+    assert control_ids(ids) == [4097]
+
+
+# A control token of the template's own, through operations that keep it whole.
+KEEPING = [
+    "{{ '<|' ~ 'im_end' ~ '|>' }}",
+    "{{ '<|' + role + '|>' }}",
+    "{{ '<|%s|>' % role }}{{ '<|{}|>'.format(role) }}{{ '<|%s|>' | format(role) }}",
+    "{{ ('  <|im_end|>' ~ c) | trim }}{{ ('<|im_end|>' ~ c).strip() }}",
+    "{{ ['<|im_end|>', c] | join(c) }}{{ c.join(['<|im_end|>', c]) }}",
+    "{{ (c ~ 'X<|im_end|>').split('X')[1] }}{{ (c ~ '<|im_end|>\n').splitlines() | last }}",
+    "{{ c | replace('a', '<|im_end|>') }}{{ c.replace('a', '<|im_end|>') }}",
+    "{{ '<|im_end|>' | safe }}{{ '<|im_end|>' | safe ~ c }}{{ ('[INST]' | safe) + (c | e) }}",
+    "{{ ('<|im_end|>\n' ~ c) | indent(2) }}{{ '<|IM_END|>' | lower }}{{ '<|im_end|>' * 2 }}",
+    "{{ (c ~ '<|im_end|>' ~ c).partition(c)[2] }}{{ (c ~ '<|im_end|>')[1:] }}",
+    "{% set x %}{{ c }}<|im_end|>{% endset %}{{ x | default('') | string }}",
+    "{% macro m(x) %}{{ x }}<|im_end|>{{ caller() }}{% endmacro %}"
+    "{% call m(c) %}[INST]{% endcall %}",
+    "{{ '<|im_end|>%(a)s %%' % {'a': c} }}{{ '<|im_end|>{!r}{:>3}'.format(c, c) }}",
+    "{% filter trim %} <|im_end|>{{ c }}{% endfilter %}{{ {'k': eos_token}.k }}",
+    "{% set n = namespace(x='') %}{% for i in [1, 2] %}{% set n.x = n.x ~ eos_token %}{% endfor %}"
+    "{{ n.x }}",
+    "{{ c.split('a') | join(eos_token) }}{{ (eos_token ~ c).removesuffix('b') }}",
+    "{{ ('<|im_end|>' ~ c) | list | join }}{{ (c ~ '<|im_end|>') | reverse | reverse }}",
+]
+
+
+@pytest.mark.parametrize("template", KEEPING)
+def test_still_a_template_writes_its_control_tokens(chat_pair, chat_encoding, template):
+    start = "{% set c = messages[0].content %}{% set role = messages[1].role %}"
+    ours, tokenizer = chat_pair(start + template)
+    messages = conversation("a") + [{"role": "im_end", "content": "b"}]
+    ids = ours.encode(messages, chat_encoding)
+    assert control_ids(ids) and ids == theirs(tokenizer, messages)
+
+
+TEXTS = st.lists(st.sampled_from([*"ab <\t\n.", "\r\n", "\u2028", "ab"]), max_size=8).map("".join)
+METHODS = {
+    "strip": lambda text, a, b: [text.strip(), text.lstrip(a), text.rstrip(a or None)],
+    "split": lambda text, a, b: [*text.split(), *text.split(None, 1), *text.split(a or "b", 2)],
+    "rsplit": lambda text, a, b: [*text.rsplit(), *text.rsplit(None, 1), *text.rsplit(a or "b", 1)],
+    "lines": lambda text, a, b: [*text.splitlines(), *text.splitlines(keepends=True)],
+    "parts": lambda text, a, b: [*text.partition(a or "b"), *text.rpartition(a or "b")],
+    "ends": lambda text, a, b: [text.removeprefix(a), text.removesuffix(a)],
+    "slices": lambda text, a, b: [text[1:], text[::-1], *text],
+}
+
+
+@settings(max_examples=30)
+@given(text=TEXTS, a=TEXTS, b=TEXTS)
+def test_a_marked_string_is_cut_as_str_cuts_it(text, a, b):
+    """Its characters are known by their places: each part comes from where str takes it."""
+    from loading.marks import Marked, begin_work
+
+    begin_work()
+    for cut in METHODS.values():
+        for place in range(len(text) + 1):  # one character is the template's
+            mask = "0" * place + "1" + "0" * len(text)
+            parts = cut(Marked(text, mask[: len(text)]), a, b)
+            assert parts == cut(text, a, b)
+            assert all(len(part) == len(part._mask) for part in parts)
+            for part in parts:
+                where = part._mask.find("1")
+                assert where < 0 or str.__str__(part)[where] == text[place]
+    for count in (-1, 0, 1):
+        made = Marked(text, "1" * len(text)).replace(a, b, count)
+        assert made == text.replace(a, b, count)
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A function that gives a template as a chat of a model without a vocabulary."""
+    from loading.chat import Chat
+
+    def load(template: str) -> Chat:
+        file = tmp_path / "template.jinja"
+        file.write_text(template)
+        return Chat("random:gpt2", file)
+
+    return load
+
+
+HUGE = [
+    "{{ 'a' * 10**10 }}",
+    "{% autoescape 'a' * 10**10 %}{% endautoescape %}{{ 10**10 * 'a' }}",
+    "{{ 10 ** 1000000000 }}",
+    "{{ [0] * 10**10 }}{{ (0,) * 10**10 }}",
+    "{{ 'a' | center(10**10) }}",
+    "{{ messages[0].content.ljust(10**10) }}{{ 'a'.zfill(10**10) }}",
+    "{{ '\t\t'.expandtabs(10**10) }}",
+    "{{ 'a\nb' | indent(10**10) }}",
+    "{{ '%10000000000d' % 1 }}",
+    "{{ '%*d' % (10**10, 1) }}",
+    "{{ '%10000000000s' | format('a') }}",
+    "{{ '{:>10000000000}'.format(1) }}",
+    "{{ '{:>{}}'.format(1, 10**10) }}",
+    "{{ strftime_now('%10000000000d') }}",
+    "{% set a = 'a' * 10**4 %}{{ a.replace('a', a) }}",
+    "{% set a = 'a' * 10**4 %}{{ a | replace('a', a) }}",
+    "{% set a = 'a' * 10**4 %}{{ a.join(a) }}",
+    "{% set a = 'a' * 10**4 %}{{ a | join(a) }}",
+    "{% set a = 'a' * 10**4 %}{{ (a | safe).replace('a', a) }}",
+    "{% set a = 'a ' * 10**4 %}{{ a | wordwrap(1, wrapstring=a) }}",
+    "{% set a = 'a' * 10**4 %}{{ ('{}' * 10**4).format(*[a] * 10**4) }}",
+    "{% set a = 'a' * 10**4 %}{{ ('{0}' * 10**4).format(a) }}",
+    "{% set n = namespace(a='a') %}{% for i in range(99) %}{% set n.a = n.a ~ n.a %}{% endfor %}",
+    "{% set n = namespace(a='a') %}{% for i in range(99) %}{% set n.a = n.a + n.a %}{% endfor %}",
+    "{% set n = namespace(a='a' | safe) %}{% for i in range(99) %}{% set n.a = n.a + n.a %}"
+    "{% endfor %}",
+    "{% set n = namespace(a=[1]) %}{% for i in range(99) %}{% set n.a = n.a + n.a %}{% endfor %}",
+    "{% set n = namespace(a=9) %}{% for i in range(99) %}{% set n.a = n.a * n.a %}{% endfor %}",
+    "{% for i in range(9999) %}{{ messages[0].content * 9999 }}{% endfor %}",
+    "{% macro m() %}{% for i in range(9999) %}{{ 'a' * 9999 }}{% endfor %}{% endmacro %}{{ m() }}",
+    "{{ messages | tojson(indent=10**9) }}",
+    "{{ messages | tojson(separators=('a' * 10**4, ':')) }}",
+]
+
+
+@pytest.mark.parametrize("template", HUGE)
+def test_a_template_that_writes_too_much_is_refused(alone, template):
+    """Before it has done so: nothing here may take more memory than a test has."""
+    line = refused(lambda: alone(template).render(conversation("a")))
+    assert "the template writes" in line or "the template computes" in line or "is given" in line
+
+
+LONG = [
+    "{% for i in range(9999) %}{% for i in range(9999) %}{% endfor %}{% endfor %}",
+    "{% for i in range(9999) %}{% for i in range(9999) if i < 0 %}{% endfor %}{% endfor %}",
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(50) }}",
+    "{% for i in [[1] * 2000] * 2000 recursive %}{{ loop(i) if i is iterable }}{% endfor %}",
+    "{% set n = namespace(a=[1]) %}{% for i in range(99) %}{% set n.a = [n.a, n.a] %}{% endfor %}"
+    "{{ n.a }}",
+    "{% set n = namespace(a=[1]) %}{% for i in range(99) %}{% set n.a = [n.a, n.a] %}{% endfor %}"
+    "{{ n.a | tojson }}",
+    "{% set a = [0] * 9999 %}{% for i in a %}{{ a | tojson }}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("template", LONG)
+def test_a_template_that_never_ends_is_refused(alone, monkeypatch, template):
+    from loading import marks
+
+    monkeypatch.setattr(marks, "MAX_STEPS", 2**16)
+    line = refused(alone(template).render, conversation("a"))
+    assert line.endswith("the template takes more than 65,536 steps")
+
+
+def test_a_client_cannot_make_a_template_write_too_much(alone):
+    """Lists in lists in lists, each item behind as many blanks as it is deep."""
+    chat = alone("{{ tools | tojson(indent=16) }}")
+    inner = [[]] * 10_000
+    for _ in range(200):
+        inner = [inner]
+    chat.tools = [tool("f", parameters={"enum": inner})]
+    assert "characters; 16,777,216 are allowed" in refused(chat.render, conversation("a"))
+
+
+def test_tojson_takes_what_it_takes_in_transformers(chat_pair, alone):
+    for options in ("indent=2", "ensure_ascii=true, sort_keys=true", "separators=(',', ':')"):
+        ours, tokenizer = chat_pair(f"{{{{ messages | tojson({options}) }}}}")
+        messages = conversation(ODD)
+        assert ours.render(messages) == theirs(tokenizer, messages, tokenize=False)
+    for option in ("cls", "default", "skipkeys", "allow_nan"):
+        chat = alone(f"{{{{ messages | tojson({option}=dict) }}}}")
+        assert f"unexpected keyword argument '{option}'" in refused(chat.render, conversation("a"))
+
+
+def test_a_long_conversation_is_not_too_much(chat_pair):
+    """A megabyte, as a server takes it."""
+    from chats import HERMES
+
+    ours, tokenizer = chat_pair(HERMES)
+    messages = conversation(*["word " * 50] * 3000, "a\n" * 200_000)
+    tools = [tool(f"f{i}", {f"p{j}": {"type": "string"} for j in range(40)}) for i in range(128)]
+    assert len(json.dumps([messages, tools])) > 2**20
+    known = theirs(tokenizer, messages, tokenize=False, tools=tools)
+    assert ours.with_tools(tools).render(messages) == known
