@@ -10,6 +10,7 @@ from types import BuiltinMethodType, FunctionType, MethodType
 from jinja2 import nodes, pass_environment, pass_eval_context
 from jinja2.compiler import CodeGenerator
 from jinja2.environment import Environment, Template
+from jinja2.ext import Extension
 from jinja2.filters import FILTERS, make_attrgetter
 from jinja2.nodes import EvalContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
@@ -297,6 +298,17 @@ def escapes(frame) -> bool:
     return frame.eval_ctx.volatile or frame.eval_ctx.autoescape
 
 
+class Generation(Extension):
+    """Read `{% generation %}`, around replies: transformers makes a mask for training of it."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(lineno)
+
+
 class ChatEnvironment(ImmutableSandboxedEnvironment):
     """The sandbox of one chat template.
 
@@ -315,7 +327,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             optimized=False,
-            extensions=["jinja2.ext.loopcontrols"],
+            extensions=[Generation, "jinja2.ext.loopcontrols"],
         )
         self.literals: list[Marked] = []
         self.filters |= {"format": format_values, "indent": indent, "join": join, "safe": safe}

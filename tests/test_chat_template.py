@@ -67,7 +67,7 @@ BROKEN = {
     "{{ 'x' }": "chat template: unexpected '}'",
     "{% for m in messages %}": "chat template: Unexpected end of template.",
     "{{ 'x' | shout }}": "chat template: No filter named 'shout'",
-    "{% generation %}": "chat template: Encountered unknown tag 'generation'",
+    "{% nosuch %}": "chat template: Encountered unknown tag 'nosuch'",
     "{{ shout('x') }}": "chat template: 'shout' is undefined",
     "{{ messages[7].content }}": "chat template: list object has no element 7",
     "{{ 'x' + 1 }}": "chat template: can only concatenate str",

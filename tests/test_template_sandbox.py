@@ -258,3 +258,16 @@ def test_a_long_conversation_is_not_too_much(chat_pair):
     assert len(json.dumps([messages, tools])) > 2**20
     known = theirs(tokenizer, messages, tokenize=False, tools=tools)
     assert ours.with_tools(tools).render(messages) == known
+
+
+def test_text_inside_a_generation_block_is_written(chat_pair, chat_encoding):
+    """As in templates to train with. A variable that is set inside stays there."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{% set x = 1 %}"
+        "{{ '<|im_start|>' ~ m.content }}{{ loop.index }}<|im_end|>{%- endgeneration -%} "
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}{{ x is defined }}"
+    )
+    ours, tokenizer = chat_pair(template)
+    messages = conversation("One", " Two", "Three")
+    assert ours.render(messages) == theirs(tokenizer, messages, tokenize=False)
+    assert ours.encode(messages, chat_encoding) == theirs(tokenizer, messages)
