@@ -220,9 +220,9 @@ def read_template(
 
 
 def read_text(file: Path) -> str:
-    """The text in a file. Raises UserError if it cannot be read."""
+    """The text in a file, without a byte order mark. Raises UserError if it cannot be read."""
     try:
-        return file.read_text("utf-8")
+        return file.read_text("utf-8-sig")
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}") from None
     except UnicodeDecodeError:

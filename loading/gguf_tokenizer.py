@@ -111,7 +111,7 @@ def read_chat(
         except UserError:
             if name in text:
                 raise
-    return file, text, named
+    return file, text.removeprefix("\ufeff"), named
 
 
 def tokenizer_json(gguf: GGUF) -> dict:

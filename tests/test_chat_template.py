@@ -1,7 +1,18 @@
 """Lesson 34: chat templates against transformers', and each way to break one."""
 
 import pytest
-from chats import AS_OBJECT, CHATML, CONTROL, HEADERS, LINES, conversation, replies, shown, theirs
+from chats import (
+    AS_OBJECT,
+    BOS,
+    CHATML,
+    CONTROL,
+    HEADERS,
+    LINES,
+    conversation,
+    replies,
+    shown,
+    theirs,
+)
 from conftest import is_one_line, refused
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -49,6 +60,18 @@ def test_a_template_is_read_where_transformers_reads_it(write_chat, template, as
     messages = conversation("x")
     expected = theirs(PreTrainedTokenizerFast.from_pretrained(directory), messages, tokenize=False)
     assert Chat(directory).render(messages) == expected
+
+
+def test_a_byte_order_mark_is_no_text(write_chat):
+    """An editor puts it there."""
+    from loading.chat import Chat
+
+    directory = write_chat("{{ bos_token }}a", as_file=True)
+    given = directory / "given.jinja"
+    for file in (directory / "chat_template.jinja", given):
+        file.write_text("{{ bos_token }}\u00e9", "utf-8-sig")
+    for chat in (Chat(directory), Chat(directory, given)):
+        assert chat.render([]) == f"{BOS}\u00e9"
 
 
 def test_a_file_alone_is_a_template(write_chat):
