@@ -173,8 +173,13 @@ def add_vocabulary(writer, tokenizer: Path, config) -> None:
     writer.add_token_types(kinds)
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
     writer.add_add_bos_token(bool(encoding.prefix))
-    if template := read_template(parse_name(tokenizer.parent)):
-        writer.add_chat_template(template[1])
+    named = {}
+    for name in ("default", "tool_use"):
+        if template := read_template(parse_name(tokenizer.parent), name=name):
+            named[name] = template[1]
+    if named:
+        templates = [{"name": name, "template": text} for name, text in named.items()]
+        writer.add_chat_template(templates if len(named) > 1 else named["default"])
 
 
 def split_name(file: Path, step: dict) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,11 +55,21 @@ class Chat:
         self.tools: list[dict] | None = None
         with self.failing():
             self.template = compile_template(self.text)
-            self.for_tools = self.text, self.template
-            if self.file.name == "tokenizer_config.json":  # which may have several
-                # transformers, too, takes another one for tools if there is one of this name.
-                text = (read_template(source, file, "tool_use") or found)[1]
-                self.for_tools = text, compile_template(text)
+        # Only where there are tools: to look for a file on the hub takes time.
+        self.for_tools = functools.cache(lambda: self.read_for_tools(source, file))
+
+    def read_for_tools(self, source: Source, file: Path | None):
+        """Return the text of the template for conversations with tools, and the template.
+
+        transformers, too, takes another template for them if one has the name tool_use.
+        """
+        found = None if file else read_template(source, name="tool_use")
+        if found is None:
+            return self.text, self.template
+        chat = copy.copy(self)
+        chat.file, text, _ = found
+        with chat.failing():
+            return text, compile_template(text)
 
     def with_variables(self, variables: dict[str, bool]) -> "Chat":
         """A copy that gives its template these variables, such as enable_thinking."""
@@ -73,7 +84,7 @@ class Chat:
         """
         chat = copy.copy(self)
         if tools:
-            chat.text, chat.template = self.for_tools
+            chat.text, chat.template = self.for_tools()
         chat.tools = [TOOL]
         if tools and TOOL["function"]["name"] not in chat.render([{"role": "user", "content": ""}]):
             raise UserError(f"{self.file}: this chat template has no place for tools")
@@ -202,20 +213,23 @@ def read_template(
     given = (file, read_text(file)) if file else None
     if source.kind == "random":
         return (*given, {}) if given else None
-    if source.kind == "gguf" and (found := read_chat(source.gguf, given)):
-        return found
+    if source.kind == "gguf" and read_chat(source.gguf, given):  # the others are in it, too
+        return read_chat(source.gguf, given, name)
     of_tokenizer = source.find("tokenizer_config.json")
     config = read_json(of_tokenizer) if of_tokenizer else {}
-    file = file or source.find("chat_template.jinja")
-    if file:
-        text = read_text(file)
+    default = file or source.find("chat_template.jinja")
+    named = name != "default" and source.find(f"additional_chat_templates/{name}.jinja")
+    if file := named or default:
+        text = read_text(file) if named or name == "default" else None
     else:
         file = of_tokenizer
         text = config.get("chat_template")
         if isinstance(text, list):  # several, each with a name
-            named = [entry for entry in text if isinstance(entry, dict)]
-            chosen = [entry for entry in named if entry.get("name") == name]
+            entries = [entry for entry in text if isinstance(entry, dict)]
+            chosen = [entry for entry in entries if entry.get("name") == name]
             text = chosen[0].get("template") if chosen else None
+        elif name != "default":
+            text = None
     return (file, text, read_special_tokens(source)) if isinstance(text, str) else None
 
 

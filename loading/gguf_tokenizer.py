@@ -92,24 +92,26 @@ def named_ends(gguf: GGUF) -> list[int]:
 
 
 def read_chat(
-    gguf: GGUF, given: tuple[Path, str] | None = None
+    gguf: GGUF, given: tuple[Path, str] | None = None, name: str = "default"
 ) -> tuple[Path, str, dict[str, str]] | None:
     """A file's chat template, None without one: the file, the text, the tokens it may name.
 
     given: the file and the text of another one to use instead, if this file has a vocabulary.
+    name: of the one to take, where there are several.
     Raises UserError for an id that no token has, if the template names it.
     """
-    file, text = given or (gguf.file, gguf.metadata.get("tokenizer.chat_template"))
+    key = "tokenizer.chat_template" + (f".{name}" if name != "default" else "")
+    file, text = given or (gguf.file, gguf.metadata.get(key))
     if not isinstance(text, str) or given and f"{OWNER}.tokens" not in gguf.metadata:
         return None
     tokens, _ = read_tokens(gguf)
     named = {}
-    for name, key in NAMED.items():
+    for variable, key in NAMED.items():
         try:
             for id in token_ids(gguf, key):
-                named[name] = tokens[id]
+                named[variable] = tokens[id]
         except UserError:
-            if name in text:
+            if variable in text:
                 raise
     return file, text.removeprefix("\ufeff"), named
 

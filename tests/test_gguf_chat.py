@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from chats import BOS, CHATML, END, EOS, HEADERS, control_ids, conversation, theirs
+from chats import BOS, CHATML, END, EOS, HEADERS, HERMES, control_ids, conversation, theirs, tool
 from conftest import refused
 from gguf_files import NORMAL, OWNER, edited, metadata_of, written
 from serving import serving
@@ -70,6 +70,29 @@ def test_a_conversation_is_what_transformers_makes_of_it(template, write_chat, c
     assert control_ids(chat.encode(conversation(END + TOOL), encoding)) == control_ids(
         chat.encode(conversation("x"), encoding)
     )
+
+
+def test_a_file_may_have_another_template_for_tools(write_chat, tmp_path):
+    directory = write_chat(
+        [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": HERMES}]
+    )
+    file = tmp_path / "model.gguf"
+    write_gguf(load_model(directory), file, "float32", directory / "tokenizer.json")
+    messages = conversation("Tom?")
+    tools = [tool("look")]
+    for given in (None, tools):
+        chats = [Chat(place).with_tools(given) for place in (directory, file)]
+        assert len({chat.render(messages) for chat in chats}) == 1
+    assert "<tools>" in chats[1].render(messages)
+    raw = json.loads((directory / "tokenizer.json").read_text("utf-8"))
+    metadata = metadata_of(raw, "gpt-2") | {"tokenizer.chat_template": "\ufeff" + HERMES}
+    (tmp_path / "additional_chat_templates").mkdir()  # of another model
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    chat = Chat(written(tmp_path / "other.gguf", metadata)).with_tools(tools)
+    assert chat.render(messages).startswith("<|im_start|>system")
+    metadata |= {"tokenizer.chat_template.tool_use": "{% for %}"}
+    line = refused(Chat(written(tmp_path / "other.gguf", metadata)).with_tools, tools)
+    assert "other.gguf: chat template: Expected an expression" in line
 
 
 def test_an_exported_file_has_its_models_template(write_chat, tmp_path):

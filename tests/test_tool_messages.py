@@ -4,7 +4,7 @@ import json
 
 import pytest
 from chats import CHATML, CONTROL, HERMES, WITH_TOOLS, control_ids, conversation, theirs, tool, used
-from conftest import is_one_line
+from conftest import is_one_line, refused
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -62,6 +62,45 @@ def test_a_template_of_its_own_is_for_tools(write_chat):
     for tools in (TOOLS, None):
         known = theirs(tokenizer, messages, tokenize=False, tools=tools)
         assert Chat(directory).with_tools(tools).render(messages) == known
+
+
+@pytest.mark.parametrize("default", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_template_for_tools_in_a_file_of_its_own(write_chat, default):
+    """Where transformers' save_pretrained writes it; those of other names are not taken."""
+    from transformers import PreTrainedTokenizerFast
+
+    from loading.chat import Chat
+
+    directory = write_chat(CHATML, as_file=default == "chat_template.jinja")
+    folder = directory / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "rag.jinja").write_text("{% for %}")
+    messages = used("Tom", {"place": "sea"}, "a ship")
+    assert "<tools>" not in Chat(directory).with_tools(TOOLS).render(messages)
+    (folder / "rag.jinja").write_text("no")
+    (folder / "tool_use.jinja").write_text("\ufeff" + HERMES, "utf-8")
+    (directory / "chat_template.jinja").write_text(CHATML)  # else transformers has no default
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(directory))
+    assert set(tokenizer.chat_template) == {"default", "tool_use", "rag"}
+    known = [theirs(tokenizer, messages, tokenize=False, tools=tools) for tools in (TOOLS, None)]
+    if default == "tokenizer_config.json":
+        (directory / "chat_template.jinja").unlink()
+    chat = Chat(directory)
+    made = [chat.with_tools(tools).render(messages) for tools in (TOOLS, None)]
+    assert made == [each.removeprefix("\ufeff") for each in known]  # transformers keeps it
+    given = directory / "given.jinja"
+    given.write_text(HERMES.replace("Tools:", "Given:"))
+    assert "Given:" in Chat(directory, given).with_tools(TOOLS).render(messages)
+
+
+def test_a_broken_template_for_tools_is_named(write_chat):
+    from loading.chat import Chat
+
+    directory = write_chat(CHATML)
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("{% for %}")
+    line = refused(Chat(directory).with_tools, TOOLS)
+    assert "additional_chat_templates/tool_use.jinja: chat template: Expected an expr" in line
 
 
 def test_the_command_line_shows_the_tools(
