@@ -20,15 +20,11 @@ if TYPE_CHECKING:
 SYSTEM = {"system", "developer"}  # roles of those who say how to reply
 MARK = "31415926"  # hardly in a template
 HINT = "put its text at the start of the first user message"
-# A tool that shows whether a template writes tools.
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "a_tool_of_no_one",
-        "description": "",
-        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
-    },
-}
+# Talks in which a template may write tools, for those who have no messages yet.
+TALKS = [
+    [{"role": "user", "content": "a"}],
+    [{"role": "system", "content": "a"}, {"role": "user", "content": "a"}],
+]
 # Variables that `render` sets, and no request.
 OWN = {"messages", "tools", "documents", "add_generation_prompt"} | {f"{n}_token" for n in NAMES}
 
@@ -77,18 +73,36 @@ class Chat:
         chat.variables = variables
         return chat
 
-    def with_tools(self, tools: list[dict] | None) -> "Chat":
-        """A copy that gives its template these tools, as `check_tools` wants them.
+    def with_tools(self, tools: list[dict] | None, messages: list[dict] | None = None) -> "Chat":
+        """Return a copy that gives its template these tools, as `check_tools` wants them.
 
-        Raises UserError if the template does not write them.
+        messages: of the conversation, if there are some. A template may write tools in some
+        conversations only, so others are tried, too. Raises UserError if the template writes the
+        tools in none of them, or refuses them all.
         """
+        chat = self.given(tools)
+        if not tools:
+            return chat
+        names = [f"a_tool_of_no_one_{index}" for index in range(len(tools))]
+        renamed = [tool["function"] | {"name": name} for tool, name in zip(tools, names)]
+        probe = self.given([{"type": "function", "function": function} for function in renamed])
+        talks = [messages, *TALKS] if messages else TALKS
+        is_refused = True
+        for talk in talks:
+            text = probe.written(talk)
+            if text is not None and all(name in text for name in names):
+                return chat
+            is_refused = is_refused and text is None
+        if is_refused:
+            probe.render(talks[0])  # raises what is wrong
+        raise UserError(f"{self.file}: this chat template has no place for tools")
+
+    def given(self, tools: list[dict] | None) -> "Chat":
+        """Return a copy that gives its template these tools, whether it writes them or not."""
         chat = copy.copy(self)
+        chat.tools = tools
         if tools:
             chat.text, chat.template = self.for_tools()
-        chat.tools = [TOOL]
-        if tools and TOOL["function"]["name"] not in chat.render([{"role": "user", "content": ""}]):
-            raise UserError(f"{self.file}: this chat template has no place for tools")
-        chat.tools = tools
         return chat
 
     @contextlib.contextmanager

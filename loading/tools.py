@@ -1,5 +1,6 @@
 """Tool calls: which tools there are, and how a reply calls them."""
 
+import itertools
 import json
 import os
 import re
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple
 
 from constraints import JOINING, Vocabulary, check_schemas
 from errors import UserError
-from loading.chat import TOOL, Chat, split_at
+from loading.chat import Chat, split_at
 from loading.tokenizer import Encoding, overlap
 
 MOST_TOOLS = 128
@@ -64,9 +65,22 @@ def check_tools(tools: Any) -> None:
         names.add(name)
 
 
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "first_function",
+        "description": "a",
+        "parameters": {
+            "type": "object",
+            "properties": {"key": {"type": "string", "description": "a"}},
+            "required": ["key"],
+        },
+    },
+}
 ID = "call00000"  # nine letters and digits, as Mistral's templates want them
 ARGUMENTS = {"key": 1, "other": [2, "a"]}
 RESULT = "what_a_tool_has_found"
+SAID = "what_a_reply_says_first"
 
 
 class CallForm(NamedTuple):
@@ -85,37 +99,65 @@ class CallForm(NamedTuple):
     separators: tuple[str, str]
 
 
-def find_form(chat: Chat, encoding: Encoding, eos_token_ids: tuple[int, ...]) -> CallForm:
-    """How the template of a chat writes calls: it is given some, and its text is taken apart.
+class UnknownForm(UserError):
+    """Raised for a template that writes calls, but in a form that is not known here."""
 
-    chat: with the tools of the conversation, if it has any.
-    Raises UserError for one that writes them in a way that is not known here.
+
+def find_form(chat: Chat, encoding: Encoding, eos_token_ids: tuple[int, ...]) -> CallForm:
+    """Find how the template of a chat writes calls: it is given some, and its text is taken apart.
+
+    chat: with the tools of the conversation, if it has any. A template may want a system message,
+    refuse a message without text, or want more of a tool than TOOL has, so several conversations
+    are tried. Raises UserError for a template that writes calls in a way that is not known here.
     """
-    chat = chat.with_tools([TOOL] if chat.tools else None)
+    system = {"role": "system", "content": "a"}
     user = {"role": "user", "content": "a"}
+    shapes = list(itertools.product(([], [system]), ("", SAID)))
+    errors = []
+    for tools in [[TOOL], chat.tools] if chat.tools else [None]:
+        for before, content in shapes:
+            try:
+                probe = chat.given(tools)
+                return read_form(probe, [*before, user], content, encoding, eos_token_ids)
+            except UserError as error:
+                errors.append(error)
+        if all(isinstance(error, UnknownForm) for error in errors):  # it has refused nothing
+            break
+    raise next((error for error in errors if isinstance(error, UnknownForm)), errors[0])
+
+
+def read_form(
+    chat: Chat, asked: list[dict], content: str, encoding: Encoding, eos_token_ids: tuple[int, ...]
+) -> CallForm:
+    """Read the form of calls from a reply to these messages that says something and calls.
+
+    Raises UserError as `find_form`.
+    """
     names = ["first_function", "second_function", "third_function"]
     calls = [
         {"id": ID, "type": "function", "function": {"name": name, "arguments": ARGUMENTS}}
         for name in names
     ]
+    user = asked[-1]
     result = {"role": "tool", "tool_call_id": ID, "name": names[0], "content": RESULT}
-    said = chat.render([user, {"role": "assistant", "content": RESULT}, user]).partition(RESULT)
+    said = chat.render([*asked, {"role": "assistant", "content": RESULT}, user]).partition(RESULT)
     # Where a reply begins: for a new one, and for an old one, which may have no reasoning.
-    starts = chat.render([user]), said[0]
+    starts = chat.render(asked), said[0]
 
     def written(*calls: dict) -> str:
         """A reply with these calls, and what follows it."""
-        reply = {"role": "assistant", "content": "", "tool_calls": list(calls)}
+        calling = {"role": "assistant", "content": content, "tool_calls": list(calls)}
         # It is an old one, because the last one may get an empty reasoning.
         later = [result] * len(calls) + [{"role": "assistant", "content": "b"}, user]
-        text = chat.render([user, reply, *later]).replace(ID, "\0" * len(ID))
+        text = chat.render([*asked, calling, *later]).replace(ID, "\0" * len(ID))
         for start in starts:
             known = os.path.commonprefix([start, text])
+            reply = text[len(known) :]
             if not start[len(known) :].strip():
-                return text[len(known) :]
+                return reply.partition(content)[2] if content else reply
         return ""
 
-    unknown = UserError(f"{chat.file}: this chat template writes calls in a way not known here")
+    unknown = UnknownForm(f"{chat.file}: this chat template writes calls in a way not known here")
     one = written(calls[0])
     ends = [encoding.texts[token] for token in eos_token_ids if token in encoding.texts]
     for separators in ((", ", ": "), (",", ":")):

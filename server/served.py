@@ -112,11 +112,12 @@ class Served:
 
     def writes(self, role: str, talk: list[str]) -> bool:
         """Whether the template writes what this role says in a talk of these roles."""
-        messages = [{"role": each, "content": PROBE if each == role else "a"} for each in talk]
-        try:
-            return PROBE in self.chat.render(messages)
-        except UserError:
-            return False
+        for roles in (talk, ["system", *talk]):  # a template may want a system message
+            messages = [{"role": each, "content": PROBE if each == role else "a"} for each in roles]
+            with contextlib.suppress(UserError):
+                if PROBE in self.chat.render(messages):
+                    return True
+        return False
 
     def find_adapter(self, name: str | None) -> str:
         """The adapter that a model's name means: "", none, for the model itself, None and "".
@@ -193,7 +194,7 @@ class Served:
         with self.refusing("messages"):
             chat = self.chat.with_variables(variables)
             with self.refusing("tools"):
-                chat = chat.with_tools(body.tools or None)
+                chat = chat.with_tools(body.tools or None, plain)
             called = any(message.tool_calls or message.tool_call_id for message in body.messages)
             if called and not body.tools:  # else `find_calls` has found it
                 find_form(chat, self.thread.encoding, self.thread.config.eos_token_ids)
@@ -248,7 +249,8 @@ class Served:
                 message = f"tool_choice.function.name: {body.named} is the name of no tool"
                 raise APIError(400, message, "tool_choice")
             chat = self.chat.with_variables(self.variables(body)[0])
-            form = find_form(chat.with_tools(body.tools), encoding, ends)
+            plain = [message.plain for message in body.messages]
+            form = find_form(chat.with_tools(body.tools, plain), encoding, ends)
             if body.choice == "none" and body.form[1]:  # the text has that form
                 return None
             vocabulary = vocabulary_of(encoding, config.vocab_size, ends)

@@ -99,6 +99,10 @@ HERMES = r"""{{- '<|im_start|>system\n' }}
     {{- '<|im_start|>assistant\n' }}
 {%- endif %}
 """
+NEEDS_SYSTEM = (
+    "{% if messages[0].role != 'system' %}{{ raise_exception('a system message first') }}"
+    "{% endif %}" + HERMES
+)
 # In the form of Llama 3.2's: one call a reply, which is bare JSON; a result is of ipython.
 BARE = r"""{{- bos_token }}
 {%- if tools is not none %}

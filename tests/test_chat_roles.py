@@ -28,6 +28,11 @@ TEMPLATES = {
         "{{ messages[-1].content | trim | upper | lower }}",
         ["system", "user"],
     ),
+    "needs": (
+        "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+        ["system", "user", "assistant"],
+    ),
     "silent": ("I say what I like", []),
     "breaks": ("{{ messages[7].content }}", []),
 }
@@ -42,9 +47,12 @@ def told(door) -> list[str] | None:
 
 def length(door, role: str, content: str) -> int:
     """The tokens of a prompt in which this role says this; 0 for one that is refused."""
-    talk = [{"role": each, "content": content if each == role else "a"} for each in TALKS[role]]
-    status, answer = door.post(CHAT, {"messages": talk, "max_tokens": 1})
-    return answer["usage"]["prompt_tokens"] if status == 200 else 0
+    for roles in (TALKS[role], ["system", *TALKS[role]]):
+        talk = [{"role": each, "content": content if each == role else "a"} for each in roles]
+        status, answer = door.post(CHAT, {"messages": talk, "max_tokens": 1})
+        if status == 200:
+            return answer["usage"]["prompt_tokens"]
+    return 0
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import jsonschema
 import pytest
-from chats import BARE, CHATML, HERMES, LISTED, WITH_TOOLS, call, conversation, tool
+from chats import BARE, CHATML, HERMES, LISTED, NEEDS_SYSTEM, WITH_TOOLS, call, conversation, tool
 from serving import refusal, results_of, serving
 
 from loading.chat import Chat
@@ -356,6 +356,23 @@ def test_what_is_too_deep_for_python_is_refused():
         with Served.refusing(served, "messages"):
             raise RecursionError
     assert (found.value.status, found.value.param) == (400, "messages")
+
+
+def test_a_template_may_want_a_system_message(engine, write_chat):
+    """Which the conversation has, and no probe of ours has by itself."""
+    chat = Chat(write_chat(NEEDS_SYSTEM))
+    with serving(engine, chat) as door:
+        body = {"tools": TOOLS, "max_tokens": 300, "temperature": 1.0, "tool_choice": NAMED}
+        messages = conversation("Tom", system="Be kind.")
+        status, found = door.post(PATH, body | {"messages": messages, "seed": 1})
+        assert status == 200, found
+        (made,) = found["choices"][0]["message"]["tool_calls"]
+        assert made["function"]["name"] == "count"
+        status, found = door.post(PATH, body | {"messages": TALK})
+        assert (status, found) == (
+            400,
+            refusal("chat template: a system message first", "messages"),
+        )
 
 
 def test_still_refused(served):

@@ -3,7 +3,18 @@
 import json
 
 import pytest
-from chats import CHATML, CONTROL, HERMES, WITH_TOOLS, control_ids, conversation, theirs, tool, used
+from chats import (
+    CHATML,
+    CONTROL,
+    HERMES,
+    NEEDS_SYSTEM,
+    WITH_TOOLS,
+    control_ids,
+    conversation,
+    theirs,
+    tool,
+    used,
+)
 from conftest import is_one_line, refused
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -101,6 +112,57 @@ def test_a_broken_template_for_tools_is_named(write_chat):
     (directory / "additional_chat_templates" / "tool_use.jinja").write_text("{% for %}")
     line = refused(Chat(directory).with_tools, TOOLS)
     assert "additional_chat_templates/tool_use.jinja: chat template: Expected an expr" in line
+
+
+NEEDS_TEXT = (
+    "{% for m in messages %}{% if not m.content %}{{ raise_exception('say something') }}"
+    "{% endif %}{% endfor %}" + HERMES
+)
+# In the form of Command R+: a tool and all its parameters have descriptions.
+DESCRIBED = HERMES.replace(
+    "{{- '\\n' + (tool | tojson) }}",
+    "{{- '\\n' + tool.function.name + ': ' + tool.function.description }}"
+    "{%- for name, field in tool.function.parameters.properties | items %}"
+    "{{- ' ' + name + ': ' + field.description }}"
+    "{{- ' needed' if name in tool.function.parameters.required }}{%- endfor %}",
+)
+LATER = HERMES.replace("{%- if tools %}", "{%- if tools and messages | length > 3 %}")
+DESCRIBED_TOOLS = [
+    tool("look", {"place": {"type": "string", "description": "where"}}, description="")
+]
+WANTING = {
+    "system": (NEEDS_SYSTEM, TOOLS, conversation("Tom", system="Be kind.")),
+    "text": (NEEDS_TEXT, TOOLS, conversation("Tom")),
+    "described": (DESCRIBED, DESCRIBED_TOOLS, conversation("Tom")),
+    "later": (LATER, TOOLS, conversation("Tom", "Yes", "Tom", "No", "Tom")),
+}
+
+
+@pytest.mark.parametrize("name", WANTING)
+def test_tools_are_tried_as_the_user_has_them(chat_pair, chat_encoding, name):
+    """A template that wants more than another tool and another message would have."""
+    from loading.tools import find_form
+
+    template, tools, messages = WANTING[name]
+    ours, tokenizer = chat_pair(template)
+    chat = ours.with_tools(tools, messages)
+    assert chat.render(messages) == theirs(tokenizer, messages, tokenize=False, tools=tools)
+    form = find_form(chat, chat_encoding, (4098,))
+    known = find_form(chat_pair(HERMES)[0].with_tools(tools), chat_encoding, (4098,))
+    assert form._replace(begin=form.begin.lstrip()) == known
+
+
+def test_a_template_that_has_a_place_for_some_tools_is_refused(chat_pair):
+    some = HERMES.replace("for tool in tools", "for tool in tools[:1]")
+    ours = chat_pair(some)[0]
+    assert ours.with_tools(TOOLS[:1])
+    assert "this chat template has no place for tools" in refused(ours.with_tools, TOOLS)
+
+
+def test_a_template_that_refuses_a_tool_says_why(chat_pair):
+    ours = chat_pair(DESCRIBED)[0]
+    line = refused(ours.with_tools, [COUNT], conversation("Tom"))
+    assert line.endswith("'dict object' has no attribute 'description'"), line
 
 
 def test_the_command_line_shows_the_tools(
