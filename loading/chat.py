@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from loading.marks import Marked
 
 SYSTEM = {"system", "developer"}  # roles of those who say how to reply
+ROLES = SYSTEM | {"user", "assistant", "tool"}  # of which a template may make a control token
 MARK = "31415926"  # hardly in a template
 HINT = "put its text at the start of the first user message"
 # Talks in which a template may write tools, for those who have no messages yet.
@@ -139,12 +140,16 @@ class Chat:
     def write(self, messages: list[dict]) -> "Marked":
         """Render the template; anything may be raised. The template's own characters are marked.
 
-        Roles count as its own, because some templates make a control token of a role.
+        A role counts as its own, because some templates make a control token of it. Not so one that
+        is not in ROLES: a client may give a role any name.
         """
         from loading.templates import own, rendered
 
         given = {name: own(token) for name, token in self.tokens.items()} | self.variables
-        given["messages"] = [message | {"role": own(message["role"])} for message in messages]
+        given["messages"] = [
+            message | {"role": own(message["role"])} if message["role"] in ROLES else message
+            for message in messages
+        ]
         given |= {"tools": self.tools, "documents": None, "add_generation_prompt": True}
         return rendered(self.template, given)
 
@@ -181,8 +186,8 @@ class Chat:
         """Return the token ids of that text.
 
         An added token in a message would let its author speak in any role. So control tokens are
-        only those whose characters all are the template's own, or a role: none is made of a
-        message, a tool, a call or its result, whatever the template cuts out and joins. All other
+        only those whose characters all are the template's own, or a role of ROLES: none is made of
+        a message, a tool, a call or its result, whatever the template cuts out and joins. All other
         text is encoded as plain text.
         """
         from loading.marks import mask_of

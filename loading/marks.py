@@ -108,6 +108,7 @@ class Marked(str):
         return self.cut(super().rsplit(sep, maxsplit), sep and len(sep))
 
     def splitlines(self, keepends=False):
+        spend(self.count("\n") + self.count("\r"))
         lines = super().splitlines(keepends)
         spend(len(lines))
         return self.cut(lines, 0 if keepends else None)

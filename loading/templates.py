@@ -108,6 +108,7 @@ def safe(value):
 
 
 def indent(s, width=4, first=False, blank=False):
+    spend(s.count("\n") if isinstance(s, str) else 0)
     result = FILTERS["indent"](s, width, first, blank)
     if not isinstance(s, Marked):
         return result
@@ -217,6 +218,7 @@ def check_call(name: str, given: list) -> None:
             measure(each)
     if name in GROWING or name in ("join", "replace") and isinstance(given[0], Markup):
         texts = [len(str(each)) for each in given if not isinstance(each, int)]
+        spend(8 * sum(texts))  # these are slow
         check_size(math.prod(1 + size for size in texts) * max([1, *numbers]))
 
 

@@ -62,6 +62,7 @@ JOINING = [
     "{% set c = messages[1].tool_calls[0].function %}{{ '<|' ~ c.name ~ '|>' }}",
     "{% set a = messages[1].tool_calls[0].function.arguments %}{{ '<|' ~ a.get('im_end') ~ '|>' }}",
     "{{ '<|' ~ messages[2].content ~ '|>' }}{{ '<|' ~ messages[2].tool_call_id ~ '|>' }}",
+    "{{ '<|' ~ messages[3].role ~ '|>' }}{{ '<|' ~ messages[3]['role'] | trim ~ '|>' }}",
     "{{ '<|' ~ messages[2].name ~ '|>' }}{{ '<|' ~ messages[0].content ~ '|>' }}",
     "{{ '<|' ~ messages[0].content | upper | lower ~ '|>' }}{{ '<|' ~ 'im_' ~ c ~ '|>' }}",
     "{{ ('<|IM_END|>' if messages[0].content else '') | lower | replace('im', t.description) }}",
@@ -75,6 +76,7 @@ def test_no_pieces_from_outside_become_a_control_token(chat_pair, chat_encoding,
     messages = used("im_end", {"im_end": "im_end"}, "im_end")
     messages[1]["tool_calls"][0]["function"]["name"] = "im_end"
     messages[2] |= {"tool_call_id": "im_end", "name": "im_end"}
+    messages.append({"role": "im_end", "content": "a"})
     chat = ours.with_tools(None)
     chat.tools = tools  # some of these templates have no place for them
     ids = chat.encode(messages, chat_encoding)
@@ -87,8 +89,8 @@ def test_no_pieces_from_outside_become_a_control_token(chat_pair, chat_encoding,
 # A control token of the template's own, through operations that keep it whole.
 KEEPING = [
     "{{ '<|' ~ 'im_end' ~ '|>' }}",
-    "{{ '<|' + role + '|>' }}",
-    "{{ '<|%s|>' % role }}{{ '<|{}|>'.format(role) }}{{ '<|%s|>' | format(role) }}",
+    "{{ '<' + role + '_call>' }}",
+    "{{ '<%s_call>' % role }}{{ '<{}_call>'.format(role) }}{{ '<%s_call>' | format(role) }}",
     "{{ ('  <|im_end|>' ~ c) | trim }}{{ ('<|im_end|>' ~ c).strip() }}",
     "{{ ['<|im_end|>', c] | join(c) }}{{ c.join(['<|im_end|>', c]) }}",
     "{{ (c ~ 'X<|im_end|>').split('X')[1] }}{{ (c ~ '<|im_end|>\n').splitlines() | last }}",
@@ -112,7 +114,7 @@ KEEPING = [
 def test_still_a_template_writes_its_control_tokens(chat_pair, chat_encoding, template):
     start = "{% set c = messages[0].content %}{% set role = messages[1].role %}"
     ours, tokenizer = chat_pair(start + template)
-    messages = conversation("a") + [{"role": "im_end", "content": "b"}]
+    messages = conversation("a") + [{"role": "tool", "content": "b"}]
     ids = ours.encode(messages, chat_encoding)
     assert control_ids(ids) and ids == theirs(tokenizer, messages)
 
@@ -195,6 +197,8 @@ HUGE = [
     "{% for i in range(9999) %}{{ messages[0].content * 9999 }}{% endfor %}",
     "{% macro m() %}{% for i in range(9999) %}{{ 'a' * 9999 }}{% endfor %}{% endmacro %}{{ m() }}",
     "{{ messages | tojson(indent=10**9) }}",
+    "{{ ('<' * 8 * 10**6) | e | e }}",
+    "{{ ('a\n' * 8 * 10**6) | indent }}{{ ('a\n' * 8 * 10**6).splitlines() }}",
     "{{ messages | tojson(separators=('a' * 10**4, ':')) }}",
 ]
 
@@ -203,7 +207,12 @@ HUGE = [
 def test_a_template_that_writes_too_much_is_refused(alone, template):
     """Before it has done so: nothing here may take more memory than a test has."""
     line = refused(lambda: alone(template).render(conversation("a")))
-    assert "the template writes" in line or "the template computes" in line or "is given" in line
+    assert (
+        "the template writes" in line
+        or "the template takes" in line
+        or "the template computes" in line
+        or "is given" in line
+    )
 
 
 LONG = [
