@@ -1,11 +1,14 @@
 """Constrained decoding: which tokens may come next, so that a text gets the form it must have."""
 
+import contextlib
 import decimal
 import functools
 import itertools
 import json
 import math
 import re
+import signal
+import threading
 import weakref
 
 import numpy
@@ -234,6 +237,31 @@ class ChoiceMatcher(Matcher):
         return self.vocabulary.mask(self.choices.following(node))
 
 
+@contextlib.contextmanager
+def native_code():
+    """Let Ctrl-C end a script inside the block, where Python's own handler would not be called."""
+    here = threading.current_thread() is threading.main_thread()
+    if not here or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Budgets of llguidance. Its parser has a row for each lexeme of a text. A row of an ambiguous
+# grammar takes time with the cube of its items: 5 ms for 500, 300 ms for 2,000, the default.
+MAX_ITEMS = 500
+MAX_SCHEMA_ITEMS = 10_000  # of JSON, which is not ambiguous; 1,000 optional properties have 4,000
+MAX_STATES = 2**16  # of the lexer, beside two for each byte of the source; up to 14 MB
+MAX_CHECKED = 32  # tokens that must come first
+# How JSON is written. A model may write blanks for ever. Without \u a character has one spelling:
+# llguidance compares names as they are written, and takes "\u0061" for another name than "a".
+JSON_OPTIONS = {"whitespace_flexible": False, "json_allowed_escapes": 'nrbtf\\"'}
+
+
 class Grammar:
     """A JSON schema, a regular expression or a grammar, which llguidance compiles.
 
@@ -257,22 +285,39 @@ class Grammar:
             elif kind == "regex":
                 text = LLMatcher.grammar_from_regex(source)
             else:
-                if re.search(r"%(json|llguidance)\b", source):
-                    raise UserError("%json and %llguidance are not for grammars from outside")
+                check_lark(source)
                 text = LLMatcher.grammar_from_lark(source)
-            limits = LLParserLimits(verbose_errors=False)
+            limits = LLParserLimits(
+                verbose_errors=False,
+                max_items_in_row=MAX_ITEMS if kind == "grammar" else MAX_SCHEMA_ITEMS,
+                max_lexer_states=MAX_STATES + 2 * len(source),
+            )
             # Nothing is ever written to it: each matcher has a copy, which shares what is compiled.
-            self.start = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
+            with native_code():
+                self.start = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
             if self.start.is_error():
                 error = self.start.get_error()
                 raise UserError(wrong_tool(text, error) if kind == "calls" else first_lines(error))
-            self.matcher().checked([])
+            self.check_start()
         except ValueError as error:  # a UserError is one
             name = "tools" if kind == "calls" else kind
             raise UserError(f"{name}: {error}") from None
 
     def matcher(self) -> "GrammarMatcher":
         return GrammarMatcher(self)
+
+    def check_start(self) -> None:
+        """Raise UserError if no token may come first, or follow the tokens that must come first.
+
+        A required property that needs itself, for example, allows "{" and then nothing.
+        """
+        matcher = self.matcher()
+        output = []
+        while len(output) < MAX_CHECKED:
+            token = only_token(matcher.checked(output))
+            if token is None or token in self.vocabulary.ends:
+                break
+            output.append(token)
 
 
 class GrammarMatcher(Matcher):
@@ -292,10 +337,11 @@ class GrammarMatcher(Matcher):
         ends = self.vocabulary.ends
         # Not an EOS: after it everything is allowed.
         text = list(itertools.takewhile(lambda token: token not in ends, output[known:]))
-        self.tokens += text[: self.state.try_consume_tokens(text)]
-        if len(self.tokens) < len(output) and not self.state.is_error():
-            return self.vocabulary.mask(slice(None))
-        self.state.unsafe_compute_mask_ptr(self.bits.ctypes.data, len(self.bits))
+        with native_code():
+            self.tokens += text[: self.state.try_consume_tokens(text)]
+            if len(self.tokens) < len(output) and not self.state.is_error():
+                return self.vocabulary.mask(slice(None))
+            self.state.unsafe_compute_mask_ptr(self.bits.ctypes.data, len(self.bits))
         self.error = self.state.get_error()
         if self.error:  # there is no way back from one
             self.state = self.grammar.start.deep_copy()
@@ -309,6 +355,51 @@ class GrammarMatcher(Matcher):
     def reason(self) -> str:
         reason = first_lines(self.error)
         return super().reason() if reason.startswith("NoExtension") else reason or super().reason()
+
+
+# The lexemes of llguidance's Lark. No two of them begin with the same character and the next one.
+LEXEME = re.compile(
+    r"""(?P<string>"(?:\\.|[^"\\\n])*"i?)
+    |(?P<comment>(?:\#|//)[^\n]*)
+    |(?P<regex>/(?:\\.|[^/\\])+/[a-z]*)
+    |(?P<special><[^<>\s]+>)
+    |(?P<reference>@[\w-]*)
+    |(?P<directive>%[a-zA-Z]+)
+    |(?P<parameter>::)
+    |(?P<other>.)""",
+    re.VERBOSE | re.DOTALL,
+)
+DIRECTIVES = {"%ignore", "%import"}
+LARK_OPTIONS = {"lazy"}
+
+
+def check_lark(source: str) -> None:
+    """Raise UserError for what llguidance's Lark has beside rules, terminals and regexes.
+
+    Parametric rules can recurse for ever. Options change how a text is drawn or taken back, and
+    special tokens are no text. See docs/syntax.md and docs/parametric.md of llguidance.
+    """
+    code = ""
+    for found in LEXEME.finditer(source):
+        kind = found.lastgroup
+        lexeme = found[0]
+        if kind == "parameter":
+            raise UserError("parametric rules (::) are not supported: they may never end")
+        if kind == "directive" and lexeme not in DIRECTIVES:
+            allowed = " and ".join(sorted(DIRECTIVES))
+            raise UserError(f"{lexeme:.40} is not supported in a grammar; {allowed} are")
+        if kind == "special":
+            raise UserError(f"{lexeme:.40} is not supported: a special token is no text")
+        if kind == "reference":
+            raise UserError(f"{lexeme:.40} is not supported: there is no other grammar")
+        code += {"comment": "", "string": '""', "regex": "//"}.get(kind, lexeme)
+    for options in re.findall(r"(?m)^[ \t]*[!?_]*[a-z][^\n:|\[]*\[([^\]]*)\]\s*:", code):
+        for option in options.split(","):
+            if option.strip() not in LARK_OPTIONS:
+                name = option.partition("=")[0].strip()
+                raise UserError(f"the option {name!r:.40} is not supported in a grammar; lazy is")
+    if "=" in code:
+        raise UserError("the sign = is not supported in a grammar: of all options only lazy is")
 
 
 def only_token(allowed: torch.Tensor | None) -> int | None:
