@@ -10,6 +10,7 @@ import re
 import signal
 import threading
 import weakref
+from typing import Any
 
 import numpy
 import torch
@@ -279,9 +280,8 @@ class Grammar:
                 text = source
                 self.possible = vocabulary.possible_in_calls
             elif kind == "json_schema":
-                check_schema(source)
-                options = {"whitespace_flexible": False}  # else a model may write blanks for ever
-                text = LLMatcher.grammar_from_json_schema(source, overrides=options)
+                schema = json.dumps(check_schema(source))
+                text = LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
             elif kind == "regex":
                 text = LLMatcher.grammar_from_regex(source)
             else:
@@ -423,6 +423,25 @@ def first_lines(error: str) -> str:
     return " ".join(re.split(r"<backtrace>|<non-verbose/>", error)[0].split())[:300]
 
 
+# Keywords that ask for nothing: with any value, or with one of these.
+IGNORED = {"contentEncoding", "contentMediaType", "contentSchema"}
+IGNORED |= {"example", "externalDocs", "xml"}  # OpenAPI's
+NEUTRAL = {
+    "uniqueItems": (False,),
+    "nullable": (False,),
+    "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}),
+    "additionalItems": (True, {}),
+    "propertyNames": (True, {}),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+}
+# Formats that llguidance knows, by their shape; and others that JSON Schema defines. Any further
+# name is a note: JSON Schema leaves its meaning to whoever reads it.
+FORMATS = {"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6"}
+FORMATS |= {"uri", "uuid"}
+OTHER_FORMATS = {"idn-email", "idn-hostname", "iri", "iri-reference", "uri-reference"}
+OTHER_FORMATS |= {"uri-template", "json-pointer", "relative-json-pointer", "regex"}
 SCHEMAS = {"items", "additionalProperties"}  # keywords that hold a schema
 LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}  # a list of schemas
 NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # schemas by name
@@ -432,6 +451,7 @@ PLAIN = {
     *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
     *("$schema", "$id", "$comment", "discriminator"),
+    *IGNORED,
 }
 DEEPEST = 32  # schemas inside each other
 MOST_SCHEMAS = 1000
@@ -441,14 +461,17 @@ MOST_JOINED = 8  # that hold beside another: 16 patterns at once take 1.4 s, eac
 MOST_REMAINDERS = 5 * 10**4  # of all multipleOf: llguidance has a state for each
 NOTES = {  # keywords that say nothing of a text by themselves
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
-    *("$defs", "definitions", "$schema", "$id", "$comment"),
+    *("$defs", "definitions", "$schema", "$id", "$comment", *IGNORED),
     "discriminator",  # OpenAPI's: which schema of oneOf holds, where its own tag says so, too
 }
 JOINING = {"allOf", "anyOf", "oneOf", "$ref"}
 
 
-def check_schema(source: str) -> None:
-    """Raise UserError for a schema that is not JSON, and as `check_schemas`."""
+def check_schema(source: str) -> dict:
+    """Return a schema without what asks for nothing.
+
+    Raises UserError for one that is not JSON, and as `check_schemas`.
+    """
     try:
         schema = json.loads(source)
     except RecursionError:
@@ -458,6 +481,27 @@ def check_schema(source: str) -> None:
     if not isinstance(schema, dict):
         raise UserError("it must be an object")
     check_schemas({"": schema})
+    return plain_schema(schema)
+
+
+def plain_schema(schema: Any) -> Any:
+    """Return a schema that `check_schemas` has passed, without what asks for nothing."""
+    if not isinstance(schema, dict):
+        return schema
+    plain = {}
+    for name, value in schema.items():
+        if name in IGNORED or name in NEUTRAL:
+            continue
+        if name == "format" and value not in FORMATS:
+            continue
+        if name in SCHEMAS:
+            value = plain_schema(value)
+        elif name in LISTS:
+            value = [plain_schema(each) for each in value]
+        elif name in NAMED:
+            value = {key: plain_schema(each) for key, each in value.items()}
+        plain[name] = value
+    return plain
 
 
 def check_schemas(schemas: dict[str, dict]) -> None:
@@ -487,8 +531,17 @@ def check_schemas(schemas: dict[str, dict]) -> None:
             elif name in LISTS | NAMED:
                 kind = "an object" if name in NAMED else "a list"
                 raise UserError(f"{here:.100} is {value!r:.40}; it must be {kind}")
+            elif name in NEUTRAL and any(same(value, none) for none in NEUTRAL[name]):
+                pass
             elif name not in PLAIN:
                 raise UserError(f"the keyword {here!r:.100} is not supported")
+            elif name == "format" and not isinstance(value, str):
+                raise UserError(f"{here:.100} is {value!r:.40}; it must be a string")
+            elif name == "format" and value in OTHER_FORMATS:
+                allowed = ", ".join(sorted(FORMATS))
+                raise UserError(f"{here:.100} is {value!r}; of these it may be {allowed}")
+            elif name == "minProperties":
+                check_min_properties(here, schema)
             elif name == "discriminator" and "oneOf" not in schema:
                 raise UserError(f"{here:.100} needs oneOf beside it")
             elif name == "$ref" and not str(value).startswith("#"):
@@ -509,6 +562,25 @@ def check_schemas(schemas: dict[str, dict]) -> None:
                 raise UserError(f"more than {most:,} {what}")
     if remainders(multiples) > MOST_REMAINDERS:
         raise UserError(f"more than {MOST_REMAINDERS:,} remainders of multipleOf")
+
+
+def same(value: Any, other: Any) -> bool:
+    """Return whether two values are the same JSON, in which true is not 1."""
+    return type(value) is type(other) and value == other
+
+
+def check_min_properties(place: str, schema: dict) -> None:
+    """Raise UserError for a minProperties that a text could reach with one name twice.
+
+    llguidance counts additional properties, but does not compare their names.
+    """
+    least = schema["minProperties"]
+    required = schema.get("required")
+    names = {str(name) for name in required} if isinstance(required, list) else set()
+    if isinstance(least, int | float) and least > len(names) + 1:
+        reason = "names of other properties may repeat, and a reader of JSON counts them once"
+        allowed = f"with {len(names)} required properties it may be up to {len(names) + 1}"
+        raise UserError(f"{place:.100} is {least}; {allowed}: {reason}")
 
 
 def remainders(multiples: list[decimal.Decimal]) -> int:

@@ -6,7 +6,7 @@ import os
 import re
 from typing import Any, NamedTuple
 
-from constraints import JOINING, Vocabulary, check_schemas
+from constraints import JOINING, JSON_OPTIONS, Vocabulary, check_schemas, plain_schema
 from errors import UserError
 from loading.chat import Chat, split_at
 from loading.tokenizer import Encoding, overlap
@@ -218,10 +218,10 @@ def calls_grammar(
     schemas = {tool["function"]["name"]: parameters(tool["function"]) for tool in tools}
     check_schemas({f"{name}.parameters": schema for name, schema in schemas.items()})
     items, names = form.separators
-    options = {"whitespace_flexible": False, "item_separator": items, "key_separator": names}
+    options = JSON_OPTIONS | {"item_separator": items, "key_separator": names}
     called = []
     for name, schema in schemas.items():
-        schema = json.dumps(schema | {"x-guidance": options})
+        schema = json.dumps(plain_schema(schema) | {"x-guidance": options})
         called.append(f"call{len(called)}: {lark(name + form.middle)} %json {schema}")
     more = f" ({lark(form.between)} call)*" if parallel and form.between is not None else ""
     calls = f"call{more} {lark(form.end)}"
