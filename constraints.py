@@ -623,13 +623,45 @@ def compile_form(form: str, source, vocabulary: Vocabulary) -> Choices | Grammar
     return found
 
 
+@functools.lru_cache(1)
+def compile_large(*key) -> Choices | Grammar:
+    """`compile_form`, for a form of which eight would take too much memory."""
+    return compile_form.__wrapped__(*key)
+
+
+def forget_forms() -> None:
+    """Drop the forms that are kept for later requests."""
+    compile_form.cache_clear()
+    compile_large.cache_clear()
+
+
+FORM_BYTES = 2**18  # that a form takes at least
+SOURCE_BYTES = 2**9  # beside these for each byte of its source; an enum of objects takes 300
+LARGE_BYTES = 2**23
+
+
+def form_bytes(source: str | tuple[str, ...]) -> int:
+    """Estimate the memory of a form, in bytes, by its source. Texts that it holds take more."""
+    texts = [source] if isinstance(source, str) else source
+    return FORM_BYTES + SOURCE_BYTES * sum(len(text.encode()) for text in texts)
+
+
+def held_bytes() -> int:
+    """Estimate the memory of all compiled forms that something holds, in bytes."""
+    return sum(form_bytes(source) for _, source, _ in compiled.copy())
+
+
 def compile_constraint(params: SamplingParams, vocabulary: Vocabulary) -> Choices | Grammar | None:
     """The form that these parameters ask for; None for any.
 
     Raises UserError as `Choices` and `Grammar`.
     """
     form = params.form
-    return compile_form(form, getattr(params, form), vocabulary) if form else None
+    if form is None:
+        return None
+    source = getattr(params, form)
+    make = compile_large if form_bytes(source) > LARGE_BYTES else compile_form
+    return make(form, source, vocabulary)
 
 
 def make_matcher(params: SamplingParams, encoding, config) -> Matcher | None:

@@ -1,0 +1,348 @@
+"""Forms from outside: each has a bound, and a reader of JSON sees what the schema allows."""
+
+import json
+import signal
+import weakref
+
+import pytest
+from conftest import refused
+from serving import small_encoding
+
+A = b"a"
+
+
+def vocabulary():
+    from constraints import vocabulary_of
+
+    return vocabulary_of(small_encoding(), 4096, (4095,))
+
+
+def compiled(kind, source):
+    from constraints import Grammar
+
+    source = source if isinstance(source, str) else json.dumps(source)
+    return Grammar(kind, source, vocabulary())
+
+
+def allows(kind, source, text: str) -> bool:
+    """Whether a form has this text, asked token by token."""
+    matcher = compiled(kind, source).matcher()
+    tokens = vocabulary().spell(text)
+    steps = [matcher.allowed(tokens[:count])[token] for count, token in enumerate(tokens)]
+    return all(steps) and bool(matcher.allowed(tokens)[4095])
+
+
+REFUSED = [
+    ('start: p::0x0\np::_: "a" p::incr([0:20]) | ""', "parametric rules (::)"),
+    ('start: p::0x0\np::_: p::incr(_) "a" | ""', "parametric rules (::)"),
+    ('start: "b"{60} p::0\np::_: p::set_bit(1) | "a"', "parametric rules (::)"),
+    ('start: "a" // "\nb::_: "a" b::decr(_)', "parametric rules (::)"),
+    ('start: b # /\nb ::_: b::incr(_) "a" // /', "parametric rules (::)"),
+    ('start: "\\"" p::0 "\\""\np::_: "a"', "parametric rules (::)"),
+    ('start: "a" %if true', "%if is not supported in a grammar"),
+    ('start: %json {"type": "object"}', "%json is not supported"),
+    ('start: %regex {"substring_words": "a b"}', "%regex is not supported"),
+    ('start: %lark { start: "a" }', "%lark is not supported"),
+    ('%llguidance {"no_forcing": true}\nstart: "a"', "%llguidance is not supported"),
+    ('%declare X\nstart: "a"', "%declare is not supported"),
+    ('%override start: "a"', "%override is not supported"),
+    ("start: @other", "@other is not supported"),
+    ("start: <|im_end|>", "<|im_end|> is not supported: a special token is no text"),
+    ("start: <[*]>", "<[*]> is not supported"),
+    ("start: <[^5]>", "<[^5]> is not supported"),
+    ('start: x\nx[stop="b"]: /a/', "the option 'stop' is not supported in a grammar; lazy is"),
+    ('start: x\nx[suffix="b"]: /a/', "the option 'suffix' is not supported"),
+    ("start: x\nx[max_tokens=5]: /a+/", "the option 'max_tokens' is not supported"),
+    ("start: x\nx[lazy, temperature=0.5]: /a/", "the option 'temperature' is not supported"),
+    ("start: x\n?x[ capture ] : /a/", "the option 'capture' is not supported"),
+]
+
+
+@pytest.mark.parametrize("grammar, words", REFUSED, ids=lambda value: value[:30])
+def test_what_has_no_known_bound_is_refused_by_name(grammar, words):
+    assert refused(compiled, "grammar", grammar).startswith(f"grammar: {words}")
+
+
+KEPT = [
+    ('start: "::a" // ::\n# ::', "::a"),
+    ("start: /::+/", ":::"),
+    ('start: "\\"" "::"', '"::'),
+    ('start: "<a>" "@b" "%if" "="', "<a>@b%if="),
+    ("start: x\nx[lazy]: /a+b/", "aab"),
+    ('%import common.INT\n%ignore " "\nstart: INT ("," INT)*', "12, 3"),
+    ('start: [x] y~2..3 -> z\nx: "a"\n!y: "b" | "B"i', "abb"),
+    ("start: A & ~B\nA: /[ab]+/\nB: /a+/", None),
+    ("start: C\nC: A & ~B\nA: /[ab]+/\nB: /a+/", "ab"),
+]
+
+
+@pytest.mark.parametrize("grammar, text", KEPT, ids=lambda value: str(value)[:30])
+def test_still_rules_terminals_and_expressions_are_a_grammar(grammar, text):
+    if text is None:
+        assert "& is only supported for tokens" in refused(compiled, "grammar", grammar)
+    else:
+        assert allows("grammar", grammar, text) and not allows("grammar", grammar, text + "x")
+
+
+def steps_of(kind, source, text: str) -> tuple[int, str]:
+    """How many characters, one by one, until no token may follow, and why none may."""
+    from errors import UserError
+
+    matcher = compiled(kind, source).matcher()
+    output = []
+    for character in text:
+        try:
+            if not matcher.checked(output)[vocabulary().ids[character.encode()][0]]:
+                return len(output), "another text"
+        except UserError as error:
+            return len(output), str(error)
+        output.append(vocabulary().ids[character.encode()][0])
+    return len(output), ""
+
+
+AMBIGUOUS = [
+    'start: start start | "a"',
+    'start: start start start | "a"',
+    'start: x+\nx: y+\ny: z+\nz: "a"+',
+    'start: x{1000000}\nx: "a"? "b"?',
+    'start: "a" start | "a"',
+]
+
+
+@pytest.mark.parametrize("grammar", AMBIGUOUS)
+def test_an_ambiguous_grammar_ends_its_text(grammar, monkeypatch):
+    """Each row takes time with the cube of its items."""
+    import constraints
+
+    assert constraints.MAX_ITEMS <= 500
+    monkeypatch.setattr(constraints, "MAX_ITEMS", 100)
+    count, error = steps_of("grammar", grammar, "a" * 120)
+    assert 0 < count < 120
+    assert "max is 100; consider making your grammar left-recursive" in error
+
+
+def test_still_a_long_list_is_a_grammar():
+    grammar = 'start: x ("," x)*\nx: "a" | "(" start ")"'
+    assert steps_of("grammar", grammar, "a,(a,a)," * 80) == (640, "")
+    optional = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(999)}}
+    assert allows("json_schema", optional, '{"p0":null,"p500":null,"p998":null}')
+    assert not allows("json_schema", optional, '{"p1":null,"p0":null}')
+
+
+@pytest.mark.parametrize("source", [".*a.{100}b.*c", "(.*a.{60}b.*c|.*d.{70}e|.*f.{80}g)"])
+def test_the_states_of_a_lexer_are_counted(source, monkeypatch):
+    import constraints
+
+    monkeypatch.setattr(constraints, "MAX_STATES", 1000)
+    count, error = steps_of("regex", source, "abdxfaad" * 20)
+    assert count < 160 and "too many states" in error
+
+
+ENDLESS = [
+    {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+    {"type": "array", "items": {"type": "null"}, "minItems": 60_000},
+    {
+        "type": "object",
+        "properties": {"a": {"type": "null"}, "b": {"$ref": "#"}},
+        "required": ["a", "b"],
+    },
+]
+
+
+@pytest.mark.parametrize("schema", ENDLESS, ids=str)
+def test_a_text_that_must_end_nowhere_is_refused_at_once(schema):
+    found = refused(compiled, "json_schema", schema)
+    assert found.startswith("json_schema: no token may follow after ")
+
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
+NAMES = [
+    (OBJECT, '{"a":1,"b":"x"}', ['{"a":1,"\\u0061":"x"}', '{"\\u0061":"x"}', '{"a":1,"a":1}']),
+    (OBJECT, '{"b":1,"b":"x"}', ['{"b":1,"a":"x"}', '{"b":1,"a":1}', '{"b":1,"\\u0061":1}']),
+    (
+        {"type": "object", "properties": {'"\n\\': {"type": "null"}}},
+        '{"\\"\\n\\\\":null}',
+        ['{"\\u0022\\n\\\\":1}', '{"\\"\\u000a\\\\":1}', '{"\\"\\n\\u005C":1}'],
+    ),
+    (
+        {"type": "object", "properties": {"\x01": {"type": "null"}}},
+        '{"\\u0001":null}',
+        ['{"\\u0001":1}'],
+    ),
+    ({"type": "object", "properties": {"é/": {}}}, '{"é/":1}', ['{"\\u00e9/":1}', '{"é\\/":1}']),
+    (
+        {"type": "object", "patternProperties": {"^a": {"type": "integer"}}},
+        '{"ab":1,"b":"x"}',
+        ['{"ab":"x"}', '{"\\u0061b":"x"}'],
+    ),
+    ({"type": "object", "properties": {"a": False}}, '{"b":1}', ['{"a":1}', '{"\\u0061":1}']),
+    (
+        {"type": "object", "required": ["a"], "additionalProperties": {"type": "integer"}},
+        '{"a":1,"b":2}',
+        ['{"a":1,"a":2}', '{"\\u0061":1}', '{"a":1,"\\u0061":2}'],
+    ),
+    (
+        {"type": "object", "properties": {"a": {}}, "required": ["a"], "minProperties": 2},
+        '{"a":1,"b":1}',
+        ['{"a":1}', '{"a":1,"a":1}', '{"a":1,"\\u0061":1}'],
+    ),
+]
+
+
+@pytest.mark.parametrize("schema, text, others", NAMES, ids=str)
+def test_a_name_has_one_spelling(schema, text, others):
+    """A reader takes "\\u0061" for "a", and of two equal names the last value."""
+    import jsonschema
+
+    assert allows("json_schema", schema, text)
+    jsonschema.validate(json.loads(text), schema)
+    for other in others:
+        assert not allows("json_schema", schema, other), other
+
+
+def test_strings_are_what_they_were():
+    schema = {"enum": ["\n", "é", '"\\', "\x01", "/"]}
+    for text in ('"\\n"', '"é"', '"\\"\\\\"', '"/"'):
+        assert allows("json_schema", schema, text)
+        assert allows("json_schema", {"type": "string"}, text)
+        assert allows("json_schema", {"type": "object"}, f"{{{text}:{text}}}")
+
+
+FEW = "names of other properties may repeat, and a reader of JSON counts them once"
+
+
+@pytest.mark.parametrize(
+    "schema, place, least, count",
+    [
+        ({"type": "object", "minProperties": 2}, "minProperties", 2, 0),
+        ({"items": OBJECT | {"minProperties": 3.0}}, "items.minProperties", 3.0, 0),
+        ({"required": ["a", "a"], "minProperties": 3}, "minProperties", 3, 1),
+        ({"allOf": [OBJECT, {"minProperties": 2}]}, "allOf[1].minProperties", 2, 0),
+    ],
+    ids=str,
+)
+def test_a_number_of_names_that_repeated_ones_reach_is_refused(schema, place, least, count):
+    allowed = f"with {count} required properties it may be up to {count + 1}"
+    expected = f"json_schema: {place} is {least}; {allowed}: {FEW}"
+    assert refused(compiled, "json_schema", schema) == expected
+
+
+NOTED = [
+    ({"type": "array", "items": {"type": "null"}, "uniqueItems": False}, "[null,null]"),
+    ({"type": "string", "readOnly": True, "writeOnly": False, "format": "password"}, '"b"'),
+    ({"type": "integer", "format": "int32", "nullable": False, "example": 4}, "12"),
+    ({"const": "a", "contentMediaType": "text/html", "contentEncoding": "base64"}, '"a"'),
+    (OBJECT | {"propertyNames": True, "unevaluatedProperties": {}, "xml": {"a": 1}}, '{"a":1}'),
+    ({"type": "string", "format": "x-own", "pattern": "^[ab]$"}, '"b"'),
+    ({"anyOf": [{"$ref": "#/$defs/n"}], "$defs": {"n": {"type": "null", "format": "n"}}}, "null"),
+    ({"properties": {"format": {"const": 1}, "xml": {"const": 2}}}, '{"format":1,"xml":2}'),
+]
+
+
+@pytest.mark.parametrize("schema, text", NOTED, ids=str)
+def test_what_says_nothing_is_taken(schema, text):
+    assert allows("json_schema", schema, text)
+
+
+@pytest.mark.parametrize(
+    "schema, words",
+    [
+        ({"uniqueItems": True}, "the keyword 'uniqueItems' is not supported"),
+        ({"uniqueItems": 0}, "the keyword 'uniqueItems' is not supported"),
+        ({"items": {"nullable": True}}, "the keyword 'items.nullable' is not supported"),
+        ({"unevaluatedProperties": False}, "the keyword 'unevaluatedProperties' is not supported"),
+        ({"propertyNames": {"pattern": "a"}}, "the keyword 'propertyNames' is not supported"),
+        ({"format": "regex"}, "format is 'regex'; of these it may be date, date-time, duration"),
+    ],
+    ids=str,
+)
+def test_still_what_says_something_is_refused(schema, words):
+    assert refused(compiled, "json_schema", schema).startswith(f"json_schema: {words}")
+
+
+def test_tools_are_held_to_the_same(write_chat):
+    from chats import HERMES, tool
+    from test_tool_grammar import grammar
+
+    from constraints import Grammar, vocabulary_of
+    from loading.tokenizer import load_encoding
+
+    look = tool("look", {"a": {"type": "integer", "format": "int32"}})
+    look["function"]["parameters"] |= {"additionalProperties": True, "uniqueItems": False}
+    directory = write_chat(HERMES)
+    source = grammar(directory, "required", tools=[look])
+    encoding = load_encoding(directory, 4104)
+    matcher = Grammar("calls", source, vocabulary_of(encoding, 4104, (4098,))).matcher()
+    begun = [4102, *encoding.encode_ordinary('\n{"name": "look", "arguments": {"a": 1, "b": "')]
+    assert matcher.allowed(begun)[encoding.encode_ordinary("x")[0]]
+    slash = encoding.encode_ordinary("\\")
+    assert matcher.allowed(begun)[slash[0]]
+    after = matcher.allowed(begun + slash)
+    letters = [encoding.encode_ordinary(letter)[0] for letter in "nu"]
+    assert after[letters].tolist() == [True, False]
+
+
+def test_few_bytes_of_forms_are_kept_for_later(monkeypatch):
+    """Eight small forms, or one large one; what something else holds counts, too."""
+    import constraints
+    from constraints import compile_constraint, form_bytes, held_bytes
+    from sampling import SamplingParams
+
+    constraints.forget_forms()
+    monkeypatch.setattr(constraints, "compiled", weakref.WeakValueDictionary())
+    values = [f"{number:x}" * 400 for number in range(10, 42)]
+    large = [json.dumps({"enum": [name + value for value in values]}) for name in "abc"]
+    assert form_bytes(large[0]) > constraints.LARGE_BYTES
+    for source in large:
+        compile_constraint(SamplingParams(json_schema=source), vocabulary())
+    assert held_bytes() == form_bytes(large[-1])
+    held = compile_constraint(SamplingParams(json_schema=large[0]), vocabulary())
+    for count in range(12):
+        compile_constraint(SamplingParams(regex=f"a{{{count + 1}}}b"), vocabulary())
+    kept = form_bytes(large[0]) + 8 * form_bytes("a{9}b")
+    assert abs(held_bytes() - kept) < 8 * constraints.SOURCE_BYTES
+    constraints.forget_forms()
+    assert held_bytes() == form_bytes(large[0])
+    del held
+    assert held_bytes() == 0
+
+
+def test_ctrl_c_ends_a_script_in_native_code(monkeypatch):
+    """Python's own handler waits for llguidance to return."""
+    import llguidance
+
+    from constraints import Grammar
+
+    seen = []
+
+    class Watched:
+        def __init__(self, *args, **options):
+            seen.append(signal.getsignal(signal.SIGINT))
+            self.own = known(*args, **options)
+
+        def __getattr__(self, name):
+            if name in ("try_consume_tokens", "unsafe_compute_mask_ptr"):
+                seen.append(signal.getsignal(signal.SIGINT))
+            return getattr(self.own, name)
+
+        def deep_copy(self):
+            copy = Watched.__new__(Watched)
+            copy.own = self.own.deep_copy()
+            return copy
+
+    known = llguidance.LLMatcher
+    for name in ("grammar_from_lark", "grammar_from_regex"):
+        setattr(Watched, name, staticmethod(getattr(known, name)))
+    monkeypatch.setattr(llguidance, "LLMatcher", Watched)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        Grammar("regex", "a", vocabulary()).matcher().allowed([vocabulary().ids[A][0]])
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        count = len(seen)
+        assert count > 4 and set(seen) == {signal.SIG_DFL}
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as of a script in the background
+        Grammar("regex", "a", vocabulary())
+        assert len(seen) > count and set(seen[count:]) == {signal.SIG_IGN}
+    finally:
+        signal.signal(signal.SIGINT, before)
