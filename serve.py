@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -51,6 +52,7 @@ from server.engine_thread import EngineThread
 from server.memory import freeze, trim
 from server.served import Served, find_chat, served_name, server_defaults
 
+LAST_SECONDS = 2  # after the drain, in which the process must end
 MOST_BEHIND = 2**20  # bytes that a client may send behind a request before its answer is there
 SPARE = 64  # descriptors for all that is no connection
 LLAMA = STORIES.with_name("stories-llama")
@@ -221,12 +223,13 @@ class Server(uvicorn.Server):
     It accepts no more connections than there are descriptors for; further clients wait in the
     backlog. asyncio's own servers would accept until none is left, and report each that fails.
     After a signal no new client is let in, and running texts may go on for `seconds`; then they
-    end with an error. A second signal ends the process at once.
+    end with an error. LAST_SECONDS later the process ends, whatever still computes. A second signal
+    ends it at once.
     """
 
     def __init__(self, app: FastAPI, thread: EngineThread, seconds: float):
         # A client that does not read its error either is cut off.
-        options = {"timeout_graceful_shutdown": seconds + 5, "lifespan": "off"}
+        options = {"timeout_graceful_shutdown": seconds + 1, "lifespan": "off"}
         super().__init__(uvicorn.Config(app, log_level="warning", **options, **UVICORN))
         self.live = app.state.served.live
         self.thread = thread
@@ -311,6 +314,10 @@ class Server(uvicorn.Server):
             os._exit(128 + sig)
         self.signal = sig
         self.should_exit = True
+        # Threads in native code can hold up the end of Python itself.
+        last = threading.Timer(self.seconds + LAST_SECONDS, os._exit, [128 + sig])
+        last.daemon = True
+        last.start()
 
     async def shutdown(self, sockets: list[socket.socket]) -> None:
         self.accepting.cancel()

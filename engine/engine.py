@@ -229,7 +229,7 @@ class Engine:
             if choice is None:
                 return self.fail(request, NOT_FINITE)
             if isinstance(choice, UserError):
-                return self.fail(request, str(choice))
+                return self.fail(request, str(choice), of_form=True)
             if work.complete:
                 return self.extend(work, choice)
             self.scheduler.advance(work, [])
@@ -280,10 +280,10 @@ class Engine:
             self.end(request, reason)
         return Event(request, tokens, reason)
 
-    def fail(self, request: Request, error: str) -> Event:
-        """End a request that could not be computed."""
+    def fail(self, request: Request, error: str, of_form: bool = False) -> Event:
+        """End a request that could not be computed. of_form: as in Event."""
         self.end(request, "error")
-        return Event(request, [], "error", error)
+        return Event(request, [], "error", error, of_form)
 
     def end(self, request: Request, reason: str) -> None:
         """A request is over, and text that was held back is certain."""

@@ -113,6 +113,7 @@ class Event(NamedTuple):
     tokens: list[int]  # new ones, EOS included
     finish_reason: str | None  # of the request, if this is its last event
     error: str | None = None  # what went wrong, if that is "error"
+    of_form: bool = False  # whether that is the form of the text, which the request asks for
 
 
 def make_request(prompt: list[int], params: SamplingParams, config) -> Request:

@@ -11,7 +11,7 @@ from pydantic_core import to_json
 
 from errors import UserError
 from server.allowed import Allowed
-from server.engine_thread import EngineDead, QueueFull, Update
+from server.engine_thread import EngineDead, FormFailed, QueueFull, Update
 from server.protocol import IGNORED_HEADER, APIError, GenerationRequest
 
 MOST_PIECE = 2**16  # bytes of an answer
@@ -23,6 +23,8 @@ def api_error(error: Exception) -> APIError:
         return error
     if isinstance(error, UserError):
         return APIError(400, str(error))
+    if isinstance(error, FormFailed):
+        return APIError(400, str(error), code="form_failed")
     if isinstance(error, QueueFull):
         return APIError(429, str(error), code="rate_limit_exceeded")
     return APIError(503 if isinstance(error, EngineDead) else 500, str(error))

@@ -153,8 +153,9 @@ def make_app(
 
     @get("/health")
     async def health() -> Response:
-        """200 with an empty body; 503 if there is no engine, any more or yet."""
-        return Response(status_code=503 if served.thread.error else 200)
+        """200 with an empty body; 503 if there is no engine, or none that goes on."""
+        bad = served.thread.error or served.thread.stuck
+        return Response(status_code=503 if bad else 200)
 
     @get("/metrics")
     async def read_metrics() -> Response:

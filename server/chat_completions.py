@@ -12,6 +12,7 @@ from loading.tools import ID, CallForm, CallPart, CallReader
 from server.allowed import Place
 from server.answers import Answer, unless_gone, with_ignored
 from server.engine_thread import Update
+from server.forms import in_pool
 from server.protocol import ChatRequest
 from server.served import Served
 
@@ -42,7 +43,8 @@ async def answer(body: ChatRequest, served: Served) -> Response:
     silent = served.silent_ids(body, None if body.choice == "none" else form)
     params = body.params(wanted, logprobs, grammar, silent, served.defaults)
     served.check_ids(params[0])
-    await asyncio.to_thread(served.check_form, "tools" if calls else body.form[0], params[0])
+    if params[0].form:
+        await in_pool(served.check_form, "tools" if calls else body.form[0], params[0])
     name = f"chatcmpl-{uuid.uuid4().hex}"
     asked = [prompt] * len(params), params, body.cache_salt or "", name, adapter
     updates = served.thread.generate(*asked)

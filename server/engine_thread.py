@@ -12,17 +12,16 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from constraints import Matcher, make_matcher
+from constraints import GrammarMatcher, Matcher
 from engine.engine import Engine
 from engine.request import Event, Request
 from errors import UserError
 from loading.tokenizer import Encoding
 from parallel.ranks import RankError
 from sampling import SamplingParams, TokenLogprob
+from server.forms import QueueFull, TimedMatcher, compile_form, in_pool, stuck
 
-
-class QueueFull(Exception):
-    """There is no room now."""
+STALLED_SECONDS = 10  # without the end of a step, after which the engine counts as stuck
 
 
 class EngineDead(Exception):
@@ -31,6 +30,10 @@ class EngineDead(Exception):
 
 class TextFailed(Exception):
     """A text could not be computed."""
+
+
+class FormFailed(TextFailed):
+    """A text could not be computed because of the form that its request asks for."""
 
 
 class Update(NamedTuple):
@@ -116,15 +119,22 @@ class EngineThread:
     make: a function that makes the engine; it is called in the thread, because it may take long.
     max_waiting: how many texts there may be besides those that can run at once.
     max_waiting_tokens: in all prompts together for which no text has begun.
+    clock: returns seconds; it tells how long a step takes.
     The engine is that thread's alone. So there is no lock, and no reader waits for a step: requests
     go in through a queue, and after each step all that is new goes to the event loop.
     Use it as an asynchronous context manager.
     """
 
     def __init__(
-        self, make: Callable[[], Engine], max_waiting: int = 1024, max_waiting_tokens: int = 2**20
+        self,
+        make: Callable[[], Engine],
+        max_waiting: int = 1024,
+        max_waiting_tokens: int = 2**20,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.make = make
+        self.clock = clock
+        self.began: float | None = None  # when the thread began what it does; None: it waits
         self.max_waiting = max_waiting
         self.max_waiting_tokens = max_waiting_tokens
         self.engine: Engine | None = None  # None until it is made
@@ -176,6 +186,14 @@ class EngineThread:
         return self.engine.encoding
 
     @property
+    def stuck(self) -> str | None:
+        """Why a text may never come although there is an engine; None if nothing says so."""
+        began = self.began
+        if began is not None and self.clock() - began > STALLED_SECONDS:
+            return f"no step has ended for more than {STALLED_SECONDS} s"
+        return stuck()
+
+    @property
     def unfinished(self) -> int:
         """Texts of calls that are not closed: one that is over counts until its reader is done."""
         return sum(call.texts for call in self.calls)
@@ -215,8 +233,8 @@ class EngineThread:
 
         Each time there is an Update for one or more of them, by their places in `prompts`. What is
         not fetched in time is joined into one. Raises what `Engine.add` raises, TextFailed if one
-        of the texts fails, after what is new of it, and, before anything is done, what `admit`
-        raises; EngineDead later, too.
+        of the texts fails, after what is new of it, QueueFull where the forms of all texts take too
+        much memory, and, before anything is done, what `admit` raises; EngineDead later, too.
         However it ends, texts that are not over are aborted. Where you may leave it before, close
         it: `async with contextlib.aclosing(...)`. Its texts count until then.
         """
@@ -227,7 +245,7 @@ class EngineThread:
         try:
             if params and params[0].form:  # one for all; the engine's thread compiles none
                 known = params[0], self.encoding, self.config
-                call.matcher = await asyncio.to_thread(make_matcher, *known)
+                call.matcher = await in_pool(compile_form, *known)
             self.commands.put(functools.partial(self.add, call, prompts, params, salt, adapter))
             while call.left or call.updates:
                 await call.changed.wait()
@@ -241,12 +259,12 @@ class EngineThread:
             if call.left:
                 self.commands.put(functools.partial(self.abort, call))
 
-    def deliver(self, news: list[tuple[Text, Update, str | None]]) -> None:
+    def deliver(self, news: list[tuple[Text, Update, Exception | None]]) -> None:
         """In the event loop: hand out what a step has brought."""
         for text, update, error in news:
             text.call.update(text.index, update)
             if error:
-                text.call.fail(TextFailed(error))
+                text.call.fail(error)
 
     def be_ready(self, error: Exception | None = None) -> None:
         """In the event loop: the engine is made, or could not be."""
@@ -284,6 +302,7 @@ class EngineThread:
         reason = "the server is shutting down"
         try:
             while self.obey():
+                self.began = self.clock()
                 self.publish(self.engine.step())
         except RankError as error:
             reason = str(error)
@@ -295,9 +314,11 @@ class EngineThread:
     def obey(self) -> bool:
         """Do what is asked for; with nothing to compute, wait for it. False if that is to end."""
         while not self.engine.busy or not self.commands.empty():
+            self.began = None
             command = self.commands.get()
             if command is None:
                 return False
+            self.began = self.clock()
             command()
         return True
 
@@ -314,6 +335,8 @@ class EngineThread:
         try:
             for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
                 request = self.engine.add(prompt, own, salt, adapter)
+                if isinstance(request.matcher, GrammarMatcher):
+                    request.matcher = TimedMatcher(request.matcher)
                 call.requests.append(request)
                 text = Text(call, index, next(self.numbers))
                 if request.finish_reason:  # no tokens are wanted, and no event comes
@@ -341,13 +364,16 @@ class EngineThread:
         for observer in self.observers:
             observer.stepped(events)
         news = []
-        for request, tokens, reason, error in events:
+        for request, tokens, reason, message, of_form in events:
             text = self.texts[request]
             if reason:
                 del self.texts[request]
             new = request.text[text.sent :]
             text.sent += len(new)
             logprobs = request.logprobs[len(request.logprobs) - len(tokens) :]
+            error = None
+            if message:
+                error = FormFailed(message) if of_form else TextFailed(message)
             update = Update(tuple(tokens), new, tuple(logprobs), None if error else reason)
             news.append((text, update, error))
         if news:  # chunks of prompts bring none

@@ -148,7 +148,7 @@ class Live:
             done = self.work.setdefault(request, [0, 0, 0, 0])
             done[0] += len(work.tokens)
             done[1] += len(work.drafts)
-        for request, tokens, reason, _ in events:
+        for request, tokens, reason, *_ in events:
             if tokens:
                 accepted = shared_length(tokens, works[request].drafts)
                 self.work[request][2] += accepted

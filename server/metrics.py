@@ -94,7 +94,7 @@ class Metrics:
         """Note what a step has brought."""
         now = time.perf_counter()
         self.outputs.inc(sum(len(event.tokens) for event in events))
-        for request, tokens, reason, _ in events:
+        for request, tokens, reason, *_ in events:
             asked = self.thread.texts[request].call.asked
             if tokens:
                 if request in self.last:

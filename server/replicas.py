@@ -16,6 +16,7 @@ from loading.tokenizer import load_encoding
 from sampling import SamplingParams
 from server.app import allowed_hosts, make_app
 from server.engine_thread import EngineDead, EngineThread, Update
+from server.forms import stuck
 from server.memory import freeze
 from server.metrics import Metrics
 from server.served import Served, find_chat, served_name, server_defaults
@@ -53,7 +54,7 @@ class Replica:
 
     def check_health(self) -> None:
         """Ray asks again and again, and replaces a replica that raises."""
-        if self.thread.error:
+        if self.thread.error:  # not if it is stuck: a long step is no reason to end its texts
             raise EngineDead(self.thread.error)
 
     def read_metrics(self) -> list[Metric]:
@@ -107,6 +108,11 @@ class Replicas:
         self.handle = handle.options(stream=True)
         self.config = load_config(model)
         self.encoding = load_encoding(model, self.config.vocab_size)
+
+    @property
+    def stuck(self) -> str | None:
+        """As of EngineThread, for this process: Ray asks each replica itself."""
+        return stuck()
 
     def admit(self, texts: int, tokens: int = 0) -> None:
         """A replica says itself when it is asked."""

@@ -18,6 +18,7 @@ from loading.tools import CallForm, calls_grammar, check_tools, find_form
 from sampling import SamplingParams, check_ids
 from server.allowed import Allowed
 from server.engine_thread import EngineThread
+from server.forms import TimedMatcher, compile_form
 from server.live import Live
 from server.metrics import Metrics
 from server.protocol import APIError, ChatRequest, GenerationRequest
@@ -273,16 +274,19 @@ class Served:
     def check_form(self, field: str, params: SamplingParams) -> None:
         """Compile what the texts of a request must be, which may take long.
 
-        field: that says it. Raises APIError.
+        field: that says it. Raises APIError, and QueueFull as `compile_form`.
         """
         with self.refusing(field):
-            make_matcher(params, self.thread.encoding, self.thread.config)
+            compile_form(params, self.thread.encoding, self.thread.config)
 
     def allowed(self, body: GenerationRequest, params: SamplingParams) -> Allowed | None:
         """What tells of the places of its texts, if a request asks for that."""
         if body.show_allowed is None:
             return None
-        make = functools.partial(make_matcher, params, self.thread.encoding, self.thread.config)
+
+        def make() -> TimedMatcher:
+            return TimedMatcher(make_matcher(params, self.thread.encoding, self.thread.config))
+
         return Allowed(make, body.show_allowed)
 
     def token_bytes(self, token: int) -> bytes:

@@ -73,7 +73,7 @@ class Server:
             before = self.engine.positions
             events = self.engine.step()
             await asyncio.sleep(self.seconds(self.engine.positions - before))
-            for request, _, reason, _ in events:
+            for request, _, reason, *_ in events:
                 self.exchanges[request].times.append(loop.time())
                 if reason:
                     self.exchanges[request].over.set_result(None)

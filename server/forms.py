@@ -1,0 +1,157 @@
+"""Forms of texts, compiled and asked for masks where neither can hold up a server.
+
+llguidance may compute for seconds, and cannot be stopped. It releases the GIL meanwhile.
+"""
+
+import asyncio
+import functools
+import os
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+import constraints
+from constraints import Matcher, make_matcher
+from errors import UserError
+from sampling import SamplingParams
+
+COMPILE_SECONDS = 10  # as long as a form may take to compile
+MASK_SECONDS = 2  # and each mask of a text; other texts wait for it
+MAX_LATE = 4  # computations that go on after their time: each holds a thread and a processor
+MAX_BYTES = 2**29  # of compiled forms, as `form_bytes` estimates them
+
+
+class QueueFull(Exception):
+    """There is no room now."""
+
+
+class Deadline:
+    """Calls functions in threads of its own, and gives up those that take too long.
+
+    seconds: how long a call may take. A thread that is given up is left alone, ends when its
+    function does, and keeps no process alive. After MAX_LATE of them at once nothing is called.
+    """
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self.idle: list[queue.SimpleQueue] = []  # of threads that wait for a call
+        self.late: set[Future] = set()
+
+    @property
+    def full(self) -> bool:
+        """Whether so many calls are late that no more are taken."""
+        return len(self.late) >= MAX_LATE
+
+    def call(self, function: Callable, *args):
+        """Return what a function returns, or raise what it raises.
+
+        Raises UserError if that takes too long, QueueFull if too many calls are late.
+        """
+        if self.full:
+            raise QueueFull(f"{MAX_LATE} forms are still being computed: try again")
+        try:
+            calls = self.idle.pop()
+        except IndexError:
+            calls = queue.SimpleQueue()
+            threading.Thread(target=serve, args=(calls,), name="forms", daemon=True).start()
+        future = Future()
+        calls.put((future, function, args))
+        try:
+            error = future.exception(self.seconds)
+        except TimeoutError:
+            calls.put(None)
+            self.late.add(future)
+            future.add_done_callback(self.late.discard)
+            raise UserError(f"the form takes more than {self.seconds} s to compute") from None
+        self.idle.append(calls)
+        if error is not None:
+            raise error
+        return future.result()
+
+
+def serve(calls: queue.SimpleQueue) -> None:
+    """Do one call after another, until None comes."""
+    while call := calls.get():
+        future, function, args = call
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+        del call, future, function, args  # else they are held until the next call
+
+
+COMPILER = Deadline(COMPILE_SECONDS)
+MASKS = Deadline(MASK_SECONDS)
+
+
+@functools.cache
+def pool(process: int) -> ThreadPoolExecutor:
+    """Return the threads of a process in which requests wait for forms.
+
+    They are not the event loop's own, which also encode prompts. process: its id; what is forked
+    has no threads.
+    """
+    COMPILER.idle.clear()
+    MASKS.idle.clear()
+    return ThreadPoolExecutor(2, "compile")
+
+
+def stuck() -> str | None:
+    """Return why no form is computed any more; None if forms are."""
+    full = COMPILER.full or MASKS.full
+    return f"{MAX_LATE} forms of texts are computed without end" if full else None
+
+
+def compile_form(params: SamplingParams, encoding, config) -> Matcher | None:
+    """Return a matcher for a text, as `make_matcher`, which holds the compiled form.
+
+    Raises what `make_matcher` raises, UserError for a form that takes longer than COMPILE_SECONDS,
+    and QueueFull.
+    """
+    if params.form is None:
+        return None
+    source = getattr(params, params.form)
+    known = any(key[:2] == (params.form, source) for key in constraints.compiled.copy())
+    if not known and not has_room(source):
+        constraints.forget_forms()
+        if not has_room(source):
+            held = constraints.held_bytes() // 2**20
+            raise QueueFull(f"the forms of waiting and running texts take {held} MB: try again")
+    return COMPILER.call(make_matcher, params, encoding, config)
+
+
+def has_room(source: str | tuple[str, ...]) -> bool:
+    """Return whether the bytes of one more form are within MAX_BYTES."""
+    return constraints.held_bytes() + constraints.form_bytes(source) <= MAX_BYTES
+
+
+async def in_pool(function: Callable, *args):
+    """Await a function in a thread for forms."""
+    return await asyncio.get_running_loop().run_in_executor(pool(os.getpid()), function, *args)
+
+
+class TimedMatcher(Matcher):
+    """A matcher that gives a text up when a mask takes longer than MASK_SECONDS.
+
+    `allowed` then raises UserError, again and again.
+    """
+
+    def __init__(self, matcher: Matcher):
+        super().__init__(matcher.vocabulary)
+        self.matcher = matcher
+        self.error: UserError | None = None
+
+    def allowed(self, output: list[int]) -> torch.Tensor:
+        if self.error:  # the other thread may still have the matcher
+            raise self.error
+        try:
+            return MASKS.call(self.matcher.allowed, output)
+        except (UserError, QueueFull) as error:
+            self.error = UserError(str(error))
+            raise self.error from None
+
+    def reason(self) -> str:
+        return self.matcher.reason()

@@ -1,0 +1,238 @@
+"""Forms that never come to an end stop neither other texts nor the end of the server."""
+
+import asyncio
+import os
+import signal
+import threading
+import weakref
+
+import pytest
+from serving import (
+    PATH,
+    Script,
+    collect,
+    connect,
+    refusal,
+    request_of,
+    run_calls,
+    serving,
+    small_engine,
+    until,
+)
+
+from errors import UserError
+
+LATE = "the form takes more than 0 s to compute"
+BUSY = "4 forms are still being computed: try again"
+BLOCKED = "a{3}b"  # the expression that `blocking` holds up
+
+
+@pytest.fixture
+def gate():
+    """Set at the end: what waits for it must not outlive its test."""
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+@pytest.fixture
+def impatient(monkeypatch, gate):
+    """Deadlines of no seconds for what waits, and of a minute for all else."""
+    from server import forms
+
+    class Impatient(forms.Deadline):
+        def call(self, function, *args):
+            self.seconds = 0 if waits(function, args) else 60
+            return super().call(function, *args)
+
+    def waits(function, args) -> bool:
+        if getattr(function, "__self__", None) in slow:
+            return len(args[0]) == 2
+        return BLOCKED in str(args[0])
+
+    slow = []
+    monkeypatch.setattr(forms, "COMPILER", Impatient(60))
+    monkeypatch.setattr(forms, "MASKS", Impatient(60))
+    return slow
+
+
+def test_a_call_that_is_late_is_given_up(gate):
+    from server.forms import MAX_LATE, Deadline, QueueFull
+
+    deadline = Deadline(60)
+    assert deadline.call(max, 3, 4) == 4
+    with pytest.raises(ZeroDivisionError):
+        deadline.call(divmod, 1, 0)
+    assert len(deadline.idle) == 1  # one thread has done both
+    deadline.seconds = 0
+    for _ in range(MAX_LATE):
+        with pytest.raises(UserError, match=f"^{LATE}$"):
+            deadline.call(gate.wait)
+    deadline.seconds = 60
+    with pytest.raises(QueueFull, match=f"^{BUSY}$"):
+        deadline.call(max, 3, 4)
+    gate.set()
+    until(lambda: not deadline.full)
+    assert deadline.call(max, 3, 4) == 4
+
+
+def test_forms_that_are_compiled_for_ever_stop_no_text(tiny_llama, monkeypatch, impatient, gate):
+    import constraints
+
+    grammar = constraints.Grammar
+
+    def blocking(form, source, vocabulary):
+        if source.startswith(BLOCKED):
+            gate.wait()
+        return grammar(form, source, vocabulary)
+
+    monkeypatch.setattr(constraints, "Grammar", blocking)
+    with serving(lambda: small_engine(tiny_llama)) as door:
+        good = {"structured_outputs": {"regex": "[ab]c"}, "max_tokens": 9}
+        assert door.post(PATH, good)[0] == 200
+        bodies = [{"structured_outputs": {"regex": BLOCKED + "c" * count}} for count in range(6)]
+        answers = [door.post(PATH, body) for body in bodies]
+        assert [status for status, _ in answers] == [400] * 4 + [429] * 2
+        assert answers[0][1] == refusal(LATE, "structured_outputs")
+        assert answers[4][1]["error"]["message"] == BUSY
+        assert door.post(PATH, {"max_tokens": 2})[0] == 200
+        assert door.get("/health") == (503, None)
+        gate.set()
+        until(lambda: door.get("/health") == (200, None))
+        assert door.post(PATH, good)[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_mask_that_never_comes_ends_its_own_text(
+    tiny_llama, monkeypatch, impatient, gate, stream
+):
+    from constraints import GrammarMatcher
+
+    allowed = GrammarMatcher.allowed
+
+    def blocking(matcher, output):
+        if len(output) == 2 and matcher in impatient:
+            gate.wait()
+        return allowed(matcher, output)
+
+    init = GrammarMatcher.__init__
+
+    def watched(matcher, grammar):
+        init(matcher, grammar)
+        if threading.current_thread().name == "engine":
+            impatient.append(matcher)
+
+    monkeypatch.setattr(GrammarMatcher, "allowed", blocking)
+    monkeypatch.setattr(GrammarMatcher, "__init__", watched)
+    body = {"structured_outputs": {"regex": "[ab]{9}"}, "max_tokens": 9, "stream": stream}
+    body |= {"logprobs": 0}  # a step for each token
+    with serving(lambda: small_engine(tiny_llama)) as door:
+        expected = refusal(LATE, None, "form_failed")
+        if stream:
+            *events, last = door.events(PATH, body)
+            assert events and last == expected
+        else:
+            assert door.post(PATH, body) == (400, expected)
+        assert door.post(PATH, {"max_tokens": 2})[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_form_that_fails_in_mid_text_is_the_clients(tiny_llama, monkeypatch, stream):
+    import constraints
+
+    monkeypatch.setattr(constraints, "MAX_ITEMS", 12)
+    body = {"structured_outputs": {"grammar": 'start: "a" start | "a"'}, "max_tokens": 40}
+    body |= {"logit_bias": {"4095": -100}, "stream": stream}
+    with serving(lambda: small_engine(tiny_llama)) as door:
+        if stream:
+            *events, last = door.events(PATH, body)
+            assert set("".join(event["choices"][0]["text"] for event in events)) == {"a"}
+        else:
+            status, last = door.post(PATH, body)
+            assert status == 400
+        error = last["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "form_failed")
+        assert error["message"].startswith("no token may follow after ")
+        assert "max is 12" in error["message"]
+
+
+def test_health_says_when_no_step_ends(tiny_llama, gate):
+    engine = small_engine(tiny_llama)
+    step = engine.step
+    begun = threading.Event()
+    now = [100.0]
+
+    def slow():
+        begun.set()
+        gate.wait()
+        return step()
+
+    engine.step = slow
+    with serving(lambda: engine, clock=lambda: now[0]) as door:
+        now[0] += 1000
+        assert door.get("/health") == (200, None)  # nothing waits for it
+        worker = threading.Thread(target=door.post, args=(PATH, {"max_tokens": 2}))
+        worker.start()
+        assert begun.wait(60)
+        now[0] += 10
+        assert door.get("/health") == (200, None)
+        now[0] += 1
+        assert door.get("/health") == (503, None)
+        gate.set()
+        worker.join(60)
+        until(lambda: door.thread.began is None)
+        now[0] += 1000
+        assert door.get("/health") == (200, None)
+
+
+def test_waiting_texts_hold_few_bytes_of_forms(tiny_llama, monkeypatch, gate):
+    """Each form of a text that waits is held, and texts of one form hold one."""
+    import constraints
+    from constraints import forget_forms, form_bytes, held_bytes
+    from sampling import SamplingParams
+    from server import forms
+    from server.engine_thread import QueueFull
+
+    forget_forms()
+    monkeypatch.setattr(constraints, "compiled", weakref.WeakValueDictionary())
+    sources = [f"[ab]{{{count}}}" for count in range(10, 20)]
+    room = 3 * form_bytes(sources[0])
+    monkeypatch.setattr(forms, "MAX_BYTES", room)
+
+    async def use(thread):
+        thread.commands.put(gate.wait)
+        waiting = []
+        for source in sources[:3] + sources[:3]:
+            call = collect(thread.generate([[1]], [SamplingParams(4, regex=source)]))
+            waiting.append(asyncio.ensure_future(call))
+            while len(thread.calls) < len(waiting) or not all(
+                call.matcher for call in thread.calls
+            ):
+                await asyncio.sleep(0.001)
+        assert held_bytes() <= room
+        with pytest.raises(QueueFull, match="^the forms of waiting and running texts take 0 MB"):
+            await collect(thread.generate([[1]], [SamplingParams(4, regex=sources[3])]))
+        free = asyncio.ensure_future(collect(thread.generate([[1]], [SamplingParams(4)])))
+        gate.set()
+        await asyncio.gather(free, *waiting)
+        await collect(thread.generate([[1]], [SamplingParams(4)]))  # the last step is forgotten
+        return await collect(thread.generate([[1]], [SamplingParams(4, regex=sources[3])]))
+
+    assert run_calls(lambda: small_engine(tiny_llama), use)[0][3] == "length"
+
+
+def test_a_signal_ends_a_server_whose_engine_is_stuck(tmp_path, monkeypatch):
+    from engine.engine import Engine
+
+    begun, tell = os.pipe()
+
+    def stuck(engine):
+        os.write(tell, b"x")
+        threading.Event().wait()
+
+    monkeypatch.setattr(Engine, "step", stuck)
+    with Script(tmp_path, "--drain-seconds", 0) as server:
+        with connect(server.door(), request_of(PATH, {})):
+            os.read(begun, 1)
+            server.signal(signal.SIGTERM)
+            assert server.end()[0] == 128 + signal.SIGTERM
