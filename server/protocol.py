@@ -1,6 +1,7 @@
 """What a client may ask for, and how it is told what is wrong, in the form of OpenAI's API."""
 
 import difflib
+import functools
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -238,7 +239,7 @@ class Fields(BaseModel):
     @classmethod
     def known(cls, data: Any) -> Any:
         """Raise PydanticCustomError for the first field that is unknown, or asks for something."""
-        names = {field.alias or name for name, field in cls.model_fields.items()}
+        names = field_names(cls)
         for name, value in data.items() if isinstance(data, dict) else ():
             if name in names or name in cls.inert:
                 continue
@@ -247,6 +248,12 @@ class Fields(BaseModel):
             if value is not None and value not in cls.neutral[name]:
                 raise wrong(name, "is not supported")
         return data
+
+
+@functools.cache
+def field_names(kind: type[BaseModel]) -> set[str]:
+    """The names of its fields in a request."""
+    return {field.alias or name for name, field in kind.model_fields.items()}
 
 
 def unknown(name: str, names: Iterable[str]) -> str:
@@ -286,9 +293,9 @@ class ResponseFormat(Fields):
             raise wrong("json_schema", "is needed for the type json_schema, and for it only")
         return self
 
-    @property
+    @functools.cached_property
     def constraint(self) -> dict:
-        """Fields of SamplingParams."""
+        """Fields of SamplingParams. A schema may be long: it is written once."""
         if self.type == "text":
             return {}
         schema = self.json_schema.schema_ if self.json_schema else {"type": "object"}
@@ -323,9 +330,9 @@ class StructuredOutputs(Fields):
             raise ValueError("it must have one of json, json_object, regex, choice and grammar")
         return self
 
-    @property
+    @functools.cached_property
     def constraint(self) -> dict:
-        """Fields of SamplingParams."""
+        """Fields of SamplingParams. A schema may be long: it is written once."""
         schema = self.json_ if isinstance(self.json_, str | None) else json.dumps(self.json_)
         said = {"json_schema": schema, "regex": self.regex, "grammar": self.grammar}
         said["choices"] = None if self.choice is None else tuple(self.choice)
@@ -592,6 +599,12 @@ class Part(Fields):
     text: str
 
 
+class Arguments(str):
+    """The JSON of a call's arguments. given: what it says, read once."""
+
+    given: dict[str, Any]
+
+
 class FunctionCall(Fields):
     """A function's name, and the JSON of its arguments."""
 
@@ -603,10 +616,12 @@ class FunctionCall(Fields):
     @classmethod
     def is_object(cls, value: str) -> str:
         try:
-            given = json.loads(value or "{}")
-            if isinstance(given, dict):
-                json.dumps(given, ensure_ascii=False).encode()  # no halves of characters
-                return value or "{}"
+            read = Arguments(value or "{}")
+            read.given = json.loads(read)
+            if isinstance(read.given, dict):
+                if "\\u" in value:  # no halves of characters
+                    json.dumps(read.given, ensure_ascii=False).encode()
+                return read
         except (ValueError, RecursionError):
             pass
         raise ValueError("it must be the JSON of an object")
@@ -622,7 +637,7 @@ class ToolCall(Fields):
 
     @property
     def plain(self) -> dict[str, Any]:
-        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
+        function = {"name": self.function.name, "arguments": self.function.arguments.given}
         return {"id": self.id, "type": self.type, "function": function}
 
 

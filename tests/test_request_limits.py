@@ -1,5 +1,7 @@
 """What a request may have: bytes, and elements of a list."""
 
+import json
+
 import pytest
 from conftest import count_calls
 from pydantic import ValidationError
@@ -95,3 +97,41 @@ def test_the_longest_lists():
         with pytest.raises(ValidationError, match=str(most)):
             make([item] * (most + 1))
     assert completion(prompt=[1] * MANY).prompts == [[1] * MANY]
+
+
+def test_a_long_schema_and_long_arguments_are_written_and_read_once(monkeypatch):
+    """In the event loop, where all streams wait."""
+    from server import protocol
+    from server.protocol import ChatRequest, CompletionRequest
+
+    class Counted:
+        loads = staticmethod(lambda text: counts.append("loads") or json.loads(text))
+
+        @staticmethod
+        def dumps(value, **options):
+            counts.append("dumps")
+            return json.dumps(value, **options)
+
+    counts = []
+    monkeypatch.setattr(protocol, "json", Counted)
+    schema = {"enum": list(range(1000))}
+    named = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    talk = {"messages": [{"role": "user", "content": "a"}]}
+    asked = [
+        ChatRequest.model_validate(talk | {"response_format": named, "n": 3}),
+        CompletionRequest.model_validate({"structured_outputs": {"json": schema}}),
+    ]
+    for request in asked:
+        params = request.params(4, None)
+        assert {own.json_schema for own in params} == {json.dumps(schema)}
+    assert counts == ["dumps", "dumps"]
+    counts.clear()
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": "\u00e9"}'}}
+    calls = [call | {"id": f"c{number}"} for number in range(5)]
+    message = {"role": "assistant", "content": "", "tool_calls": calls}
+    (message,) = ChatRequest.model_validate({"messages": [message]}).messages
+    assert message.texts[1:] == ['{"a": "\u00e9"}'] * 5
+    assert [own["function"]["arguments"] for own in message.plain["tool_calls"]] == [
+        {"a": "\u00e9"}
+    ] * 5
+    assert counts.count("loads") == 5
