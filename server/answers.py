@@ -129,6 +129,11 @@ class Answer:
         """A text of the answer. update: all of it."""
         raise NotImplementedError
 
+    def whole(self, texts: dict[int, Update]) -> dict:
+        """The answer. texts: each as one update."""
+        choices = [self.choice(*text) for text in texts.items()]
+        return self.head | {"choices": choices, "usage": self.usage()}
+
     def delta(self, index: int, update: Update) -> list[dict]:
         """What is new of a text, in one event or more."""
         raise NotImplementedError
@@ -156,8 +161,7 @@ class Answer:
         texts = {index: Update.join(parts[index]) for index in sorted(parts)}
         self.completion_tokens = sum(len(text.tokens) for text in texts.values())
         try:
-            choices = [self.choice(*text) for text in texts.items()]
-            whole = JSONResponse(self.head | {"choices": choices, "usage": self.usage()})
+            whole = JSONResponse(self.whole(texts))
         except BaseException:  # else its texts would count until garbage is looked for
             await self.updates.aclose()
             raise

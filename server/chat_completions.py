@@ -4,11 +4,13 @@ import asyncio
 import secrets
 import string
 import uuid
+from collections.abc import Callable
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from loading.tools import ID, CallForm, CallPart, CallReader
+from sampling import SamplingParams
 from server.allowed import Place
 from server.answers import Answer, unless_gone, with_ignored
 from server.engine_thread import Update
@@ -26,7 +28,13 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     return await unless_gone(request, answer(body, request.app.state.served))
 
 
-async def answer(body: ChatRequest, served: Served) -> Response:
+async def answer(
+    body: ChatRequest,
+    served: Served,
+    make: "Callable[..., Reply] | None" = None,
+    prefix: str = "chatcmpl-",
+) -> Response:
+    """Answer a chat request. make: what makes a Reply of another form. prefix: of its id."""
     adapter = served.find_adapter(body.model)
     served.thread.admit(body.texts)  # before there is work
     calls = await asyncio.to_thread(served.find_calls, body)
@@ -45,10 +53,11 @@ async def answer(body: ChatRequest, served: Served) -> Response:
     served.check_ids(params[0])
     if params[0].form:
         await in_pool(served.check_form, "tools" if calls else body.form[0], params[0])
-    name = f"chatcmpl-{uuid.uuid4().hex}"
+    name = f"{prefix}{uuid.uuid4().hex}"
     asked = [prompt] * len(params), params, body.cache_salt or "", name, adapter
     updates = served.thread.generate(*asked)
-    reply = Reply(name, body, served, len(prompt), updates, form)
+    reply = (make or Reply)(name, body, served, len(prompt), updates, form)
+    reply.params = params[0]
     reply.allowed = served.allowed(body, params[0])
     return with_ignored(await reply.respond(), served.variables(body)[1])
 
@@ -68,6 +77,7 @@ class Reply(Answer):
     ):
         super().__init__(name, body, body.model or served.name, prompt_tokens, updates)
         self.served = served
+        self.params: SamplingParams | None = None  # of its text
         self.form = form if body.choice != "none" else None
         self.readers: dict[int, CallReader | None] = {}  # of choices that had something new
 
