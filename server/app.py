@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from errors import UserError
-from server import chat_completions, completions
+from server import chat_completions, completions, responses
 from server.answers import api_error
 from server.engine_thread import EngineDead, QueueFull, TextFailed
 from server.live import LiveStream
@@ -141,6 +141,7 @@ def make_app(
     app.state.served = served
     app.include_router(completions.router)
     app.include_router(chat_completions.router)
+    app.include_router(responses.router)
 
     def get(path: str, **options):
         """Register a function for GET, and for HEAD, with which monitors ask."""

@@ -10,8 +10,9 @@ import pytest
 from serving import ENDLESS, connect, is_free, request_of, serving, small_engine, until
 
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2**18, "ignore_eos": True}
-PATHS = {"/v1/completions": ENDLESS, "/v1/chat/completions": CHAT}
-TEXT, REPLY = PATHS
+RESPONSE = {"input": "x", "max_output_tokens": 2**18, "ignore_eos": True}
+PATHS = {"/v1/completions": ENDLESS, "/v1/chat/completions": CHAT, "/v1/responses": RESPONSE}
+TEXT, REPLY, RESPONDED = PATHS
 
 
 def settle(door) -> None:
@@ -35,6 +36,7 @@ def check_noticed(door) -> None:
     [
         *((TEXT, "decoding", False), (TEXT, "queued", False), (TEXT, "queued", True)),
         *((TEXT, "prefill", False), (REPLY, "decoding", False)),
+        *((RESPONDED, "decoding", False), (RESPONDED, "decoding", True)),
     ],
 )
 def test_a_client_that_leaves_frees_what_it_held(tiny_llama, path, state, stream):

@@ -1,0 +1,479 @@
+"""What a client may ask of /v1/responses, and the chat request that it stands for."""
+
+import re
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import to_json
+
+from loading.tools import MOST_TOOLS
+from server.protocol import (
+    INERT,
+    MOST_ITEMS,
+    ChatRequest,
+    Fields,
+    FunctionCall,
+    FunctionName,
+    one_of,
+    wrong,
+)
+
+LOGPROBS = "message.output_text.logprobs"
+STORED = "is not supported: nothing is stored here, so send the earlier items in input"
+# The AI SDK refers to earlier texts where it is not told that nothing is stored.
+REFERENCE = (
+    "is item_reference: nothing is stored here, so send the item itself"
+    " (AI SDK: providerOptions: {openai: {store: false}})"
+)
+
+# Fields of ChatRequest by the same name, which checks them.
+SHARED = (
+    "model",
+    "stream",
+    "temperature",
+    "top_p",
+    "top_logprobs",
+    "parallel_tool_calls",
+    # vLLM's and llama.cpp's additions
+    "cache_salt",
+    "chat_template_kwargs",
+    "frequency_penalty",
+    "ignore_eos",
+    "logit_bias",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+    "skip_special_tokens",
+    "stop",
+    "stop_token_ids",
+    "structured_outputs",
+    "top_k",
+)
+
+# Why a field is refused that a client of this API, or of chat completions, may well send.
+REASONS = {
+    "background": "is not supported: a response ends with its connection",
+    "conversation": STORED,
+    "max_completion_tokens": "is not a field of this request; did you mean max_output_tokens?",
+    "max_tokens": "is not a field of this request; did you mean max_output_tokens?",
+    "messages": "is not a field of this request; did you mean input?",
+    "previous_response_id": STORED,
+    "prompt": "is not supported: no prompts are stored here, so send its text in input",
+    "reasoning_effort": "is not a field of this request; did you mean reasoning.effort?",
+    "response_format": "is not a field of this request; did you mean text.format?",
+}
+
+# A path in a message about the chat request, and the field of the response request it came from.
+TERMS = {
+    r"messages[.\w]*": "input",
+    r"max_tokens": "max_output_tokens",
+    r"response_format[.\w]*": "text.format",
+    r"truncate_prompt_tokens to keep": 'truncation "auto" to keep',
+}
+
+
+class Typed(Fields):
+    """An object whose type says what else it has."""
+
+    types: ClassVar[tuple[str, ...]]
+
+    @model_validator(mode="before")
+    @classmethod
+    def of_a_type(cls, data: Any) -> Any:
+        """Raise PydanticCustomError for another type, before fields of it are looked at."""
+        kind = data.get("type") if isinstance(data, dict) else None
+        if kind == "item_reference":
+            raise wrong("type", REFERENCE)
+        if isinstance(kind, str) and kind not in cls.types:
+            allowed = ", ".join(cls.types)
+            raise wrong(
+                "type", f"is {ascii(kind[:100])[1:-1]}; this server supports {allowed} only"
+            )
+        # The reasoning of another model: templates have no place for it.
+        return {"type": kind} if kind == "reasoning" else data
+
+
+class InputPart(Typed):
+    """A part of a message's content, or of a function's output: text."""
+
+    types = ("input_text", "output_text")
+    # What the text of an answer has, which a client may send back as it is.
+    inert = frozenset({"annotations", "logprobs", "parsed", "prompt_cache_breakpoint"})
+
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+def to_parts(value: Any) -> Any:
+    """Return the parts that a string stands for; a list is left to be validated.
+
+    Raises ValueError for neither a string nor a list.
+    """
+    if isinstance(value, str):
+        return [{"type": "input_text", "text": value}]
+    if isinstance(value, list | None):
+        return value
+    raise ValueError("it must be a string or a list of parts of the type input_text or output_text")
+
+
+def to_items(value: Any) -> Any:
+    """Return the items that a string stands for; a list is left to be validated.
+
+    Raises ValueError for neither a string nor a list.
+    """
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if isinstance(value, list):
+        return value
+    raise ValueError("it must be a string or a list of items")
+
+
+def few(value: Any) -> Any:
+    """Raise ValueError for an object of more than 16 fields, before each is looked at."""
+    if isinstance(value, dict) and len(value) > 16:
+        raise ValueError(f"it has {len(value)} fields; it may have 16")
+    return value
+
+
+Content = Annotated[
+    Annotated[list[InputPart], Field(fail_fast=True, max_length=MOST_ITEMS)] | None,
+    BeforeValidator(to_parts),
+]
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Item(Typed):
+    """An item of the input: a message, a function's call, its output, or reasoning."""
+
+    types = ("message", "function_call", "function_call_output", "reasoning")
+    needed: ClassVar[dict[str, tuple[str, ...]]] = {
+        "message": ("role", "content"),
+        "function_call": ("call_id", "name", "arguments"),
+        "function_call_output": ("call_id", "output"),
+        "reasoning": (),
+    }
+    neutral = {
+        "async": (False,),
+        "async_": (False,),  # as the official client's model_dump() has it
+        "caller": ({"type": "direct"},),
+        "namespace": (),
+    }
+    inert = frozenset({"id", "parsed_arguments", "phase", "status"})
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Content = None
+    call_id: CallId | None = None
+    name: FunctionName | None = None
+    arguments: Annotated[str, AfterValidator(FunctionCall.is_object)] | None = None
+    output: Content = None
+
+    @model_validator(mode="after")
+    def complete(self) -> "Item":
+        needed = self.needed[self.kind]
+        for name in ("role", "content", "call_id", "name", "arguments", "output"):
+            given = getattr(self, name) is not None
+            # An output may name its function.
+            if given and name not in needed and (self.kind, name) != (self.types[2], "name"):
+                raise wrong(name, f"is not a field of the type {self.kind}")
+            if not given and name in needed:
+                raise wrong(name, f"is needed for the type {self.kind}")
+        return self
+
+    @property
+    def kind(self) -> str:
+        return self.type or "message"
+
+
+class FunctionTool(Typed):
+    """A function that a reply may call."""
+
+    types = ("function",)
+    neutral = {
+        "allowed_callers": (["direct"],),
+        "async": (False,),
+        "defer_loading": (False,),
+        "output_schema": (),
+    }
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Return it in the form that chat completions have."""
+        function = {"name": self.name, "description": self.description}
+        function |= {"parameters": self.parameters, "strict": self.strict}
+        return {"type": "function", "function": without_none(function)}
+
+
+class ToolName(Typed):
+    """The one function that a reply calls."""
+
+    types = ("function",)
+
+    type: Literal["function"]
+    name: FunctionName
+
+
+class TextFormat(Typed):
+    """The form of a text."""
+
+    types = ("text", "json_object", "json_schema")
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: FunctionName | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def complete(self) -> "TextFormat":
+        for name, value in (("name", self.name), ("schema", self.schema_)):
+            if (self.type == "json_schema") != (value is not None):
+                raise wrong(name, "is needed for the type json_schema, and for it only")
+        return self
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Return it in the form that chat completions have."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        form = {"name": self.name, "description": self.description}
+        form |= {"schema": self.schema_, "strict": self.strict}
+        return {"type": self.type, "json_schema": without_none(form)}
+
+    @property
+    def echo(self) -> dict[str, Any]:
+        """Return it as an answer repeats it."""
+        return self.model_dump(by_alias=True) if self.type == "json_schema" else {"type": self.type}
+
+
+class TextOptions(Fields):
+    inert = frozenset({"verbosity"})  # a hint
+
+    format: TextFormat | None = None
+
+
+class EventOptions(Fields):
+    neutral = {"include_obfuscation": (False,)}
+    inert = frozenset({"include_usage"})  # the last event always has it
+
+
+Included = Literal[
+    "message.output_text.logprobs",
+    # Nothing here has these.
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+
+
+class ResponsesRequest(Fields):
+    """A request for a response. What it has in common with a chat request, that one checks."""
+
+    neutral = {
+        "background": (False,),
+        "background_options": (),
+        "context_management": ([],),
+        "conversation": (),
+        "image": (),
+        "previous_response_id": (),
+        "prompt": (),
+    }
+    # They change no text: who a client is, hints, and wishes about what does not happen here.
+    inert = INERT | {
+        "access_programs",
+        "max_tool_calls",  # of hosted tools
+        "moderation",
+        "prompt_cache_options",
+        "reasoning",
+        "service_tier",
+        "store",
+    }
+
+    input: Annotated[
+        list[Item],
+        Field(fail_fast=True, min_length=1, max_length=MOST_ITEMS),
+        BeforeValidator(to_items),
+    ]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int | None, Field(ge=0)] = None
+    text: TextOptions | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | ToolName | None,
+        one_of('none, auto, required or {"type": "function", "name": ...}'),
+    ] = None
+    include: Annotated[list[Included], Field(fail_fast=True, max_length=16)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: Annotated[
+        dict[str, Annotated[str, Field(max_length=512)]] | None, BeforeValidator(few)
+    ] = None
+    stream_options: EventOptions | None = None
+
+    model: Any = None
+    stream: Any = None
+    temperature: Any = None
+    top_p: Any = None
+    top_logprobs: Any = None
+    parallel_tool_calls: Any = None
+    cache_salt: Any = None
+    chat_template_kwargs: Any = None
+    frequency_penalty: Any = None
+    ignore_eos: Any = None
+    logit_bias: Any = None
+    min_p: Any = None
+    min_tokens: Any = None
+    presence_penalty: Any = None
+    repetition_penalty: Any = None
+    seed: Any = None
+    skip_special_tokens: Any = None
+    stop: Any = None
+    stop_token_ids: Any = None
+    structured_outputs: Any = None
+    top_k: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def with_reasons(cls, data: Any) -> Any:
+        """Raise PydanticCustomError for a field that is refused for a reason."""
+        for name in data if isinstance(data, dict) else ():
+            if name in REASONS and data[name] is not None and data[name] is not False:
+                raise wrong(name, REASONS[name])
+        return data
+
+    @field_validator("input")
+    @classmethod
+    def answer_calls(cls, value: list[Item]) -> list[Item]:
+        called = set()
+        for place, item in enumerate(value):
+            if item.kind == "function_call":
+                called.add(item.call_id)
+            elif item.kind == "function_call_output" and item.call_id not in called:
+                raise wrong(f"{place}.call_id", "is the call_id of no function_call before it")
+        return value
+
+    @model_validator(mode="after")
+    def possible(self) -> "ResponsesRequest":
+        for name, value in self.echo.items():
+            try:
+                to_json([[[value]]])  # no halves of characters, as deep as a response has it
+            except ValueError:
+                what = "must be UTF-8 text, with up to 250 objects inside each other"
+                raise wrong(name, what) from None
+        if self.top_logprobs and not self.logprobs:
+            raise wrong("top_logprobs", f'is for include: ["{LOGPROBS}"] only')
+        if self.logprobs and self.tools and self.tool_choice != "none":
+            raise wrong("include", f"{LOGPROBS} is not for a request whose reply may call tools")
+        return self
+
+    @property
+    def logprobs(self) -> bool:
+        """Return whether the client asks for log-probabilities."""
+        return LOGPROBS in (self.include or ())
+
+    @property
+    def echo(self) -> dict[str, Any]:
+        """Return the fields that a response repeats."""
+        form = self.text and self.text.format
+        choice = self.tool_choice or "auto"
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "text": {"format": form.echo if form else {"type": "text"}},
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [tool.model_dump() for tool in self.tools or ()],
+            "truncation": self.truncation or "disabled",
+        }
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the messages that instructions and input stand for.
+
+        Function calls in a row, and a reply's text before them, are one message.
+        """
+        messages = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        for item in self.input:
+            if item.kind == "message":
+                messages.append({"role": item.role, "content": text_of(item.content)})
+            elif item.kind == "function_call":
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                messages[-1].setdefault("tool_calls", []).append(call)
+            elif item.kind == "function_call_output":
+                output = text_of(item.output)
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+        return messages
+
+    def to_chat(self) -> ChatRequest:
+        """Return the chat request that asks for the same text.
+
+        Raises RequestValidationError, in this request's terms, for what a chat request refuses.
+        """
+        choice = self.tool_choice
+        if isinstance(choice, ToolName):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        given = {name: getattr(self, name) for name in SHARED} | {
+            "messages": self.messages,
+            "max_tokens": self.max_output_tokens,
+            "tools": [tool.plain for tool in self.tools or ()] or None,
+            "tool_choice": choice,
+            "response_format": self.text.format.plain if self.text and self.text.format else None,
+            "truncate_prompt_tokens": -1 if self.truncation == "auto" else None,
+            "logprobs": self.logprobs or None,
+            "top_logprobs": self.top_logprobs if self.logprobs else None,
+        }
+        try:
+            return ChatRequest.model_validate(without_none(given))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            top, *rest = first["loc"] or ("",)
+            where = in_own_terms(str(top)).split(".") if top else []
+            loc = ("body", *where, *(rest if top in SHARED else ()))
+            first |= {"loc": loc, "msg": in_own_terms(first["msg"])}
+            if first["type"] == "field":
+                first["ctx"] = {"field": in_own_terms(first["ctx"]["field"]).partition(".")[0]}
+            raise RequestValidationError([first]) from None
+
+
+def text_of(parts: list[InputPart]) -> str:
+    """Join the texts of parts, as chat completions do."""
+    return "".join(part.text for part in parts)
+
+
+def without_none(fields: dict[str, Any]) -> dict[str, Any]:
+    """Leave out fields without a value."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def in_own_terms(message: str) -> str:
+    """Rewrite what is said of a chat request for the response request that it comes from.
+
+    Only where a message names a field: at its beginning, and after "; ", "or" or "with a".
+    """
+    for theirs, own in TERMS.items():
+        message = re.sub(rf"(^|; |\bor |\bwith a ){theirs}(?![\w.])", rf"\g<1>{own}", message)
+    return re.sub(r"^(tools\.\d+|tool_choice)\.function\.", r"\1.", message)
