@@ -139,6 +139,7 @@ def make_app(
     app = FastAPI(title="serve.py", docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit)
     app.state.served = served
+    app.state.kept_items = responses.KeptItems()
     app.include_router(completions.router)
     app.include_router(chat_completions.router)
     app.include_router(responses.router)

@@ -3,8 +3,9 @@
 import asyncio
 import functools
 import re
+import secrets
 import time
-import uuid
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 
 from fastapi import APIRouter, Request
@@ -19,13 +20,48 @@ from server.protocol import APIError
 from server.responses_protocol import ResponsesRequest, in_own_terms
 from server.served import Served
 
+MAX_KEPT = 2**24  # bytes of JSON
+
 router = APIRouter()
+
+
+class KeptItems:
+    """The newest output items, for requests that refer to them by id. Others are forgotten.
+
+    Clients are not told apart: an item is for whoever names its id. An id is 128 random bits from
+    `secrets`, and only the answer that the item is part of says it, so nobody can guess one.
+    Nothing is on disk, and items of requests with store: false are not here.
+
+    max_bytes: of the JSON of all items. The least recently used leave first.
+    """
+
+    def __init__(self, max_bytes: int = MAX_KEPT):
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self.items: OrderedDict[str, bytes] = OrderedDict()  # JSON by id
+
+    def keep(self, item: dict) -> None:
+        """Keep an output item, without its log-probabilities."""
+        if item["type"] == "message":
+            item = item | {"content": [part | {"logprobs": []} for part in item["content"]]}
+        self.items[item["id"]] = to_json(item)
+        self.num_bytes += len(self.items[item["id"]])
+        while self.num_bytes > self.max_bytes:
+            _, oldest = self.items.popitem(last=False)
+            self.num_bytes -= len(oldest)
+
+    def find(self, name: str) -> bytes | None:
+        """Return the JSON of the item with this id, and use it; None if it is not kept."""
+        if name in self.items:
+            self.items.move_to_end(name)
+        return self.items.get(name)
 
 
 @router.post("/v1/responses")
 async def responses(body: ResponsesRequest, request: Request) -> Response:
-    """Reply to input items. Nothing is stored, so each request brings the whole conversation."""
-    return await unless_gone(request, respond(body, request.app.state.served))
+    """Reply to input items. Each request brings the whole conversation, or ids of kept items."""
+    state = request.app.state
+    return await unless_gone(request, respond(body, state.served, state.kept_items))
 
 
 @router.api_route(
@@ -33,7 +69,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
 )
 async def stored(name: str) -> Response:
     """Say that there is no stored response of any name."""
-    raise APIError(404, "nothing is stored here: no response can be read, cancelled or deleted")
+    raise APIError(404, "no response is stored here: none can be read, cancelled or deleted")
 
 
 @router.post("/v1/embeddings", include_in_schema=False)
@@ -42,9 +78,10 @@ async def embeddings() -> Response:
     raise APIError(404, "there are no embeddings here: this server's models only write text")
 
 
-async def respond(body: ResponsesRequest, served: Served) -> Response:
+async def respond(body: ResponsesRequest, served: Served, kept: KeptItems) -> Response:
     """Answer the chat request that this one stands for. Raises in terms of this one."""
-    make = functools.partial(ResponseReply, body)
+    body = body.with_items(kept.find)
+    make = functools.partial(ResponseReply, body, kept)
     try:
         chat = await asyncio.to_thread(body.to_chat)
         return await answer(chat, served, make, "resp_")
@@ -62,11 +99,13 @@ class ResponseReply(Reply):
     """Builds a response: output items, which are a message, if there is text, and function calls.
 
     asked: the response request. The Reply answers the chat request that it stands for.
+    kept: where its output items go, unless the client asks not to store.
     """
 
-    def __init__(self, asked: ResponsesRequest, *reply):
+    def __init__(self, asked: ResponsesRequest, kept: KeptItems, *reply):
         super().__init__(*reply)
         self.asked = asked
+        self.kept = kept
         self.output: list[dict] = []  # items that are complete
         self.item: dict | None = None  # that is being written
         self.written: list[str] = []  # its text or arguments so far
@@ -156,7 +195,7 @@ class ResponseReply(Reply):
 
     def begin(self, prefix: str, **fields) -> Iterator[tuple[str, dict]]:
         """Begin an output item, and yield the events for it."""
-        self.item = {"id": prefix + uuid.uuid4().hex, "status": "in_progress"} | fields
+        self.item = {"id": prefix + secrets.token_hex(16), "status": "in_progress"} | fields
         self.written = []
         self.logprobs = []
         place = {"output_index": len(self.output)}
@@ -184,6 +223,8 @@ class ResponseReply(Reply):
         self.item["status"] = status
         place = {"output_index": len(self.output)}
         self.output.append(self.item)
+        if self.asked.store is not False:
+            self.kept.keep(self.item)
         yield "response.output_item.done", place | {"item": self.item}
         self.item = None
 

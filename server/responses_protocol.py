@@ -1,23 +1,18 @@
 """What a client may ask of /v1/responses, and the chat request that it stands for."""
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import to_json
 
 from loading.tools import MOST_TOOLS
 from server.protocol import (
     INERT,
     MOST_ITEMS,
+    APIError,
     ChatRequest,
     Fields,
     FunctionCall,
@@ -27,12 +22,13 @@ from server.protocol import (
 )
 
 LOGPROBS = "message.output_text.logprobs"
-STORED = "is not supported: nothing is stored here, so send the earlier items in input"
-# The AI SDK refers to earlier texts where it is not told that nothing is stored.
-REFERENCE = (
-    "is item_reference: nothing is stored here, so send the item itself"
-    " (AI SDK: providerOptions: {openai: {store: false}})"
+STORED = "is not supported: no response is stored here, so send the earlier items in input"
+REFERENCE = "item_reference"
+NOT_KEPT = (
+    "is the id of no item that this server still keeps; set store: false, so that the client sends"
+    " the items themselves (AI SDK: providerOptions: {openai: {store: false}})"
 )
+MAX_REFERENCED = 2**20  # bytes of the items that an input refers to: what a body may have
 
 # Fields of ChatRequest by the same name, which checks them.
 SHARED = (
@@ -92,8 +88,6 @@ class Typed(Fields):
     def of_a_type(cls, data: Any) -> Any:
         """Raise PydanticCustomError for another type, before fields of it are looked at."""
         kind = data.get("type") if isinstance(data, dict) else None
-        if kind == "item_reference":
-            raise wrong("type", REFERENCE)
         if isinstance(kind, str) and kind not in cls.types:
             allowed = ", ".join(cls.types)
             raise wrong(
@@ -153,14 +147,18 @@ CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class Item(Typed):
-    """An item of the input: a message, a function's call, its output, or reasoning."""
+    """An item of the input: a message, a function's call, its output, reasoning, or a reference.
 
-    types = ("message", "function_call", "function_call_output", "reasoning")
+    id: of the item that a reference stands for. Other items may have any.
+    """
+
+    types = ("message", "function_call", "function_call_output", "reasoning", REFERENCE)
     needed: ClassVar[dict[str, tuple[str, ...]]] = {
         "message": ("role", "content"),
         "function_call": ("call_id", "name", "arguments"),
         "function_call_output": ("call_id", "output"),
         "reasoning": (),
+        REFERENCE: (),
     }
     neutral = {
         "async": (False,),
@@ -168,9 +166,10 @@ class Item(Typed):
         "caller": ({"type": "direct"},),
         "namespace": (),
     }
-    inert = frozenset({"id", "parsed_arguments", "phase", "status"})
+    inert = frozenset({"parsed_arguments", "phase", "status"})
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
+    type: Literal[types] | None = None
+    id: Any = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Content = None
     call_id: CallId | None = None
@@ -188,11 +187,16 @@ class Item(Typed):
                 raise wrong(name, f"is not a field of the type {self.kind}")
             if not given and name in needed:
                 raise wrong(name, f"is needed for the type {self.kind}")
+        if self.kind == REFERENCE and not isinstance(self.id, str):
+            raise wrong("id", f"is needed for the type {REFERENCE}: a string")
         return self
 
     @property
     def kind(self) -> str:
-        return self.type or "message"
+        if self.type:
+            return self.type
+        is_id = self.id is not None and self.model_fields_set <= {"type", "id"}
+        return REFERENCE if is_id else "message"
 
 
 class FunctionTool(Typed):
@@ -306,7 +310,6 @@ class ResponsesRequest(Fields):
         "prompt_cache_options",
         "reasoning",
         "service_tier",
-        "store",
     }
 
     input: Annotated[
@@ -328,6 +331,7 @@ class ResponsesRequest(Fields):
         dict[str, Annotated[str, Field(max_length=512)]] | None, BeforeValidator(few)
     ] = None
     stream_options: EventOptions | None = None
+    store: bool | None = None
 
     model: Any = None
     stream: Any = None
@@ -359,17 +363,6 @@ class ResponsesRequest(Fields):
             if name in REASONS and data[name] is not None and data[name] is not False:
                 raise wrong(name, REASONS[name])
         return data
-
-    @field_validator("input")
-    @classmethod
-    def answer_calls(cls, value: list[Item]) -> list[Item]:
-        called = set()
-        for place, item in enumerate(value):
-            if item.kind == "function_call":
-                called.add(item.call_id)
-            elif item.kind == "function_call_output" and item.call_id not in called:
-                raise wrong(f"{place}.call_id", "is the call_id of no function_call before it")
-        return value
 
     @model_validator(mode="after")
     def possible(self) -> "ResponsesRequest":
@@ -428,8 +421,42 @@ class ResponsesRequest(Fields):
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
         return messages
 
+    def with_items(self, find: Callable[[str], bytes | None]) -> "ResponsesRequest":
+        """Return the request with items in the place of references to them.
+
+        find: returns the JSON of the item with an id, None if there is none.
+        Raises APIError for a reference to no item, for items that are together larger than a body,
+        and for the output of no call; RequestValidationError for a call that was cut.
+        """
+        items = []
+        size = 0
+        called = set()
+        for place, item in enumerate(self.input):
+            if item.kind == REFERENCE:
+                data = find(item.id)
+                if data is None:
+                    name = ascii(item.id[:100])[1:-1]
+                    raise APIError(400, f"input.{place}.id: {name} {NOT_KEPT}", "input")
+                size += len(data)
+                if size > MAX_REFERENCED:
+                    what = f"it refers to items of more than {MAX_REFERENCED} bytes together"
+                    raise APIError(400, f"input: {what}", "input")
+                try:
+                    item = Item.model_validate_json(data)
+                except ValidationError as error:
+                    first = error.errors(include_url=False, include_input=False)[0]
+                    first["loc"] = ("body", "input", place, *first["loc"])
+                    raise RequestValidationError([first]) from None
+            if item.kind == "function_call":
+                called.add(item.call_id)
+            elif item.kind == "function_call_output" and item.call_id not in called:
+                what = "is the call_id of no function_call before it"
+                raise APIError(400, f"input.{place}.call_id {what}", "input")
+            items.append(item)
+        return self.model_copy(update={"input": items})
+
     def to_chat(self) -> ChatRequest:
-        """Return the chat request that asks for the same text.
+        """Return the chat request that asks for the same text. `with_items` comes before.
 
         Raises RequestValidationError, in this request's terms, for what a chat request refuses.
         """

@@ -445,10 +445,16 @@ def test_what_changes_no_text_is_taken(door):
     assert found["reasoning"]["effort"] is None and found["store"] is False
 
 
-STORED = "is not supported: nothing is stored here, so send the earlier items in input"
+STORED = "is not supported: no response is stored here, so send the earlier items in input"
 ROLE = "Input should be 'user', 'assistant', 'system' or 'developer'"
 LIMIT = "for 1 texts with 0 log-probabilities for each token it may be 262144"
 SAYS = "this server supports {} only"
+
+
+NOT_KEPT = (
+    "is the id of no item that this server still keeps; set store: false, so that the client sends "
+    "the items themselves (AI SDK: providerOptions: {openai: {store: false}})"
+)
 
 
 def message(**fields) -> dict:
@@ -481,16 +487,34 @@ def form(schema, **fields) -> dict:
         ({"context_management": [{}]}, "context_management is not supported", None),
         (
             {"input": [{"type": "item_reference", "id": "msg_1"}]},
-            "input.0.type is item_reference: nothing is stored here, so send the item itself "
-            "(AI SDK: providerOptions: {openai: {store: false}})",
+            f"input.0.id: msg_1 {NOT_KEPT}",
             "input",
         ),
         (
             {"input": [{"type": "web_search_call", "id": "w", "action": {}}]},
             "input.0.type is web_search_call; "
-            + SAYS.format("message, function_call, function_call_output, reasoning"),
+            + SAYS.format(
+                "message, function_call, function_call_output, reasoning, item_reference"
+            ),
             "input",
         ),
+        ({"input": [{"id": "msg_1"}]}, f"input.0.id: msg_1 {NOT_KEPT}", "input"),
+        (
+            {"input": [*TALK, {"type": "item_reference", "id": "m" * 10**5}]},
+            f"input.3.id: {'m' * 100} {NOT_KEPT}",
+            "input",
+        ),
+        (
+            {"input": [{"type": "item_reference", "id": ["msg_1"]}]},
+            "input.0.id is needed for the type item_reference: a string",
+            "input",
+        ),
+        (
+            {"input": [{"type": "item_reference", "id": "a", "role": "user"}]},
+            "input.0.role is not a field of the type item_reference",
+            "input",
+        ),
+        ({"store": "no"}, None, "store"),
         (
             message(content=[{"type": "input_image", "image_url": "a"}]),
             "input.0.content.0.type is input_image; " + SAYS.format("input_text, output_text"),
@@ -686,7 +710,7 @@ def test_null_in_a_schema_is_a_value(door):
 
 
 def test_nothing_is_stored(door):
-    message = "nothing is stored here: no response can be read, cancelled or deleted"
+    message = "no response is stored here: none can be read, cancelled or deleted"
     for method, path in (
         ("GET", "/r"),
         ("DELETE", "/r"),
@@ -694,6 +718,110 @@ def test_nothing_is_stored(door):
         ("GET", "/r/input"),
     ):
         assert door.ask(method, f"{PATH}{path}") == (404, refusal(message))
+
+
+def by_id(items: list[dict]) -> list[dict]:
+    return [{"type": "item_reference", "id": item["id"]} for item in items]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_item_by_its_id_is_the_item(hermes, stream):
+    """The second turn has the tokens, and the text, that it has with the items sent whole."""
+    kinds = []
+    for choice, length in (("none", 9), ("required", 150)):
+        own = {"tools": TOOLS, "tool_choice": choice, "seed": 2}
+        asked = own | {"input": "Tom", "max_output_tokens": length, "store": True}
+        output = replayed(events_of(hermes, asked)) if stream else whole(hermes, asked)["output"]
+        kinds += {item["type"] for item in output}
+        calls = [item["call_id"] for item in output if item["type"] == "function_call"]
+        ends = [OUTPUT | {"call_id": name} for name in calls] + conversation("So?")
+        first, *others = (
+            whole(hermes, own | {"input": [*TALK[:1], *items, *ends], "max_output_tokens": 9})
+            for items in (output, by_id(output), [{"id": item["id"]} for item in output])
+        )
+        assert plain(others) == plain([first] * 2)
+    assert kinds == ["message", "function_call"]
+
+
+def test_half_a_call_is_refused_by_its_id_as_it_is_whole(hermes):
+    body = {"input": "Tom", "tools": TOOLS, "seed": 2}
+    body |= {"tool_choice": {"type": "function", "name": "count"}, "stop": ['"things']}
+    output = whole(hermes, body)["output"]
+    what = "input.0.arguments: it must be the JSON of an object"
+    for items in (output, by_id(output)):
+        assert hermes.post(PATH, {"input": items}) == (400, refusal(what, "input"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_item_is_kept_unless_its_client_asks_not_to_store(door, stream):
+    for fields, status in (({"store": False}, 400), ({"store": None}, 200), ({}, 200)):
+        body = {"input": "Tom", "max_output_tokens": 3} | LOGPROBS | fields
+        (item,) = replayed(events_of(door, body)) if stream else whole(door, body)["output"]
+        body = {"input": [*by_id([item]), *TALK[2:]], "max_output_tokens": 1}
+        found = door.post(PATH, body)
+        assert found[0] == status
+        if status == 400:
+            assert found[1] == refusal(f"input.0.id: {item['id']} {NOT_KEPT}", "input")
+
+
+def test_kept_items_leave_by_their_last_use():
+    from server.responses import MAX_KEPT, KeptItems
+
+    def item(name, length=100):
+        part = {"type": "output_text", "text": "a" * length, "logprobs": [{"token": "a"}] * length}
+        return {"id": name, "type": "message", "role": "assistant", "content": [part]}
+
+    one = KeptItems()
+    assert one.max_bytes == MAX_KEPT == 2**24
+    one.keep(item("a"))
+    size = len(one.find("a"))
+    assert size < 300 and json.loads(one.find("a"))["content"][0]["logprobs"] == []
+    kept = KeptItems(3 * size + 1)
+    for name in "abc":
+        kept.keep(item(name))
+    assert kept.find("a") and kept.find("x") is None
+    kept.keep(item("d"))
+    assert [name for name in "abcd" if kept.find(name)] == ["a", "c", "d"]
+    kept.keep(item("e", 100 + size))
+    assert [name for name in "abcde" if kept.find(name)] == ["d", "e"]
+    assert kept.num_bytes == 3 * size == sum(map(len, kept.items.values()))
+    kept.keep(item("f", 4 * size))
+    assert (kept.num_bytes, kept.items) == (0, {})
+
+
+def test_an_item_that_has_left_or_is_of_another_server_is_refused(door, tiny_llama, monkeypatch):
+    import server.responses as module
+
+    monkeypatch.setattr(module, "KeptItems", functools.partial(module.KeptItems, 500))
+    with serving(lambda: small_engine(tiny_llama)) as other:
+        body = {"input": "Tom", "max_output_tokens": 2}
+        items = [whole(other, body)["output"][0] for _ in range(4)]
+        body = {"max_output_tokens": 1, "store": False}
+        answers = [other.post(PATH, body | {"input": by_id([item])}) for item in items]
+        answers.append(door.post(PATH, body | {"input": by_id(items[3:])}))
+    assert [answer[0] for answer in answers] == [400, 400, 200, 200, 400]
+    for item, place in ((items[0], 0), (items[1], 1), (items[3], 4)):
+        assert answers[place][1] == refusal(f"input.0.id: {item['id']} {NOT_KEPT}", "input")
+
+
+def test_items_by_id_are_no_more_than_a_body(hermes):
+    """A short body of references is no way to a long one."""
+    from server.app import MOST_BYTES
+    from server.protocol import APIError
+    from server.responses_protocol import MAX_REFERENCED, ResponsesRequest
+
+    assert MAX_REFERENCED == MOST_BYTES
+    part = {"type": "output_text", "text": "a" * 2**16}
+    data = json.dumps({"role": "assistant", "content": [part]}).encode()
+    for times in (15, 16):
+        body = {"input": [{"type": "item_reference", "id": "a"}] * times}
+        asked = ResponsesRequest.model_validate(body)
+        if times == 15:
+            assert len(asked.with_items(lambda name: data).messages) == 15
+            continue
+        with pytest.raises(APIError) as error:
+            asked.with_items(lambda name: data)
+        assert str(error.value) == "input: it refers to items of more than 1048576 bytes together"
 
 
 def test_embeddings_are_not_served(door):
@@ -791,7 +919,7 @@ def test_the_official_client(hermes):
             talk += [made if turn else made.model_dump(), output]
         found = client.responses.create(input=talk, **options | {"tool_choice": "none"})
         assert found.output_text
-        with pytest.raises(openai.NotFoundError, match="nothing is stored"):
+        with pytest.raises(openai.NotFoundError, match="no response is stored"):
             client.responses.retrieve(found.id)
         with pytest.raises(openai.BadRequestError, match="previous_response_id"):
             client.responses.create(input="Tom", previous_response_id=found.id, **ask)
