@@ -307,16 +307,21 @@ def check_chat_options(args) -> None:
 def chat_defaults(args, source: Source) -> dict[str, float]:
     """Return the sampling parameters of a model for its chats that the user has not set.
 
-    A note on stderr names them. There are none without --chat. Raises UserError.
+    There are none without --chat. Raises UserError.
     """
     if not args.chat or args.generation_config == "none":
         return {}
-    from loading.defaults import apply_defaults, describe, read_defaults  # few runs chat
+    from loading.defaults import apply_defaults, read_defaults  # few runs chat
 
-    used = apply_defaults(read_defaults(source), args.given, args.temperature)
-    if used:
-        print(describe(used), file=sys.stderr)
-    return used
+    return apply_defaults(read_defaults(source), args.given, args.temperature)
+
+
+def note_defaults(defaults: Mapping[str, float]) -> None:
+    """Name the sampling parameters of a model on stderr, once it is loaded."""
+    if defaults:
+        from loading.defaults import describe
+
+        print(describe(defaults), file=sys.stderr, flush=True)
 
 
 def load_chat(args, source: Source) -> Chat | None:

@@ -31,6 +31,7 @@ from command_line import (
     load_chat,
     load_models,
     note_cut,
+    note_defaults,
     note_window,
     pick_device,
     pick_seed,
@@ -326,6 +327,7 @@ def run(args) -> None:
     (model,) = load_models([source], args, device)
     encoding = load_encoding(source, model.config.vocab_size)
     params = with_calls(params, chat, encoding, model.config)
+    note_defaults(defaults)
     skip = ending_ids(params, model.config.eos_token_ids)
 
     def write(tokens: list[list[int]], shown: list[str]) -> list[str]:

@@ -23,6 +23,7 @@ from command_line import (
     is_conversation,
     load_chat,
     note_cut,
+    note_defaults,
     note_window,
     pick_device,
     pick_seed,
@@ -86,7 +87,8 @@ def write_all(args, ranks: Ranks | None) -> None:
         check_text("--stop", text)
     args.stop = tuple(args.stop or [])
     source = parse_name(args.model)
-    params = sampling_params(args, chat_defaults(args, source))
+    defaults = chat_defaults(args, source)
+    params = sampling_params(args, defaults)
     prompts = read_prompts(args)
     device = pick_device(args.device)
     seed = pick_seed(args.seed)
@@ -94,6 +96,7 @@ def write_all(args, ranks: Ranks | None) -> None:
     engine = load_engine(args, source, device, ranks)
     encoding = engine.encoding
     params = with_calls(params, chat, encoding, engine.model.config)
+    note_defaults(defaults)
     adapters = ["", *parse_adapters(args.lora_modules)]
 
     def write(tokens: list[list[int]], shown: list[str]) -> list[str]:

@@ -30,6 +30,7 @@ from command_line import (
     add_template_option,
     check_text,
     follows,
+    note_defaults,
     pick_device,
     run_script,
     show,
@@ -43,8 +44,6 @@ from engine.options import (
     parse_adapters,
 )
 from errors import UserError, check_limits
-from loading.chat import Chat
-from loading.defaults import describe
 from loading.load import Source, find_file, parse_name
 from parallel.ranks import RankError, Ranks
 from server.app import allowed_hosts, make_app
@@ -355,17 +354,6 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def note_defaults(args, source: Source) -> dict[str, float]:
-    """Return the sampling parameters of a model for chats, and name them on stderr, if it chats.
-
-    Raises UserError.
-    """
-    defaults = server_defaults(args, source)
-    if defaults and isinstance(find_chat(source, args.chat_template), Chat):
-        print(describe(defaults), file=sys.stderr, flush=True)
-    return defaults
-
-
 def url_of(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -379,7 +367,7 @@ async def serve(
     that the model needs has ended.
     """
     name = served_name(source)
-    defaults = note_defaults(args, source)
+    defaults = server_defaults(args, source)
     make = functools.partial(load_engine, args, source, device, ranks)
     thread = EngineThread(make, args.max_waiting, args.max_waiting_tokens)
     adapters = parse_adapters(args.lora_modules)
@@ -393,6 +381,7 @@ async def serve(
     await asyncio.wait((thread.ready, serving), return_when=asyncio.FIRST_COMPLETED)
     if thread.engine:
         freeze()
+        note_defaults(defaults)
         show(f"{name} at {url_of(*sock.getsockname()[:2])}\n")
     else:
         server.should_exit = True

@@ -16,13 +16,13 @@ if __name__ == "__main__":
 import torch
 
 from cache import check_stride
-from command_line import CACHE_DTYPES, Parser, pick_device, run_script, show
+from command_line import CACHE_DTYPES, Parser, note_defaults, pick_device, run_script, show
 from engine.options import load_adapters, parse_adapters
 from errors import UserError, check_limits
 from loading.load import empty_model, load_config, parse_name
 from loading.lora import read_adapter
 from loading.tokenizer import load_encoding
-from serve import add_server_options, check_server_options, listen, note_defaults, url_of
+from serve import add_server_options, check_server_options, listen, url_of
 from server.replicas import Door, Replica
 from server.served import find_chat, served_name, server_defaults
 
@@ -72,11 +72,11 @@ def run(args) -> None:
     gpus = torch.cuda.device_count()
     if pick_device(args.device) == "cuda" and most(args) > gpus:
         raise UserError(f"{wanted}: each needs a GPU; this machine has {gpus}")
-    note_defaults(args, parse_name(args.model))
     signals = queue.SimpleQueue()
     with running(args) as address:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: signals.put(number))
+        note_defaults(server_defaults(args, parse_name(args.model)))
         show(f"{served_name(parse_name(args.model))} at {address}\n")
         try:
             first = wait_for(signals)

@@ -77,5 +77,5 @@ def apply_defaults(
 
 def describe(defaults: Mapping[str, float]) -> str:
     """Return a note that names the defaults, and how to turn them off."""
-    values = ", ".join(f"{field.replace('_', '-')} {value:g}" for field, value in defaults.items())
+    values = ", ".join(f"{name.replace('_', '-')} {value:.10g}" for name, value in defaults.items())
     return f"note: sampling defaults of the model: {values}; --generation-config none ignores them"

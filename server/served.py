@@ -55,8 +55,12 @@ def find_chat(source: Source, file: Path | None = None) -> Chat | UserError:
 
 
 def server_defaults(args, source: Source) -> dict[str, float]:
-    """Return the sampling parameters of a model for chats, by the options of a command line."""
-    return read_defaults(source) if args.generation_config == "auto" else {}
+    """Return the sampling parameters of a model for chats, by the options of a command line.
+
+    A model without a chat template has none. Raises UserError.
+    """
+    chats = isinstance(find_chat(source, args.chat_template), Chat)
+    return read_defaults(source) if chats and args.generation_config == "auto" else {}
 
 
 class Served:

@@ -123,7 +123,7 @@ def test_the_process_of_the_door_collects_no_garbage_of_its_imports(monkeypatch)
     frozen = []
     monkeypatch.setattr(replicas, "freeze", lambda: frozen.append(True))
     options = {"host": "127.0.0.1", "api_key": None, "allow_origin": [], "allowed_host": []}
-    options |= {"lora_modules": [], "chat_template": None}
+    options |= {"lora_modules": [], "chat_template": None, "generation_config": "auto"}
     args = argparse.Namespace(model=CHECKPOINTS / "stories-llama", **options)
     replicas.Door(args, Handle([])).__serve_build_asgi_app__()
     assert frozen == [True]

@@ -181,20 +181,35 @@ def test_a_server_takes_them_for_chats(tiny_llama):
 
 
 def test_a_server_names_them_once(advised, tmp_path, capsys):
-    from serve import main, note_defaults
+    from command_line import note_defaults
+    from serve import main
+    from server.served import server_defaults
 
-    def args(model, said="auto"):
-        return SimpleNamespace(model=model, generation_config=said, chat_template=None)
+    def found(model, said="auto") -> dict:
+        args = SimpleNamespace(generation_config=said, chat_template=None)
+        return server_defaults(args, parse_name(model))
 
-    found = note_defaults(args(advised), parse_name(advised))
-    assert found == {"temperature": 1.5, "top_k": 40, "repetition_penalty": 1.2}
+    expected = {"temperature": 1.5, "top_k": 40, "repetition_penalty": 1.2}
+    assert found(advised) == expected
+    # Without a template there are no chats.
+    for nothing in (found(advised, "none"), found(SMALL), found(saying(tmp_path, {"top_k": 3}))):
+        assert nothing == {}
+        note_defaults(nothing)
+    assert capsys.readouterr().err == ""
+    note_defaults(expected)
     said = "temperature 1.5, top-k 40, repetition-penalty 1.2"
     assert capsys.readouterr().err == NOTE + said + END
-    assert note_defaults(args(advised, "none"), parse_name(advised)) == {}
-    assert note_defaults(args(SMALL), parse_name(SMALL)) == {}
-    silent = saying(tmp_path, {"top_k": 3})  # it has no template, so there are no chats
-    note_defaults(args(silent), silent)
-    assert capsys.readouterr().err == ""
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "--generation-config {auto,none}" in capsys.readouterr().out
+
+
+def test_an_error_is_one_line_and_no_note(cli, advised):
+    wrong = cli("--model", advised, "--chat", "--prompt", "x", "--seed", -1)
+    assert is_one_line(wrong, "--seed -1: it must be an integer from 0 to 2**64 - 1")
+
+
+def test_a_note_writes_whole_numbers_whole():
+    from loading.defaults import describe
+
+    assert "top-k 1000000, top-p 0.9;" in describe({"top_k": 10**6, "top_p": 0.9})
