@@ -4,6 +4,8 @@ import argparse
 import csv
 import importlib
 import io
+import json
+import math
 import os
 import pickle
 import platform
@@ -125,9 +127,9 @@ def add_options(
         "--output",
         type=Path,
         default=RESULTS / output,
-        help="CSV file, replaced at the end of the run together with its summary and plot; until"
-        " then the rows are in a file of that name with .part behind it, and no other run may use"
-        " it",
+        help="CSV file, replaced at the end of the run together with its summary, both as JSON, and"
+        " its plot; until then the rows are in a file of that name with .part behind it, and no"
+        " other run may use it",
     )
 
 
@@ -137,6 +139,7 @@ def add_options(
 class ResultsFile:
     """A CSV file that has each row as soon as it is measured; a summary and a plot lie beside it.
 
+    Rows and summary are there as JSON, too: a list of records with the values of the CSV.
     Rows are written to PATH.part. It must not exist, so two runs never share a file, and the rows
     of a run that was killed stay there. `close` renames it. Raises UserError for a path that
     cannot be used, OSError for a full disk.
@@ -151,8 +154,12 @@ class ResultsFile:
         self.part = path.with_name(path.name + ".part")
         self.summary = path.with_name(path.stem + "_summary.csv")
         self.plot = path.with_suffix(".png")
+        self.records = path.with_suffix(".json")
+        self.summary_records = self.summary.with_suffix(".json")
+        self.beside = (self.summary, self.plot, self.records, self.summary_records)
         self.rows = []
-        if taken := [file for file in (path, self.summary, self.plot) if file.is_dir()]:
+        self.lines = []  # what the file has, its header first
+        if taken := [file for file in (path, *self.beside) if file.is_dir()]:
             raise UserError(f"--output {path}: {taken[0]} is a directory")
         if path.parent.resolve() == RESULTS:  # any other directory must be there
             RESULTS.mkdir(exist_ok=True)
@@ -179,6 +186,7 @@ class ResultsFile:
         except OSError:
             self.file.truncate(end)
             raise
+        self.lines.append({name: row.get(name) for name in self.columns})
 
     def write(self, **row) -> None:
         """Add a row, and show it on stderr. Measured numbers get four digits.
@@ -198,7 +206,7 @@ class ResultsFile:
         return summarise(self.rows, baseline)
 
     def close(self) -> bool:
-        """Put the rows where an older file may be, and remove that one's summary and plot.
+        """Put the rows where an older file may be, and remove what lies beside that one.
 
         Returns False if there are no rows; then the older files stay.
         """
@@ -206,7 +214,7 @@ class ResultsFile:
         if not self.rows:
             self.part.unlink()
             return False
-        for old in (self.summary, self.plot):
+        for old in self.beside:
             old.unlink(missing_ok=True)
         self.part.replace(self.path)
         return True
@@ -278,6 +286,8 @@ def report(results: ResultsFile, baseline: str | dict | None, plot) -> None:
         picture = io.BytesIO()
         plot(summary).savefig(picture, dpi=120, format="png")
         write_whole(results.summary, summary.to_csv(index=False).encode())
+        write_whole(results.records, as_json(results.lines[1:]))
+        write_whole(results.summary_records, as_json(summary.to_dict("records")))
         write_whole(results.plot, picture.getvalue())
         print(summary.to_string(index=False))
 
@@ -290,6 +300,19 @@ def write_whole(path: Path, data: bytes) -> None:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def as_json(rows: list[dict]) -> bytes:
+    """Return rows as a JSON list of records; a float that is not finite is null.
+
+    Not `DataFrame.to_json`, which cuts numbers after 15 decimal places.
+    """
+    records = []
+    for row in rows:
+        numbers = {name: value for name, value in row.items() if isinstance(value, float)}
+        missing = {name: None for name, value in numbers.items() if not math.isfinite(value)}
+        records.append(row | missing)
+    return json.dumps(records, indent=1).encode()
 
 
 def four_digits(value: float | None) -> float | None:

@@ -1,5 +1,7 @@
 """What a benchmark has measured is neither lost nor mixed, however its run ends."""
 
+import csv
+import json
 import resource
 import subprocess
 
@@ -14,7 +16,7 @@ from errors import UserError
 
 ROW = dict.fromkeys(common.COLUMNS, 1)
 ROW |= {"model": "m", "draft": "", "dtype": "float32", "mode": "a"}
-WRITTEN = ["run.csv", "run.png", "run_summary.csv"]
+WRITTEN = ["run.csv", "run.json", "run.png", "run_summary.csv", "run_summary.json"]
 
 
 @pytest.fixture
@@ -118,6 +120,47 @@ def test_what_was_measured_before_an_end_is_kept(script, tmp_path, error, code):
 
     assert script(measure)[0] == code
     assert files(tmp_path) == WRITTEN
+    assert len(json.loads((tmp_path / "run.json").read_text())) == 1
+
+
+def test_json_has_the_values_of_the_csv(script, tmp_path):
+    def measure(args, device, results):
+        for repeat in range(2):
+            small = {"first_token_s": 1.23456e-16, "decode_tokens_per_s": torch.pi}
+            missing = {"acceptance": None, "roofline_share": float("nan"), "commit": "0123456"}
+            results.write(**ROW | small | missing | {"repeat": repeat})
+
+    assert script(measure)[0] == 0
+    for name in ("run", "run_summary"):
+        records = json.loads((tmp_path / f"{name}.json").read_text())
+        with (tmp_path / f"{name}.csv").open() as file:
+            lines = list(csv.DictReader(file))
+        assert [list(record) for record in records] == [list(line) for line in lines]
+        for record, line in zip(records, lines, strict=True):
+            for column, value in record.items():
+                assert ("" if value is None else str(value)) == line[column].replace("nan", "")
+        assert records[0]["first_token_s"] == 1.235e-16
+    assert "NaN" not in (tmp_path / "run.json").read_text()
+
+
+def test_a_row_that_did_not_fit_is_not_in_the_json(tmp_path, monkeypatch):
+    results = common.ResultsFile(tmp_path / "run.csv")
+    results.write(**ROW)
+    whole = results.file
+
+    class Full:
+        tell = whole.tell
+        truncate = whole.truncate
+
+        def write(self, data):
+            raise OSError("full")
+
+    results.file = Full()
+    with pytest.raises(OSError):
+        results.write(**ROW)
+    results.file = whole
+    common.report(results, "a", lambda summary: Figure())
+    assert len(json.loads(results.records.read_text())) == 1
 
 
 def test_a_closed_pipe_is_left_to_run_script_and_rows_are_kept(script, tmp_path, monkeypatch):
@@ -134,7 +177,7 @@ def test_a_closed_pipe_is_left_to_run_script_and_rows_are_kept(script, tmp_path,
     assert files(tmp_path) == WRITTEN
 
 
-OLDER = ["run.png", "run_summary.csv"]
+OLDER = ["run.json", "run.png", "run_summary.csv"]
 
 
 @pytest.mark.parametrize(
