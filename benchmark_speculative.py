@@ -143,9 +143,10 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
 
 
 def speculation(items: list[Pass]) -> dict:
-    """The columns about drafts. The roofline counts the target alone."""
+    """The columns about drafts. Prefill and roofline are those of the target alone."""
     drafts = sum(len(item.drafts) for item in items)
     return {
+        "prefill_tokens_per_s": None,
         "roofline_share": None,
         "acceptance": sum(item.accepted for item in items) / drafts if drafts else None,
         "tokens_per_pass": sum(len(item.tokens) for item in items) / len(items),

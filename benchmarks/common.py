@@ -50,6 +50,9 @@ CONDITIONS = {
 MEASURED = {
     "first_token_s": "seconds to the first token (prefill); with drafts: to the end of the first"
     " pass",
+    "prefill_tokens_per_s": "tokens of all prompts over first_token_s; none with drafts",
+    "inter_token_s": "mean seconds between two tokens of a text, after the first token (the first"
+    " pass)",
     "decode_tokens_per_s": "tokens after the first one (the first pass) in all texts, over the"
     " seconds after it",
     "roofline_share": "the seconds that reading the weights once a step and the cache must take,"
@@ -61,6 +64,23 @@ MEASURED = {
     "tokens_per_pass": "tokens for each pass of the target",
 }
 COLUMNS = SETTING | CONDITIONS | MEASURED
+ABOUT = (  # the columns of every file
+    "model",
+    "draft",
+    "dtype",
+    "parameters",
+    "device",
+    "kernel",
+    "threads",
+    "torch",
+    "library",
+    "commit",
+)
+
+
+def columns(own: dict[str, str]) -> dict[str, str]:
+    """Return these columns, followed by those that say what ran on what."""
+    return own | {name: COLUMNS[name] for name in ABOUT if name not in own}
 
 
 # Options
@@ -486,6 +506,8 @@ def speeds(
         "prompt_tokens": prompt_tokens,
         "new_tokens": length,
         "first_token_s": first,
+        "prefill_tokens_per_s": batch_size * prompt_tokens / first,
+        "inter_token_s": rest / (length - skip),
         "decode_tokens_per_s": batch_size * (length - skip) / rest,
         "roofline_share": share,
     }

@@ -47,18 +47,7 @@ COLUMNS = {
     "value": "as measured",
     "repeat": "each repeat runs all modes once",
 }
-ABOUT = (
-    "model",
-    "draft",
-    "parameters",
-    "device",
-    "kernel",
-    "threads",
-    "torch",
-    "library",
-    "commit",
-)
-COLUMNS |= {name: common.COLUMNS[name] for name in ABOUT}
+COLUMNS = common.columns(COLUMNS)
 SETTING = ["model", "part", "backend", "mode", "rows", "temperature", "measure"]
 MEASURED = "draft model, where it pays"
 STEPS = 50  # of which a median is taken
@@ -92,6 +81,7 @@ class Results(common.Measures):
         """Add values, measure -> number."""
         run = {"part": part, "backend": backend, "mode": mode, "rows": rows}
         run |= {"temperature": temperature, "repeat": repeat, "library": library}
+        run["dtype"] = str(BACKENDS[backend]).removeprefix("torch.")
         which = (
             f"{part}  {mode}, {backend}, {rows} rows  temperature {temperature}  repeat {repeat}"
         )

@@ -51,8 +51,7 @@ COLUMNS = {
     "text": "the file",
     "length": "tokens of a chunk",
 }
-ABOUT = ("parameters", "device", "kernel", "threads", "torch", "library", "commit")
-COLUMNS |= {name: common.COLUMNS[name] for name in ABOUT}
+COLUMNS = common.columns(COLUMNS)
 Logits = Callable[[list[int]], Iterator[torch.Tensor]]  # those after each token, in pieces
 
 
@@ -189,7 +188,6 @@ def measure(args, device: str, results: Results) -> None:
     chunks = read_chunks(args, config.vocab_size)
     about = common.describe(args.model, model, device)
     about |= {"text": args.text.name, "length": args.length, "library": ""}
-    del about["draft"]
     reference = functools.partial(our_logits, model)
 
     def add(dtype: str, backend: str, logits: Logits, size: int, **more) -> None:

@@ -40,8 +40,7 @@ COLUMNS = {
     "cores": "of this machine",
     "threads": "of each process",
 }
-ABOUT = ("model", "dtype", "parameters", "device", "kernel", "torch", "commit")
-COLUMNS |= {name: common.COLUMNS[name] for name in ABOUT}
+COLUMNS = common.columns(COLUMNS)
 PAGE = 16  # positions, as an engine has it
 PROMPT = 8  # tokens
 WORDS = (5, 20)  # of a prompt to a server

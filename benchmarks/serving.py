@@ -45,8 +45,7 @@ COLUMNS = {
     "value": "as measured",
     "repeat": "each repeat runs all modes once, with prompts of its own",
 }
-ABOUT = ("model", "dtype", "parameters", "device", "kernel", "threads", "torch", "library")
-COLUMNS |= {name: common.COLUMNS[name] for name in (*ABOUT, "commit")}
+COLUMNS = common.columns(COLUMNS)
 MODES = {  # server -> what it computes with, of benchmarks.batching's engines
     "one at a time": "cache",
     "engine": "cache",

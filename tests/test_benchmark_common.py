@@ -1,6 +1,7 @@
 """What the benchmarks share: time, bytes, rows that are never lost or mixed, and paired ratios."""
 
 import argparse
+import importlib
 import time
 
 import pandas
@@ -64,10 +65,12 @@ def test_speeds_leave_the_prefill_out_and_count_all_texts(tiny):
     row = common.speeds(model, [[1, 2]] * 3, 9, first=100.0, rest=4.0, bandwidth=50.0)
     assert row["decode_tokens_per_s"] == 3 * 8 / 4
     assert row["first_token_s"] == 100
+    assert row["prefill_tokens_per_s"] == 3 * 2 / 100
+    assert row["inter_token_s"] == 4 / 8  # of each text, however many there are
     assert (row["batch_size"], row["prompt_tokens"], row["new_tokens"]) == (3, 2, 9)
     assert row["roofline_share"] == common.roofline_share(model, 3, 2, 9, 4.0, 50.0)
     skipped = common.speeds(model, [[1]], 9, 100.0, 4.0, 50.0, skip=3)
-    assert skipped["decode_tokens_per_s"] == 6 / 4
+    assert (skipped["decode_tokens_per_s"], skipped["inter_token_s"]) == (6 / 4, 4 / 6)
     unknown = common.speeds(None, [[1, 2]] * 3, 9, 100.0, 4.0, 50.0)
     assert unknown == row | {"roofline_share": None}
 
@@ -161,6 +164,14 @@ def test_help_explains_each_column_and_what_happens_to_the_file():
     text = help_of(lengths=None, dtypes=False, columns={"value": "as measured"})
     assert "--max-new-tokens" not in text and "--dtype" not in text
     assert text.endswith(f"columns of the CSV file:\n  {'value':20} as measured\n")
+
+
+@pytest.mark.parametrize("name", ["engine", "quality", "scaling", "serving"])
+def test_each_file_says_what_ran_on_what(name):
+    script = importlib.import_module(f"benchmarks.{name}")
+    assert set(common.ABOUT) <= set(script.COLUMNS)
+    assert script.Results.columns is script.COLUMNS
+    assert set(common.ABOUT) <= set(common.COLUMNS)  # of the others
 
 
 def test_speedup_is_the_median_of_paired_ratios():

@@ -58,6 +58,10 @@ def test_time_is_that_of_the_passes_each_mode_needs(bench, clock, monkeypatch):
     assert set(by_mode["first_token_s"]) == {3 * 5}  # each prefills three prompts of 5
     rates = by_mode["decode_tokens_per_s"]
     assert rates["cache"] == 1 == rates["transformers"]
+    assert set(by_mode["prefill_tokens_per_s"]) == {1}
+    seconds = by_mode["inter_token_s"]  # a step computes three texts
+    assert seconds["cache"] == 3 == seconds["transformers"]
+    assert seconds["no cache"] == near(3 * (6 + 7 + 8 + 9) / 4)
     assert rates["no cache"] == near(4 / (6 + 7 + 8 + 9))
 
 

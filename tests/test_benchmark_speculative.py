@@ -41,7 +41,8 @@ def test_a_row_for_each_run_in_turns(bench, tmp_path):
     drafted = rows[rows["mode"] != "target"]
     assert alone["roofline_share"].notna().all()
     assert alone[["acceptance", "tokens_per_pass"]].isna().all(axis=None)
-    assert drafted["roofline_share"].isna().all()
+    assert drafted[["roofline_share", "prefill_tokens_per_s"]].isna().all(axis=None)
+    assert alone["prefill_tokens_per_s"].notna().all() and rows["inter_token_s"].notna().all()
     assert list(rows["peak_memory_mb"][:3]) == [1, 2, 3]  # millions of bytes, of each mode
     summary = bench.summary
     assert len(summary) == 9
@@ -56,12 +57,14 @@ def test_time_is_that_of_the_passes_and_the_target_has_a_cache(bench, clock):
     alone = rows.iloc[0]
     drafted = rows.iloc[1]
     assert alone["first_token_s"] == 4
-    assert alone["decode_tokens_per_s"] == 1  # a position a token
+    assert alone["prefill_tokens_per_s"] == 1
+    assert alone["decode_tokens_per_s"] == alone["inter_token_s"] == 1  # a position a token
     # The draft is the target, so a pass makes 4 tokens. The first takes 4 + 1 + 1 positions to
     # draft, 4 + 3 to verify; each other 2 + 1 + 1, since the draft has not yet seen its third
     # proposal, and 4.
     assert drafted["first_token_s"] == 13
     assert drafted["decode_tokens_per_s"] == pytest.approx((12 - 4) / 16, rel=1e-3)
+    assert drafted["inter_token_s"] == 16 / (12 - 4)
     assert drafted["acceptance"] == 1
     assert drafted["tokens_per_pass"] == 4
 
