@@ -64,6 +64,12 @@ IMPORTS = {
 }
 # Of an engine that needs more than its package, or one that pip calls otherwise: module -> pip's.
 NEEDS = {"llama_cpp": {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}}
+LABELS = (  # of a model's panels
+    "tokens/s of all texts together",
+    "tokens/s of each text",
+    "seconds to the first token",
+    "peak memory, MB",
+)
 COLOURS = [*(f"C{number}" for number in range(10)), "black", "gold"]  # of lines
 # The largest difference of a log-probability to float32's; on average it may be a tenth.
 BOUNDS = {"bfloat16": 0.5, "int8": 1.0, "blocks": 1.0}
@@ -337,33 +343,36 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
 
 
 def plot(summary):
-    """Decode rates of all texts together, and of each text, over batch sizes.
+    """Decode rates, times to the first token and peak memory over batch sizes.
 
-    Two panels for each model and length.
+    Four panels for each model and length: the rate of all texts together, of each text, then the
+    other two.
     """
     from matplotlib.figure import Figure
 
     groups = list(summary.groupby(["model", "new_tokens"], sort=False))
-    figure = Figure(figsize=(12.5, 4.2 * len(groups)), layout="constrained")
-    all_panels = figure.subplots(len(groups), 2, squeeze=False)
+    figure = Figure(figsize=(12.5, 8 * len(groups)), layout="constrained")
+    all_panels = figure.subplots(2 * len(groups), 2).reshape(len(groups), 4)
     for ((model, length), rows), panels in zip(groups, all_panels):
         for name, points in rows.groupby("mode", sort=False):
             draw_engine(panels, name, points)
         sizes = sorted(set(rows["batch_size"]))
-        for axes, what in zip(panels, ("of all texts together", "of each text")):
+        for axes, what in zip(panels, LABELS):
             axes.set_title(f"{textwrap.fill(model, 45)}, {length} tokens", fontsize="medium")
-            axes.set(xscale="log", yscale="log", xlabel="batch size", ylabel=f"tokens/s {what}")
+            axes.set(xscale="log", yscale="log", xlabel="batch size", ylabel=what)
             axes.set_xticks(sizes, sizes, minor=False)
             axes.minorticks_off()
             axes.grid(alpha=0.3)
+        panels[-1].set(yscale="linear", ylim=(0, None))
     handles, names = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside right upper", fontsize="small")
-    figure.suptitle("Greedy decoding after the first token, by engine: median, min and max")
+    what = "medians, and min and max of the rates after the first token"
+    figure.suptitle(f"Greedy decoding by engine: {what}")
     return figure
 
 
 def draw_engine(panels, name: str, points) -> None:
-    """A line in both panels, dashed for another library's engine."""
+    """A line in each panel, dashed for another library's engine."""
     sizes = points["batch_size"]
     rate = "decode_tokens_per_s"
     median, low, high = (points[f"{rate}_{what}"] for what in ("median", "min", "max"))
@@ -373,6 +382,9 @@ def draw_engine(panels, name: str, points) -> None:
     for axes, texts in zip(panels, (1, sizes)):
         spread = [(median - low) / texts, (high - median) / texts]
         axes.errorbar(sizes, median / texts, yerr=spread, **style)
+    del style["capsize"]
+    for axes, name in zip(panels[2:], ("first_token_s", "peak_memory_mb")):
+        axes.plot(sizes, points[name], **style)
 
 
 def main(argv=None) -> None:

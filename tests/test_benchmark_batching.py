@@ -108,7 +108,7 @@ def test_a_row_for_each_run_of_each_engine(bench):
     cached = summary[summary["mode"] == "cache"]
     assert list(cached["speedup_median"]) == [1, 1]
     assert summary["speedup_median"].notna().all()  # of every dtype, against the same rows
-    together, each = bench.figures[0].axes
+    together, each, first, memory = bench.figures[0].axes
     assert together.get_legend_handles_labels()[1] == OURS + PEER
     assert together.get_ylabel() == "tokens/s of all texts together"
     assert each.get_ylabel() == "tokens/s of each text"
@@ -116,6 +116,11 @@ def test_a_row_for_each_run_of_each_engine(bench):
     for axes, texts in ((together, 1), (each, 3)):
         line = axes.containers[1].lines[0]
         assert line.get_ydata()[1] == pytest.approx(rate / texts)
+    for axes, column in ((first, "first_token_s"), (memory, "peak_memory_mb")):
+        assert list(axes.lines[1].get_ydata()) == list(cached[column])
+        assert list(axes.get_xticks()) == [1, 3]
+    assert (first.get_ylabel(), memory.get_ylabel()) == tuple(bench.script.LABELS[2:])
+    assert memory.get_ylim()[0] == 0
 
 
 def test_only_no_cache_computes_all_positions_again(tiny):
