@@ -21,7 +21,11 @@ from loading.load import load_model, save_model
 from sampling import SamplingParams
 
 MODES = ("cache", "no cache", "transformers")
-PEER_IMPORTS = ["transformers.models.gpt2.modeling_gpt2", "transformers.generation.utils"]
+PEER_IMPORTS = [
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.generation.utils",
+]
 
 
 def load(mode: str, directory, dtype: torch.dtype, device: str):
@@ -131,6 +135,11 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
                 vocab_size = model.config.vocab_size
                 prompts = common.random_prompts(vocab_size, batch_size, args.prompt_tokens)
                 check(model, models, prompts, length, device)  # this also warms up
+                if args.profile:
+                    first = (run, modes[0], models[modes[0]], prompts)
+                    steps = min(length, common.PROFILED)
+                    common.profile(args.profile, device, *first, steps, device)
+                    args.profile = None  # the first setting alone
                 memory = {}
                 for mode in modes:
                     imports = PEER_IMPORTS if mode == "transformers" else []
@@ -191,6 +200,7 @@ def main(argv=None) -> None:
     parser.add_argument("--batch-size", **common.LIST, **sizes, help="texts at once")
     tokens = {"type": common.whole_number(1), "default": 16}
     parser.add_argument("--prompt-tokens", **tokens, help="random ids in each prompt")
+    common.add_profile_option(parser, "the first mode, model, dtype and batch size")
     common.add_options(parser, "kv_cache_cpu.csv", lengths=[60, 120, 220], repeats=3)
     common.run_benchmark(parser, measure, "no cache", plot, argv)
 

@@ -115,6 +115,11 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
             greedy = SamplingParams(max_new_tokens=length, ignore_eos=True)
             for prompt in prompts:
                 check(target, draft, prompt, greedy, gammas)
+            if args.profile:
+                steps = passes(target, draft, prompts[0], greedy, args.gamma[0])
+                first = itertools.islice(steps, common.PROFILED)
+                common.profile(args.profile, device, list, first)
+                args.profile = None  # the first setting alone
             alone = (run_once, names, dtype, device, prompts[0], greedy)
             memory = {}
             for gamma in gammas:
@@ -196,6 +201,7 @@ def main(argv=None) -> None:
     parser.add_argument("--draft", default=small, help="a smaller one, same vocabulary")
     prompts = {"type": common.whole_number(1, len(PROMPTS)), "default": len(PROMPTS)}
     parser.add_argument("--prompts", **prompts, help="how many, 1 to %(default)s")
+    common.add_profile_option(parser, "the first gamma and dtype, greedy")
     common.add_options(parser, "speculative_cpu.csv", lengths=[200], repeats=2)
     common.run_benchmark(parser, measure, "target", plot, argv)
 

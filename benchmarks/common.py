@@ -12,6 +12,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from native import BuildError, kernel
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark_results"  # the default directory
+PROFILED = 8  # steps in a profile: a trace of more opens slowly
 FLOATS = [name for name, dtype in DTYPES.items() if dtype.is_floating_point]
 SETTING = {  # what a summary keeps apart
     "model": "what --model or --target names",
@@ -110,6 +112,25 @@ def whole_number(least: int, most: int | None = None):
         return int(text)
 
     return convert
+
+
+def trace_file(text: str) -> Path:
+    """An argparse type: a .json file that can be written."""
+    path = Path(text)
+    if path.suffix != ".json":
+        raise argparse.ArgumentTypeError(f"{text!r}: the name must end in .json")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: no directory {path.parent}")
+    if taken := [file for file in (path, path.with_suffix(".txt")) if file.is_dir()]:
+        raise argparse.ArgumentTypeError(f"{text!r}: {taken[0]} is a directory")
+    return path
+
+
+def add_profile_option(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add --profile. what: the run that is profiled."""
+    told = f"Chrome trace of {PROFILED} steps of {what}, not timed; none if not given. A table of"
+    told += " its operations is written beside it, as .txt. Open the trace in ui.perfetto.dev"
+    parser.add_argument("--profile", type=trace_file, metavar="FILE.json", help=told)
 
 
 def add_options(
@@ -288,6 +309,7 @@ def run_benchmark(
         try:
             results = results_file(args.output)
             try:
+                check_profile(args, results)
                 measure(args, device, results)
             finally:
                 report(results, baseline, plot)
@@ -297,6 +319,13 @@ def run_benchmark(
             raise UserError(f"{error.filename or args.output}: {error.strerror or error}") from None
 
     run_script(parser, run, argv)
+
+
+def check_profile(args, results: ResultsFile) -> None:
+    """Raise UserError for a --profile that is one of the files of --output."""
+    profile = getattr(args, "profile", None)
+    if profile and profile.resolve() in [file.resolve() for file in results.beside]:
+        raise UserError(f"--profile {profile}: --output writes it; give it another name")
 
 
 def report(results: ResultsFile, baseline: str | dict | None, plot) -> None:
@@ -468,6 +497,27 @@ def timed(steps, device: str) -> tuple[list, float, float]:
         if len(items) == 1:
             first = now(device)
     return items, first - began, now(device) - first
+
+
+def profile(file: Path, device: str, function, *arguments) -> None:
+    """Call a function under torch.profiler, and write what it did.
+
+    file: for a Chrome trace. Beside it, as .txt, is a table of the operations, sorted by their own
+    time on the device. Passes in C are no operations of torch.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        function(*arguments)
+    with tempfile.TemporaryDirectory() as directory:
+        trace = Path(directory, "trace.json")
+        profiler.export_chrome_trace(str(trace))
+        write_whole(file, trace.read_bytes())
+    order = "self_cuda_time_total" if device == "cuda" else "self_cpu_time_total"
+    operations = profiler.key_averages().table(sort_by=order, row_limit=40)
+    write_whole(file.with_suffix(".txt"), operations.encode())
+    print(f"profile: {file}, {file.with_suffix('.txt')}", file=sys.stderr)
 
 
 def bandwidth(device: str, dtype: torch.dtype) -> float:

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import time
 
 import pandas
@@ -34,6 +35,20 @@ def test_a_device_has_finished_before_the_clock_is_read(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: order.append("read") or 0.0)
     common.timed(iter("abc"), "cuda")
     assert order == ["synchronised", "read"] * 3
+
+
+def test_a_profile_is_a_trace_and_a_table_of_operations(tmp_path, capsys):
+    file = common.trace_file(str(tmp_path / "run.json"))
+    common.profile(file, "cpu", lambda side: torch.ones(side, side) @ torch.ones(side), 3)
+    events = json.loads(file.read_text())["traceEvents"]
+    assert [event["ph"] for event in events if event.get("name") == "aten::mv"] == ["X"]
+    lines = (tmp_path / "run.txt").read_text().splitlines()
+    (operation,) = (line.split() for line in lines if "aten::mv" in line)
+    assert operation[-1] == "1"  # call
+    assert capsys.readouterr().err.endswith(f"profile: {file}, {tmp_path / 'run.txt'}\n")
+    (tmp_path / "taken.txt").mkdir()
+    with pytest.raises(argparse.ArgumentTypeError, match="taken.txt is a directory"):
+        common.trace_file(str(tmp_path / "taken.json"))
 
 
 def test_bandwidth_is_bytes_over_the_median_second(monkeypatch):

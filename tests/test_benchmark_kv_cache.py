@@ -1,5 +1,7 @@
 """Lesson 21: three ways to the same tokens, timed apart; the peer may be missing."""
 
+import json
+
 import pytest
 import torch
 from benches import Bench, near
@@ -106,6 +108,21 @@ def test_texts_that_differ_at_the_end_are_not_timed(bench, dtype, spoil):
 
     bench.change("generate", wrong)
     bench.stops("do not make the same tokens", "--modes", "cache", "no cache", "--dtype", dtype)
+
+
+def test_a_profile_is_of_the_first_setting_and_changes_no_row(bench, tmp_path, capsys):
+    profiled = bench.spy("profile", of=bench.script.common)
+    file = tmp_path / "trace.json"
+    asked = ("--modes", "no cache", "cache", "--batch-size", 2, 1, "--max-new-tokens", 9, 6)
+    rows = bench.rows(*asked, "--profile", file, says=f"profile: {file}, {tmp_path / 'trace.txt'}")
+    assert len(rows) == 2 * 2 * 2 * 2
+    ((_, _, function, mode, _, prompts, steps, _),) = profiled
+    assert function is bench.script.run
+    assert (mode, len(prompts), steps) == ("cache", 2, 8)
+    names = [event.get("name") for event in json.loads(file.read_text())["traceEvents"]]
+    # Two layers of four products in each step, and a head.
+    assert names.count("aten::scaled_dot_product_attention") == 8 * 2
+    assert "aten::addmm" in (tmp_path / "trace.txt").read_text()
 
 
 def test_each_run_has_the_same_prompts(bench):

@@ -44,6 +44,10 @@ REFUSED = {  # script and the options before these -> options, of which the last
         "--threads 1000000": "from 1 to ",
         "--threads 0": "from 1",
         "--dtype int8": "--dtype",
+        "--profile x.txt": "--profile: 'x.txt': the name must end in .json",
+        "--profile no/x.json": "--profile: 'no/x.json': no directory no",
+        "--profile run.json": "--profile run.json: --output writes it; give it another name",
+        "--profile ./run_summary.json": "--profile run_summary.json: --output writes it",
     },
     "benchmark_speculative --target MODEL --draft MODEL --prompts 2": {
         "--gamma 17": "from 1 to 16",
@@ -57,6 +61,7 @@ REFUSED = {  # script and the options before these -> options, of which the last
         "--temperature nan": "temperature is nan",
         "--max-new-tokens 12 57": "65 tokens do not fit",
         "--prompts 7": "from 1 to 6",
+        "--profile": "--profile: expected one argument",
         "--target nowhere": "nowhere",
     },
     "benchmarks.batching --model MODEL --prompt-tokens 5 --engines cache": {
