@@ -244,6 +244,9 @@ def test_backends_take_turns_and_torch_is_what_they_are_compared_with(bench):
                 rates.append(found["tokens/s"])
                 if backend != "torch":
                     assert found["x torch"] == near(found["tokens/s"] / rates[0])
+    assert set(zip(rows["backend"], rows["dtype"])) == set(
+        zip(BACKENDS, ("float32", "float32", "int8"))
+    )
     assert set(rows["kernel"].dropna()) == {bench.script.common.kernel()}
 
 
