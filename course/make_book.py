@@ -312,6 +312,11 @@ PLOTS = {
         "a time, static batches and transformers; the longest gap while a long prompt arrives; "
         "what draws cost and what drafts gain",
     ),
+    "progress": (
+        ("kv-cache-dynamic", "variable-batching", "native-backend", "native-greedy"),
+        "Tokens a second by each lesson's own script at its tag, for one text and for 32: bars by "
+        "lesson",
+    ),
     "quality": (
         ("quality", "rotated-int8", "half-weights"),
         "Divergence from float32 over bytes per weight: each dtype in torch and in C, and "
@@ -334,6 +339,9 @@ VARIANTS = {  # how the name of a plot ends -> what is different there
     "_llama": ", with a Llama of 134.5 million parameters",
     "_batches": ", in batches of 1, 8 and 32 texts, in float32 and bfloat16",
     "_one_thread": ", on one thread",
+    "_dtypes": ", in float32, bfloat16 and float16",
+    "_sizes": ", for 1 to 64 texts, with the time to the first token and peak memory",
+    "_smollm2": ", with SmolLM2, for 1,000 tokens",
 }
 
 

@@ -17,6 +17,7 @@ HELP = {  # script -> words of its help
     "benchmarks/serving.py": ["ttft", "itl", "goodput", "send lag", "plain step"]
     + ["serving_cpu.csv"],
     "benchmarks/scaling.py": ["one process", "predicted", "serve_ray.py", "scaling_cpu.csv"],
+    "benchmarks/progress.py": ["--lessons", "whose tag ran", "progress_cpu.csv"],
     "benchmarks/larger_machines.py": ["--bandwidth", "--latency", "--door", "H200"],
 }
 

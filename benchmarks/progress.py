@@ -1,0 +1,149 @@
+"""Tokens/s, lesson by lesson: python -m benchmarks.progress."""
+
+import contextlib
+import itertools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import lessons
+from benchmark_speculative import PROMPTS
+from benchmarks import common
+from command_line import STORIES, Parser
+from errors import UserError
+from loading.load import load_model
+
+COLUMNS = {
+    "lesson": "whose tag ran, as a reader runs it",
+    "run": "its script and options",
+    "texts": "how many at once",
+    "measure": "tokens/s: of all texts, after their first token; x first: over those of the first"
+    " lesson with as many texts, in the same repeat; same texts: 1 if they are that lesson's",
+    "value": "as measured",
+    "repeat": "each repeat runs all lessons once",
+}
+BATCH = 32  # texts
+NATIVE = "--backend native"
+INT8 = f"{NATIVE} --dtype int8"
+STEPS = (  # the lessons that change the speed: slug, texts, script, options
+    ("greedy-decoding", 1, "infer.py", ""),
+    ("kv-cache-dynamic", 1, "infer.py", ""),
+    ("kv-cache-static", 1, "infer.py", ""),
+    ("speculative-decoding", 1, "infer_speculative.py", ""),
+    ("native-backend", 1, "infer.py", NATIVE),
+    ("packed-int8", 1, "infer.py", INT8),
+    ("int8-vectors", 1, "infer.py", INT8),
+    ("native-step", 1, "infer.py", NATIVE),
+    ("native-step", 1, "infer.py", INT8),
+    ("native-greedy", 1, "infer.py", INT8),
+    ("block-panels", 1, "infer.py", f"{NATIVE} --dtype blocks"),
+    ("variable-batching", BATCH, "infer.py", ""),
+    ("failed-texts", BATCH, "infer_engine.py", ""),
+    ("native-backend", BATCH, "infer_engine.py", NATIVE),
+    ("native-batches", BATCH, "infer_engine.py", NATIVE),
+    ("native-greedy", BATCH, "infer_engine.py", INT8),
+    ("block-panels", BATCH, "infer_engine.py", f"{NATIVE} --dtype blocks"),
+)
+SLUGS = list(dict.fromkeys(slug for slug, *_ in STEPS))
+
+
+class Results(common.Measures):
+    """A CSV file with a row for each value."""
+
+    columns = common.columns(COLUMNS)
+    setting = ["lesson", "run", "texts", "measure"]
+
+
+def run(lesson: str, tree: Path, command: list, texts: int) -> tuple[str, float]:
+    """Run a script in a lesson's checkout: what it wrote, and tokens/s after the first ones.
+
+    Raises UserError if it fails.
+    """
+    line = [sys.executable, *map(str, command)]
+    ended = subprocess.run(line, cwd=tree, capture_output=True, encoding="utf-8")
+    found = re.search(r"(\d+) tokens, (.+) tokens/s, the first after (.+) s", ended.stderr)
+    if ended.returncode or not found:
+        said = ended.stderr.strip().splitlines()[-1:] or ["it ended without a word"]
+        raise UserError(f"{lesson}: {command[0]}: {said[0]}")
+    tokens, rate, first = map(float, found.groups())
+    return ended.stdout, (tokens - texts) / (tokens / rate - first)
+
+
+def measure(args, device: str, results: Results) -> None:
+    """Check the lessons out, and run them in turns. Raises UserError for bad options."""
+    refusal = common.native_refusal(device)
+    steps = [step for step in STEPS if step[0] in args.lessons and not (refusal and step[3])]
+    if not steps:
+        raise UserError(f"--lessons {' '.join(args.lessons)}: {refusal}")
+    if refusal:
+        print(f"without lessons in C: {refusal}", file=sys.stderr)
+    results.about = common.describe(STORIES, load_model(STORIES), device)
+    if args.threads:
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)  # of the scripts
+    with contextlib.ExitStack() as stack:
+        try:
+            _, every = lessons.read_main()
+            found = {slug: lessons.find(every, slug) for slug, *_ in steps}
+            enter = stack.enter_context
+            trees = {slug: enter(lessons.worktree(lesson.commit)) for slug, lesson in found.items()}
+        except lessons.LessonError as error:
+            raise UserError(str(error)) from None
+        file = Path(enter(tempfile.TemporaryDirectory()), "prompts")
+        file.write_text("\n".join(itertools.islice(itertools.cycle(PROMPTS), BATCH)))
+        firsts = {}  # repeat, number of texts -> the first lesson's
+        for repeat, (slug, texts, script, options) in itertools.product(range(args.repeats), steps):
+            command = [script, *options.split(), "--device", device]
+            command += ["--prompt", PROMPTS[0]] if texts == 1 else ["--prompt-file", file]
+            command += ["--max-new-tokens", args.new_tokens]
+            if slug != "greedy-decoding":  # whose texts do not end at EOS
+                command.append("--ignore-eos")
+            lesson = found[slug]
+            written, rate = run(lesson.id, trees[slug], command, texts)
+            first, first_rate = firsts.setdefault((repeat, texts), (written, rate))
+            values = {"tokens/s": rate, "x first": rate / first_rate}
+            values["same texts"] = float(written == first)
+            line = f"{script} {options}".strip()
+            which = {"lesson": lesson.id, "run": line, "texts": texts, "repeat": repeat}
+            dtype = options.partition("--dtype ")[2] or "float32"
+            which |= {"commit": lesson.commit[:7], "dtype": dtype}
+            results.add(f"{lesson.id}  {line}  repeat {repeat}", which, values)
+
+
+def plot(summary):
+    """A bar for each run, and a panel for each number of texts."""
+    from matplotlib.figure import Figure
+
+    groups = list(summary[summary["measure"] == "tokens/s"].groupby("texts", sort=False))
+    most = max(len(rows) for _, rows in groups)
+    figure = Figure(figsize=(7.5 * len(groups), 1.5 + 0.35 * most), layout="constrained")
+    for axes, (texts, rows) in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups):
+        dtypes = rows["run"].str.partition("--dtype ")[2].replace("", "float32")
+        colours = rows["run"].str.contains(NATIVE).map({False: "C0", True: "C2"})
+        median = rows["median"]
+        error = [median - rows["min"], rows["max"] - median]
+        at = range(len(rows))[::-1]  # the first at the top
+        drawn = axes.barh(at, median, xerr=error, capsize=2, color=colours)
+        axes.bar_label(drawn, fmt="%.4g", padding=4, fontsize="small")
+        axes.set_yticks(at, rows["lesson"] + ", " + dtypes, fontsize="small")
+        axes.set(title="one text" if texts == 1 else f"{texts} texts", xlabel="tokens/s")
+        axes.margins(x=0.15)
+    figure.suptitle("Lesson by lesson: median, min and max (green: in C)")
+    return figure
+
+
+def main(argv=None) -> None:
+    parser = Parser(description="Time greedy texts by each lesson's own script, at its tag.")
+    slugs = {"default": SLUGS, "choices": SLUGS, "metavar": "SLUG", "help": "what to run"}
+    parser.add_argument("--lessons", **common.LIST, **slugs)
+    tokens = {"type": common.whole_number(20, 240), "default": 200, "help": "of each text"}
+    parser.add_argument("--new-tokens", **tokens)
+    shared = {"lengths": None, "repeats": 2, "dtypes": False, "columns": Results.columns}
+    common.add_options(parser, "progress_cpu.csv", **shared)
+    common.run_benchmark(parser, measure, None, plot, argv, Results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The lessons' own scripts, timed at their tags: rows and bars by lesson, and what stops a run."""
+
+import contextlib
+import itertools
+import json
+
+import pytest
+from benches import Bench, near
+
+import lessons
+from benchmarks import progress
+from errors import UserError
+
+RATES = {  # a script's words -> tokens/s
+    "infer.py": 10,
+    "infer.py --backend native --dtype int8": 250,
+    "infer_engine.py --backend native": 80,
+    "infer_engine.py --backend native --dtype int8": 320,
+}
+
+
+@pytest.fixture
+def bench(request, tmp_path, monkeypatch):
+    """No script runs: each repeat is faster by 1 token/s, and int8 in a batch has other texts."""
+    bench = Bench(request, progress, "--new-tokens", 20, "--device", "cpu")
+    bench.ran = []
+
+    def run(lesson, tree, command, texts):
+        bench.ran.append((lesson, tree.name, list(map(str, command)), texts))
+        words = " ".join(itertools.takewhile(lambda word: word != "--device", command))
+        repeat = sum(earlier[0::2] == bench.ran[-1][0::2] for earlier in bench.ran[:-1])
+        return "other" if texts > 1 and "int8" in words else "text", RATES[words] + repeat
+
+    def worktree(commit):
+        bench.trees.append(commit)
+        return contextlib.nullcontext(tmp_path / commit)
+
+    bench.trees = []
+    ids = ("01-greedy-decoding", "57-native-backend", "66-native-greedy")
+    found = [lessons.Lesson(id, f"{id[:2]}abcdef", id) for id in ids]
+    monkeypatch.setattr(progress, "run", run)
+    monkeypatch.setattr(lessons, "read_main", lambda: ("main", found))
+    monkeypatch.setattr(lessons, "worktree", worktree)
+    monkeypatch.setattr(progress.common, "native_refusal", lambda device: "")
+    return bench
+
+
+def test_a_row_for_each_lesson_in_turns_and_a_bar_for_each(bench, monkeypatch, tmp_path):
+    one = [("greedy-decoding", 1, "infer.py", ""), ("native-greedy", 1, "infer.py", progress.INT8)]
+    engine = [("native-backend", 32, "infer_engine.py", progress.NATIVE)]
+    engine += [("native-greedy", 32, "infer_engine.py", progress.INT8)]
+    monkeypatch.setattr(progress, "STEPS", (*one, *engine))
+    bench.draws = True
+    rows = bench.rows("--lessons", "native-greedy", "native-backend", "greedy-decoding")
+    assert list(rows) == list(progress.Results.columns)
+    assert bench.trees == ["01abcdef", "66abcdef", "57abcdef"]  # each once
+    order = ["01-greedy-decoding", "66-native-greedy", "57-native-backend", "66-native-greedy"]
+    assert [lesson for lesson, *_ in bench.ran] == order * 2
+    assert [tree for _, tree, *_ in bench.ran[:4]] == [f"{lesson[:2]}abcdef" for lesson in order]
+    single, *_, batch = (command for _, _, command, _ in bench.ran[:4])
+    told = ["--device", "cpu", "--prompt", "Once upon a time", "--max-new-tokens", "20"]
+    assert single == ["infer.py", *told]  # the first lesson knows no --ignore-eos
+    assert batch[:5] == ["infer_engine.py", *progress.INT8.split()]
+    assert batch[-3:] == ["--max-new-tokens", "20", "--ignore-eos"]
+    wide = rows.pivot(index=["texts", "lesson", "repeat"], columns="measure", values="value")
+    assert list(wide["tokens/s"]) == [10, 11, 250, 251, 80, 81, 320, 321]
+    assert list(wide["x first"]) == [1, 1, 25, near(251 / 11), 1, 1, 4, near(321 / 81)]
+    assert list(wide["same texts"]) == [1, 1, 1, 1, 1, 1, 0, 0]
+    assert set(zip(rows["lesson"].str[:2], rows["commit"].str[:2])) == {
+        (number, number) for number in ("01", "57", "66")
+    }
+    assert set(rows[rows["run"].str.contains("int8")]["dtype"]) == {"int8"}
+    assert set(rows[~rows["run"].str.contains("int8")]["dtype"]) == {"float32"}
+    assert len(json.loads((tmp_path / "run.json").read_text())) == 2 * 4 * 3
+    first, second = bench.figures[0].axes
+    assert (first.get_title(), second.get_title()) == ("one text", "32 texts")
+    names = [label.get_text() for label in first.get_yticklabels()]
+    assert names == ["01-greedy-decoding, float32", "66-native-greedy, int8"]
+    assert [bar.get_width() for bar in first.patches] == [10.5, 250.5]
+    assert first.patches[0].get_y() > first.patches[1].get_y()  # from top to bottom
+
+
+def test_prompts_of_a_batch_are_lines_of_a_file(bench, monkeypatch):
+    lines = []
+
+    def run(lesson, tree, command, texts):
+        lines.extend(command[command.index("--prompt-file") + 1].read_text().splitlines())
+        return "", 1.0
+
+    monkeypatch.setattr(progress, "run", run)
+    step = ("native-backend", 32, "infer_engine.py", progress.NATIVE)
+    monkeypatch.setattr(progress, "STEPS", (step,))
+    bench.rows("--repeats", 1)
+    assert len(lines) == 32 and set(lines) == set(progress.PROMPTS)
+
+
+def test_without_a_compiler_lessons_in_c_are_left_out(bench, monkeypatch):
+    monkeypatch.setattr(progress.common, "native_refusal", lambda device: "no compiler")
+    given = ("--lessons", "native-backend", "greedy-decoding", "--repeats", 1)
+    rows = bench.rows(*given, says="without lessons in C: no compiler\n")
+    assert set(rows["lesson"]) == {"01-greedy-decoding"}
+    code, _, err = bench("--lessons", "native-backend")
+    assert (code, err) == (2, err) and err.endswith("--lessons native-backend: no compiler\n")
+    assert err.count("\n") == 1
+
+
+def test_a_lesson_that_is_not_there_is_one_line(bench):
+    code, _, err = bench("--lessons", "kv-cache-static")
+    assert code == 2 and err.count("\n") == 1
+    assert "'kv-cache-static' names no lesson; see: python lessons.py list" in err
+    code, _, err = bench("--lessons", "top-p")
+    assert code == 2 and err.count("\n") == 1 and "invalid choice: 'top-p'" in err
+    code, _, err = bench("--new-tokens", 241)
+    assert code == 2 and "'241': it must be an integer from 20 to 240" in err
+
+
+def test_the_rate_is_that_after_the_first_token_of_each_text(tmp_path):
+    said = "note\\n80 tokens, 40.0 tokens/s, the first after 0.500 s, 3 passes"
+    script = tmp_path / "infer.py"
+    script.write_text(f"import sys\nprint('A text', sys.argv[1])\nprint('{said}', file=sys.stderr)")
+    expected = ("A text x\n", (80 - 8) / (80 / 40 - 0.5))
+    assert progress.run("16-variable-batching", tmp_path, ["infer.py", "x"], 8) == expected
+    script.write_text("import sys\nsys.exit('x.py: error: no such option')")
+    with pytest.raises(UserError, match="^57-x: infer.py: x.py: error: no such option$"):
+        progress.run("57-x", tmp_path, ["infer.py"], 1)
+
+
+def test_the_lessons_are_on_main():
+    try:
+        _, every = lessons.read_main()
+    except lessons.LessonError as error:
+        pytest.skip(str(error))
+    assert {lesson.slug for lesson in every} >= set(progress.SLUGS)
