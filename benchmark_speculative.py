@@ -165,7 +165,7 @@ def plot(summary):
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(9.5, 4.5), layout="constrained")
     axes = figure.subplots()
     drafted = summary[summary["mode"] != "target"]
     gammas = drafted["mode"].str.removeprefix("gamma ").astype(int)
@@ -185,7 +185,7 @@ def plot(summary):
     names = textwrap.fill("{} drafted by {}".format(*summary.loc[0, ["model", "draft"]]), 90)
     title = f"Speculative decoding: median, min and max of paired ratios\n{names}"
     axes.set_title(title, fontsize="medium")
-    axes.legend(fontsize="small", loc="lower left")
+    figure.legend(fontsize="small", loc="outside right upper")  # it would cover lines
     return figure
 
 

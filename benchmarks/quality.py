@@ -27,7 +27,7 @@ from native import use_native
 TEXTS = Path(__file__).resolve().parent / "texts"  # written for this, so in no training data
 PIECE = 128  # positions of a pass: the logits of all of them are in memory at once
 LENGTH = 512  # tokens of a chunk, where the window holds them
-FLOOR = 1e-6  # of the plot: rounding makes float32 in C differ by less
+FLOOR = 1e-8  # of the plot: rounding makes float32 in C differ by less
 BACKENDS = ("torch", "native")
 SIDES = {  # of a point in the plot: where its name stands, as points may coincide
     "torch": {"xytext": (7, -9)},
@@ -231,8 +231,10 @@ def plot(summary):
         spread = [0 * mean, (rows["kl_99"] - mean).clip(lower=0)]
         style = {"marker": "osD"[number], "linestyle": "", "capsize": 3, "color": f"C{number}"}
         axes.errorbar(rows["bytes_per_weight"], mean, yerr=spread, label=backend, **style)
-        same = os.path.commonprefix(list(rows["dtype"]))  # of a model's files: not worth a place
-        names = [name.removeprefix(same) or name for name in rows["dtype"]]
+        names = list(rows["dtype"])
+        if backend == "llama.cpp":  # what a model's files have in common is not worth a place
+            same = os.path.commonprefix(names)
+            names = [name.removeprefix(same) or name for name in names]
         for name, x, y, top_1 in zip(names, rows["bytes_per_weight"], mean, rows["top_1"]):
             place = {"textcoords": "offset points", "fontsize": "x-small", **SIDES[backend]}
             axes.annotate(f"{name} ({top_1:.3f})", (x, y), **place)

@@ -49,6 +49,8 @@ def test_a_row_for_each_run_in_turns(bench, tmp_path):
     assert set(summary[summary["mode"] == "target"]["speedup_median"]) == {1}
     labels = bench.figures[0].axes[0].get_legend_handles_labels()[1]
     assert labels[1:] == [f"float32, 12 tokens, temperature {t}" for t in (0.0, 0.8, 0.80001)]
+    assert bench.figures[0].axes[0].get_legend() is None  # it lies outside, covering no line
+    assert len(bench.figures[0].legends) == 1
     assert (tmp_path / "run.png").stat().st_size > 5000
 
 

@@ -6,7 +6,7 @@ import math
 import numpy
 import pytest
 import torch
-from benches import Bench
+from benches import Bench, near
 from conftest import CHECKPOINTS, is_one_line, module_with, random_tokens, record, run_rows
 from drafting import write
 from engines import check_own_runs, finish, make_engine, make_greedy, own_texts, request_params
@@ -333,7 +333,12 @@ def test_rows_of_quality_for_each_cache(request):
     quality = module_with("benchmarks.quality", "quality")
     given = ["--model", CHECKPOINTS / "stories-draft", "--length", 24, "--chunks", 1]
     bench = Bench(request, quality, *given, "--dtype", "float32", "--backend", "torch")
+    bench.draws = True
     rows = bench.rows("--cache-dtype", "auto", "float16", "int8")
     assert list(rows["dtype"]) == ["float32", "float32, float16 cache", "float32, int8 cache"]
     assert rows["kl"][0] == 0 < rows["kl"][1] < rows["kl"][2]
     assert len(set(rows["weight_bytes"])) == 1
+    (axes,) = bench.figures[0].axes
+    assert [text.get_text().partition(" (")[0] for text in axes.texts] == list(rows["dtype"])
+    heights = [text.xy[1] for text in axes.texts]  # each at a place of its own
+    assert heights == [quality.FLOOR, *rows["kl"][1:].map(near)]
