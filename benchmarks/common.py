@@ -592,7 +592,7 @@ def check_half_precision(model, tokens: torch.Tensor, piece: int = 1, peer=None)
     For half precision, where rounding may change greedy tokens. tokens: (B, T). piece: how many
     tokens a pass with the cache takes. peer: a function of (1, T) tokens that returns
     (1, T, vocab_size) logits, which are checked too.
-    Raises SystemExit if the largest difference is above 0.5, or the mean above 0.05.
+    Raises SystemExit if the divergence of a position is above 0.1 nats, or the mean above 0.01.
     """
     cache = KVCache(model, *tokens.shape)
     pieces = []
@@ -608,10 +608,19 @@ def check_half_precision(model, tokens: torch.Tensor, piece: int = 1, peer=None)
         if peer is not None:
             found.append(peer(text)[0])
         for logits in found:
-            error = (logits.float().log_softmax(dim=-1) - expected).abs()
-            if not (error.max() <= 0.5 and error.mean() <= 0.05):  # NaN is an error too
-                off = f"log-probabilities are off by up to {error.max():.3f}"
+            error = divergence(logits.float().log_softmax(dim=-1), expected)
+            if not (error.max() <= 0.1 and error.mean() <= 0.01):  # NaN is an error too
+                off = f"log-probabilities are off by up to {error.max():.3f} nats"
                 sys.exit(f"{off}: no timing of wrong results")
+
+
+def divergence(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return the Kullback-Leibler divergence of each position, (T,), of log-probs (T, vocab_size).
+
+    Not the largest difference: in a large vocabulary bfloat16 changes log-probs by 0.7
+    where a token is so improbable that nothing depends on it.
+    """
+    return (expected.exp() * (expected - found)).sum(dim=-1)
 
 
 # Memory

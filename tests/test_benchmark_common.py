@@ -117,7 +117,7 @@ def test_half_precision_is_checked_in_each_row(tiny, monkeypatch, piece):
 
 
 LARGE = torch.zeros(1, 12, 61)
-LARGE[0, 5, 7] = 2
+LARGE[0, 5, 7] = 3.25
 SMALL = 0.3 * torch.randn(1, 12, 61, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
 
 
@@ -126,8 +126,8 @@ SMALL = 0.3 * torch.randn(1, 12, 61, generator=torch.Generator().manual_seed(0))
     [
         (lambda logits: 1.5 * logits, ""),
         (lambda logits: torch.nan * logits, ""),
-        (lambda logits: logits + LARGE, "[12]"),
-        (lambda logits: logits + SMALL, "0.[1-4]"),
+        (lambda logits: logits + LARGE, "0.1"),  # and 0.009 on average
+        (lambda logits: logits + SMALL, "0.0[1-4]"),
     ],
     ids=["scaled", "nan", "one large error", "many small errors"],
 )
@@ -141,6 +141,17 @@ def test_the_peer_is_checked_in_half_precision(tiny, wrong, said):
 
     with pytest.raises(SystemExit, match=f"off by up to {said}"):
         common.check_half_precision(model, tokens, peer=wrong_in_the_second_row)
+
+
+def test_what_bfloat16_does_to_an_improbable_token_is_no_error():
+    expected = torch.tensor([[0.0, -15.0, -2.0]]).log_softmax(dim=-1)
+    found = torch.tensor([[0.0, -14.0, -2.0]]).log_softmax(dim=-1)
+    assert 0 < common.divergence(found, expected).item() < 1e-6
+    other = torch.tensor([[0.0, -15.0, -1.0]]).log_softmax(dim=-1)
+    assert common.divergence(other, expected).item() > 0.05
+    p, q = expected.double().exp(), other.double().exp()
+    by_hand = (p * (p / q).log()).sum(dim=-1)
+    assert torch.allclose(common.divergence(other, expected).double(), by_hand, atol=1e-6)
 
 
 def test_rows_are_there_as_they_are_measured_and_measured_numbers_are_rounded(tmp_path, capsys):
