@@ -71,8 +71,8 @@ LABELS = (  # of a model's panels
     "peak memory, MB",
 )
 COLOURS = [*(f"C{number}" for number in range(10)), "black", "gold"]  # of lines
-# The largest difference of a log-probability to float32's; on average it may be a tenth.
-BOUNDS = {"bfloat16": 0.5, "int8": 1.0, "blocks": 1.0}
+# The largest divergence of a position from float32, in nats; on average it may be a tenth.
+BOUNDS = {"bfloat16": 0.1, "int8": 0.5, "blocks": 0.5}
 # By so much, in log-probability, a token may be less probable than float32's choice. llama.cpp has
 # a float16 cache, and a table of float16 for GPT-2's GELU.
 TIES = {"llama.cpp": 0.05}
@@ -257,10 +257,10 @@ def check(workers: dict, prompts: list[list[int]], length: int, device: str) -> 
     text = prompts[0] + [step[0] for step in texts["cache"][:-1]]
     expected = workers["cache"](log_probs, text)
     for name in [name for name in texts if name not in exact]:
-        error = (workers[name](log_probs, text) - expected).abs()
+        error = common.divergence(workers[name](log_probs, text), expected)
         bound = BOUNDS[ENGINES[name].dtype]
         if not (error.max() <= bound and error.mean() <= bound / 10):  # NaN is an error too
-            off = f"{name}: log-probabilities are off by up to {error.max():.3f}"
+            off = f"{name}: log-probabilities are off by up to {error.max():.3f} nats"
             sys.exit(f"{off}: no timing of wrong results")
 
 
