@@ -339,7 +339,7 @@ VARIANTS = {  # how the name of a plot ends -> what is different there
     "_llama": ", with a Llama of 134.5 million parameters",
     "_batches": ", in batches of 1, 8 and 32 texts, in float32 and bfloat16",
     "_one_thread": ", on one thread",
-    "_dtypes": ", in float32, bfloat16 and float16",
+    "_cache": ", with keys and values in float32, float16 and int8",
     "_sizes": ", for 1 to 64 texts, with the time to the first token and peak memory",
     "_smollm2": ", with SmolLM2, for 1,000 tokens",
 }
