@@ -321,8 +321,13 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket]) -> None:
         self.accepting.cancel()
         self.live.close()
-        asyncio.get_running_loop().call_later(self.seconds, self.thread.stop)
+        asyncio.get_running_loop().call_later(self.seconds, self.end_texts)
         await super().shutdown(sockets)
+
+    def end_texts(self) -> None:
+        """Fail all requests with a 503, also while the engine's thread is in a step."""
+        self.thread.stop()
+        self.thread.end("the server is shutting down")
 
 
 def most_connections() -> int:

@@ -232,7 +232,11 @@ def test_a_signal_ends_a_server_whose_engine_is_stuck(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Engine, "step", stuck)
     with Script(tmp_path, "--drain-seconds", 0) as server:
-        with connect(server.door(), request_of(PATH, {})):
+        with connect(server.door(), request_of(PATH, {})) as client:
             os.read(begun, 1)
             server.signal(signal.SIGTERM)
+            answer = b""
+            while not answer.endswith(b"}}"):
+                answer += client.recv(2**16)
+            assert answer.startswith(b"HTTP/1.1 503") and b"the server is shutting down" in answer
             assert server.end()[0] == 128 + signal.SIGTERM
