@@ -252,10 +252,10 @@ def native_code():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Budgets of llguidance. Its parser has a row for each lexeme of a text. A row of an ambiguous
-# grammar takes time with the cube of its items: 5 ms for 500, 300 ms for 2,000, the default.
-MAX_ITEMS = 500
-MAX_SCHEMA_ITEMS = 10_000  # of JSON, which is not ambiguous; 1,000 optional properties have 4,000
+# Budgets of llguidance. Its parser has a row for each lexeme of a text, with an item for each way
+# to go on. One of 600 alternatives has 601, an object with 400 optional properties 1,607. Ambiguous
+# rows take time with the cube of their items, up to 0.3 s: a server has a budget of time, too.
+MAX_ITEMS = 2000
 MAX_STATES = 2**16  # of the lexer, beside two for each byte of the source; up to 14 MB
 MAX_CHECKED = 32  # tokens that must come first
 # How JSON is written. A model may write blanks for ever. Without \u a character has one spelling:
@@ -275,6 +275,7 @@ class Grammar:
 
         self.vocabulary = vocabulary
         self.possible = vocabulary.possible
+        self.field = "tools" if kind == "calls" else kind
         try:
             if kind == "calls":
                 text = source
@@ -289,7 +290,7 @@ class Grammar:
                 text = LLMatcher.grammar_from_lark(source)
             limits = LLParserLimits(
                 verbose_errors=False,
-                max_items_in_row=MAX_ITEMS if kind == "grammar" else MAX_SCHEMA_ITEMS,
+                max_items_in_row=MAX_ITEMS,
                 max_lexer_states=MAX_STATES + 2 * len(source),
             )
             # Nothing is ever written to it: each matcher has a copy, which shares what is compiled.
@@ -300,8 +301,7 @@ class Grammar:
                 raise UserError(wrong_tool(text, error) if kind == "calls" else first_lines(error))
             self.check_start()
         except ValueError as error:  # a UserError is one
-            name = "tools" if kind == "calls" else kind
-            raise UserError(f"{name}: {error}") from None
+            raise UserError(f"{self.field}: {error}") from None
 
     def matcher(self) -> "GrammarMatcher":
         return GrammarMatcher(self)
@@ -318,6 +318,9 @@ class Grammar:
             if token is None or token in self.vocabulary.ends:
                 break
             output.append(token)
+
+
+ADVICE = "consider making your grammar"  # llguidance's, to whoever writes rules
 
 
 class GrammarMatcher(Matcher):
@@ -354,7 +357,13 @@ class GrammarMatcher(Matcher):
 
     def reason(self) -> str:
         reason = first_lines(self.error)
-        return super().reason() if reason.startswith("NoExtension") else reason or super().reason()
+        if not reason or reason.startswith("NoExtension"):
+            return super().reason()
+        if ADVICE in reason and self.grammar.field != "grammar":
+            return (
+                reason.partition(ADVICE)[0] + "give it fewer alternatives and optional properties"
+            )
+        return reason
 
 
 # The lexemes of llguidance's Lark. No two of them begin with the same character and the next one.

@@ -19,7 +19,7 @@ from errors import UserError
 from loading.tokenizer import Encoding
 from parallel.ranks import RankError
 from sampling import SamplingParams, TokenLogprob
-from server.forms import QueueFull, TimedMatcher, compile_form, in_pool, stuck
+from server.forms import Budget, QueueFull, TimedMatcher, compile_form, in_pool, stuck
 
 STALLED_SECONDS = 10  # without the end of a step, after which the engine counts as stuck
 
@@ -332,11 +332,12 @@ class EngineThread:
     ) -> None:
         """Queue the texts of a call, all or none."""
         over = []
+        budget = Budget()
         try:
             for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
                 request = self.engine.add(prompt, own, salt, adapter)
                 if isinstance(request.matcher, GrammarMatcher):
-                    request.matcher = TimedMatcher(request.matcher)
+                    request.matcher = TimedMatcher(request.matcher, budget)
                 call.requests.append(request)
                 text = Text(call, index, next(self.numbers))
                 if request.finish_reason:  # no tokens are wanted, and no event comes

@@ -8,8 +8,10 @@ import functools
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 
@@ -20,6 +22,14 @@ from sampling import SamplingParams
 
 COMPILE_SECONDS = 10  # as long as a form may take to compile
 MASK_SECONDS = 2  # and each mask of a text; other texts wait for it
+# Beyond these, masks use up a budget that all texts of a request share. In processor time, so that
+# a busy machine ends no text. An ambiguous grammar ends by it.
+FAIR_SECONDS = 0.005
+BUDGET_SECONDS = 1
+TOO_SLOW = (
+    "it takes too long to say which tokens may follow: write the form so that a text can be read "
+    "in one way only, or with fewer alternatives"
+)
 MAX_LATE = 4  # computations that go on after their time: each holds a thread and a processor
 MAX_BYTES = 2**29  # of compiled forms, as `form_bytes` estimates them
 
@@ -133,23 +143,47 @@ async def in_pool(function: Callable, *args):
     return await asyncio.get_running_loop().run_in_executor(pool(os.getpid()), function, *args)
 
 
-class TimedMatcher(Matcher):
-    """A matcher that gives a text up when a mask takes longer than MASK_SECONDS.
+@dataclass
+class Budget:
+    """Processor time that the masks of a request may take beyond FAIR_SECONDS each.
 
-    `allowed` then raises UserError, again and again.
+    clock: returns seconds of the thread that calls it.
     """
 
-    def __init__(self, matcher: Matcher):
+    clock: Callable[[], float] = time.thread_time
+    used: float = 0.0  # seconds
+
+    def call(self, function: Callable, *args):
+        """Return what a function returns, and charge the time that it takes."""
+        began = self.clock()
+        result = function(*args)
+        self.used += max(0.0, self.clock() - began - FAIR_SECONDS)
+        return result
+
+
+class TimedMatcher(Matcher):
+    """A matcher that gives a text up when its masks take too long.
+
+    That is when one takes longer than MASK_SECONDS, or when the budget is used up. `allowed` then
+    raises UserError, again and again. budget: None for one of its own.
+    """
+
+    def __init__(self, matcher: Matcher, budget: Budget | None = None):
         super().__init__(matcher.vocabulary)
         self.matcher = matcher
+        self.budget = budget or Budget()
         self.error: UserError | None = None
+        self.busy = False  # whether others' forms are why
 
     def allowed(self, output: list[int]) -> torch.Tensor:
         if self.error:  # the other thread may still have the matcher
             raise self.error
         try:
-            return MASKS.call(self.matcher.allowed, output)
+            if self.budget.used > BUDGET_SECONDS:
+                raise UserError(TOO_SLOW)
+            return MASKS.call(self.budget.call, self.matcher.allowed, output)
         except (UserError, QueueFull) as error:
+            self.busy = isinstance(error, QueueFull)
             self.error = UserError(str(error))
             raise self.error from None
 

@@ -1,6 +1,7 @@
 """Forms that never come to an end stop neither other texts nor the end of the server."""
 
 import asyncio
+import itertools
 import os
 import signal
 import threading
@@ -46,8 +47,8 @@ def impatient(monkeypatch, gate):
             return super().call(function, *args)
 
     def waits(function, args) -> bool:
-        if getattr(function, "__self__", None) in slow:
-            return len(args[0]) == 2
+        if getattr(args[0], "__self__", None) in slow:  # a mask, which a budget is charged for
+            return len(args[1]) == 2
         return BLOCKED in str(args[0])
 
     slow = []
@@ -134,6 +135,50 @@ def test_a_mask_that_never_comes_ends_its_own_text(
         else:
             assert door.post(PATH, body) == (400, expected)
         assert door.post(PATH, {"max_tokens": 2})[0] == 200
+
+
+def test_masks_of_a_request_share_a_budget():
+    from serving import small_encoding
+
+    from constraints import compile_constraint, vocabulary_of
+    from sampling import SamplingParams
+    from server.forms import FAIR_SECONDS, Budget, TimedMatcher
+
+    def matchers(seconds, count=2):
+        now = itertools.count(0, seconds)
+        budget = Budget(lambda: next(now))
+        return [TimedMatcher(form.matcher(), budget) for _ in range(count)]
+
+    form = compile_constraint(
+        SamplingParams(regex="a+"), vocabulary_of(small_encoding(), 4096, (4095,))
+    )
+    first, second = matchers(0.5)
+    assert first.allowed([]).any() and second.allowed([]).any()
+    assert first.allowed([]).any()
+    for matcher in (first, second, first):
+        with pytest.raises(UserError, match="^it takes too long to say which tokens may follow: "):
+            matcher.allowed([])
+        assert not matcher.busy
+    (fair,) = matchers(FAIR_SECONDS, 1)
+    assert all(fair.allowed([]).any() for _ in range(300))
+
+
+def test_a_form_whose_masks_take_too_long_in_all_ends(tiny_llama, monkeypatch):
+    from server import engine_thread, forms
+
+    now = itertools.count(0, 0.3)
+
+    def budget():
+        return forms.Budget(lambda: next(now))
+
+    monkeypatch.setattr(engine_thread, "Budget", budget)
+    body = {"structured_outputs": {"regex": "[ab]{9}"}, "max_tokens": 9, "stream": True, "n": 2}
+    body |= {"logprobs": 0}  # a step for each token
+    with serving(lambda: small_engine(tiny_llama)) as door:
+        *events, last = door.events(PATH, body)
+        assert last == refusal(forms.TOO_SLOW, None, "form_failed")
+        assert events and round(next(now) / 0.3) == 8  # twice for each of four masks
+        assert door.post(PATH, body | {"stream": False, "n": 1, "max_tokens": 3})[0] == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
