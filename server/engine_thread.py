@@ -234,7 +234,8 @@ class EngineThread:
         Each time there is an Update for one or more of them, by their places in `prompts`. What is
         not fetched in time is joined into one. Raises what `Engine.add` raises, TextFailed if one
         of the texts fails, after what is new of it, QueueFull where the forms of all texts take too
-        much memory, and, before anything is done, what `admit` raises; EngineDead later, too.
+        much memory or time, and, before anything is done, what `admit` raises; EngineDead later,
+        too.
         However it ends, texts that are not over are aborted. Where you may leave it before, close
         it: `async with contextlib.aclosing(...)`. Its texts count until then.
         """
@@ -375,6 +376,8 @@ class EngineThread:
             error = None
             if message:
                 error = FormFailed(message) if of_form else TextFailed(message)
+                if of_form and getattr(request.matcher, "busy", False):  # with others' forms
+                    error = QueueFull(message)
             update = Update(tuple(tokens), new, tuple(logprobs), None if error else reason)
             news.append((text, update, error))
         if news:  # chunks of prompts bring none

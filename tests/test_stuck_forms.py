@@ -201,6 +201,27 @@ def test_a_form_that_fails_in_mid_text_is_the_clients(tiny_llama, monkeypatch, s
         assert "max is 12" in error["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_masks_of_others_that_are_late_are_no_fault_of_a_form(tiny_llama, monkeypatch, stream):
+    from concurrent.futures import Future
+
+    from server import forms
+
+    monkeypatch.setattr(forms, "MASKS", forms.Deadline(60))
+    forms.MASKS.late.update(Future() for _ in range(forms.MAX_LATE))
+    body = {"structured_outputs": {"regex": "[ab]{9}"}, "max_tokens": 9, "stream": stream}
+    with serving(lambda: small_engine(tiny_llama)) as door:
+        if stream:
+            error = door.events(PATH, body)[-1]["error"]
+        else:
+            status, answer = door.post(PATH, body)
+            assert status == 429
+            error = answer["error"]
+        assert (error["message"], error["code"]) == (BUSY, "rate_limit_exceeded")
+        forms.MASKS.late.clear()
+        assert door.post(PATH, body | {"stream": False})[0] == 200
+
+
 def test_health_says_when_no_step_ends(tiny_llama, gate):
     engine = small_engine(tiny_llama)
     step = engine.step
