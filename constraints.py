@@ -257,6 +257,10 @@ def native_code():
 # rows take time with the cube of their items, up to 0.3 s: a server has a budget of time, too.
 MAX_ITEMS = 2000
 MAX_STATES = 2**16  # of the lexer, beside two for each byte of the source; up to 14 MB
+# Expressions of the lexer, beside two for each byte of the source. Terminals that each have another
+# one twice double them: 65,536 take up to 12 MB, llguidance's own limit of a million 90 MB.
+MAX_EXPRESSIONS = 2**16
+MAX_MULTIPLES = 10**6  # of a schema with multipleOf, whose remainders are counted, too
 MAX_CHECKED = 32  # tokens that must come first
 # How JSON is written. A model may write blanks for ever. Without \u a character has one spelling:
 # llguidance compares names as they are written, and takes "\u0061" for another name than "a".
@@ -288,9 +292,12 @@ class Grammar:
             else:
                 check_lark(source)
                 text = LLMatcher.grammar_from_lark(source)
+            multiples = kind in ("json_schema", "calls") and '"multipleOf"' in text
+            most = MAX_MULTIPLES if multiples else MAX_EXPRESSIONS
             limits = LLParserLimits(
                 verbose_errors=False,
                 max_items_in_row=MAX_ITEMS,
+                initial_lexer_fuel=most + 2 * len(source),
                 max_lexer_states=MAX_STATES + 2 * len(source),
             )
             # Nothing is ever written to it: each matcher has a copy, which shares what is compiled.

@@ -148,6 +148,17 @@ def test_the_states_of_a_lexer_are_counted(source, monkeypatch):
     assert count < 160 and "too many states" in error
 
 
+def test_terminals_that_double_each_other_are_bounded():
+    def doubled(levels):
+        lines = [f"A{level}: A{level + 1} A{level + 1}" for level in range(levels)]
+        return "\n".join(["start: A0", *lines, f'A{levels}: "a"'])
+
+    assert allows("grammar", doubled(8), "a" * 256) and not allows("grammar", doubled(8), "a" * 255)
+    for levels in (16, 18):
+        assert "too many expressions" in refused(compiled, "grammar", doubled(levels))
+    assert "too many expressions" in refused(compiled, "regex", "(a{300}){300}")
+
+
 ENDLESS = [
     {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
     {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
