@@ -564,6 +564,10 @@ def check_schemas(schemas: dict[str, dict]) -> None:
                 raise UserError(f"{here:.100} is {value!r:.100}; it must begin with #")
             elif name == "$ref" and not leads_to_schema(str(value)):
                 raise UserError(f"{here:.100} is {value!r:.100}; it must lead to a schema")
+            if name in ("const", "enum"):
+                check_values(here, value)
+            elif name == "pattern" or name == "patternProperties":
+                check_patterns(here, [value] if name == "pattern" else value)
             values += len(value) if name == "enum" and isinstance(value, list) else 0
             pattern += len(str(value)) if name == "pattern" else 0
             joined += len(value) - 1 if name == "allOf" and isinstance(value, list) else 0
@@ -578,6 +582,40 @@ def check_schemas(schemas: dict[str, dict]) -> None:
                 raise UserError(f"more than {most:,} {what}")
     if remainders(multiples) > MOST_REMAINDERS:
         raise UserError(f"more than {MOST_REMAINDERS:,} remainders of multipleOf")
+
+
+# Characters that JSON writes with \u only, and what a regular expression writes for one.
+UNWRITTEN = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+ESCAPED = re.compile(
+    r"\\(x(0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])|u00(0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])|v)"
+)
+WRITTEN = r"of control characters a string may have \b, \f, \n, \r and \t"
+
+
+def check_values(place: str, value: Any) -> None:
+    """Raise UserError for a string with a character of UNWRITTEN, anywhere in a value.
+
+    llguidance leaves such a character out: a text would have another value. Names keep theirs.
+    """
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+        elif isinstance(value, str) and UNWRITTEN.search(value):
+            raise UserError(f"{place:.100} has the string {value!r:.100}; {WRITTEN}")
+
+
+def check_patterns(place: str, patterns: Any) -> None:
+    """Raise UserError as `check_values`, for a character of a pattern outside of [brackets]."""
+    if sum(len(str(pattern)) for pattern in patterns) > MOST_PATTERN:  # refused for that
+        return
+    for pattern in patterns:
+        bare = re.sub(r"\[(?:\\.|[^\]\\])*\]|\\\\", "", str(pattern), flags=re.DOTALL)
+        if UNWRITTEN.search(bare) or ESCAPED.search(bare):
+            raise UserError(f"{place:.100} has the pattern {pattern!r:.100}; {WRITTEN}")
 
 
 def same(value: Any, other: Any) -> bool:

@@ -223,11 +223,37 @@ def test_a_name_has_one_spelling(schema, text, others):
 
 
 def test_strings_are_what_they_were():
-    schema = {"enum": ["\n", "é", '"\\', "\x01", "/"]}
+    schema = {"enum": ["\n", "é", '"\\', "/"]}
     for text in ('"\\n"', '"é"', '"\\"\\\\"', '"/"'):
         assert allows("json_schema", schema, text)
         assert allows("json_schema", {"type": "string"}, text)
         assert allows("json_schema", {"type": "object"}, f"{{{text}:{text}}}")
+
+
+UNWRITTEN = [
+    ({"const": "a\x01b"}, "const has the string 'a\\x01b'; "),
+    ({"enum": ["b", {"c": ["a\x7fb"]}]}, "enum has the string 'a\\x7fb'; "),
+    ({"properties": {"a": {"enum": ["\x0b", "b"]}}}, "properties.a.enum has the string '\\x0b'; "),
+    ({"items": {"pattern": "^a\x01b$"}}, "items.pattern has the pattern '^a\\x01b$'; "),
+    ({"pattern": r"^a\u001fb$"}, r"pattern has the pattern '^a\\u001fb$'; "),
+    ({"patternProperties": {r"\x00": {}}}, r"patternProperties has the pattern '\\x00'; "),
+]
+
+
+@pytest.mark.parametrize("schema, words", UNWRITTEN, ids=str)
+def test_a_value_is_not_written_without_a_character_of_its_own(schema, words):
+    found = refused(compiled, "json_schema", schema)
+    allowed = "of control characters a string may have \\b, \\f, \\n, \\r and \\t"
+    assert found == f"json_schema: {words}{allowed}"
+
+
+def test_still_other_strings_have_control_characters():
+    schema = {"const": "\b\f\n\r\t\x80", "default": "\x01"}
+    assert allows("json_schema", schema, '"\\b\\f\\n\\r\\t\x80"')
+    assert allows("json_schema", {"const": {"\x01": 1}}, '{"\\u0001":1}')
+    for pattern in (r"^[^\x00-\x1f]b$", r"^[\]\x01a]b$"):
+        assert allows("json_schema", {"type": "string", "pattern": pattern}, '"ab"')
+    assert allows("json_schema", {"type": "string", "pattern": r"^\\x01$"}, r'"\\x01"')
 
 
 FEW = "names of other properties may repeat, and a reader of JSON counts them once"
