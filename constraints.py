@@ -434,9 +434,16 @@ def wrong_tool(grammar: str, error: str) -> str:
     return f"{name[1]}: {first_lines(reason)}" if name else first_lines(error)
 
 
+ONE_OF = (  # for llguidance's advice of an option that no client can set
+    "oneOf needs schemas of which no two allow the same value, told apart by type or by a required "
+    "property with another const in each; anyOf needs neither"
+)
+
+
 def first_lines(error: str) -> str:
     """What an error of llguidance says, in one line, without the state of its parser."""
-    return " ".join(re.split(r"<backtrace>|<non-verbose/>", error)[0].split())[:300]
+    line = " ".join(re.split(r"<backtrace>|<non-verbose/>", error)[0].split())[:300]
+    return ONE_OF if line.startswith("oneOf constraints are not supported") else line
 
 
 # Keywords that ask for nothing: with any value, or with one of these.
@@ -629,6 +636,8 @@ def check_min_properties(place: str, schema: dict) -> None:
     llguidance counts additional properties, but does not compare their names.
     """
     least = schema["minProperties"]
+    if isinstance(least, float) and not least.is_integer():
+        raise UserError(f"{place:.100} is {least}; it must be an integer")
     required = schema.get("required")
     names = {str(name) for name in required} if isinstance(required, list) else set()
     if isinstance(least, int | float) and least > len(names) + 1:

@@ -275,6 +275,25 @@ def test_a_number_of_names_that_repeated_ones_reach_is_refused(schema, place, le
     assert refused(compiled, "json_schema", schema) == expected
 
 
+def test_a_number_of_names_is_whole():
+    for least in (1.5, 0.5, float("inf")):
+        found = refused(compiled, "json_schema", {"items": {"minProperties": least}})
+        assert found == f"json_schema: items.minProperties is {least}; it must be an integer"
+
+
+def test_one_of_says_what_it_may_hold():
+    tagged = [
+        {"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]}
+        for kind in "ab"
+    ]
+    assert allows("json_schema", {"oneOf": tagged}, '{"kind":"b"}')
+    assert allows("json_schema", {"oneOf": [{"type": "integer"}, {"type": "null"}]}, "null")
+    numbers = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
+    found = refused(compiled, "json_schema", numbers)
+    assert found.startswith("json_schema: oneOf needs schemas of which no two allow the same value")
+    assert "anyOf" in found and "coerce" not in found
+
+
 NOTED = [
     ({"type": "array", "items": {"type": "null"}, "uniqueItems": False}, "[null,null]"),
     ({"type": "string", "readOnly": True, "writeOnly": False, "format": "password"}, '"b"'),
