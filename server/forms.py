@@ -180,7 +180,7 @@ class TimedMatcher(Matcher):
             raise self.error
         try:
             if self.budget.used > BUDGET_SECONDS:
-                raise UserError(TOO_SLOW)
+                raise UserError(self.field + TOO_SLOW)
             return MASKS.call(self.budget.call, self.matcher.allowed, output)
         except (UserError, QueueFull) as error:
             self.busy = isinstance(error, QueueFull)
@@ -188,4 +188,10 @@ class TimedMatcher(Matcher):
             raise self.error from None
 
     def reason(self) -> str:
-        return self.matcher.reason()
+        return self.field + self.matcher.reason()
+
+    @property
+    def field(self) -> str:
+        """The beginning of an error, which names the field that the form is from."""
+        grammar = getattr(self.matcher, "grammar", None)
+        return f"{grammar.field}: " if grammar else ""

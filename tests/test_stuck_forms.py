@@ -156,7 +156,9 @@ def test_masks_of_a_request_share_a_budget():
     assert first.allowed([]).any() and second.allowed([]).any()
     assert first.allowed([]).any()
     for matcher in (first, second, first):
-        with pytest.raises(UserError, match="^it takes too long to say which tokens may follow: "):
+        with pytest.raises(
+            UserError, match="^regex: it takes too long to say which tokens may follow: "
+        ):
             matcher.allowed([])
         assert not matcher.busy
     (fair,) = matchers(FAIR_SECONDS, 1)
@@ -176,7 +178,7 @@ def test_a_form_whose_masks_take_too_long_in_all_ends(tiny_llama, monkeypatch):
     body |= {"logprobs": 0}  # a step for each token
     with serving(lambda: small_engine(tiny_llama)) as door:
         *events, last = door.events(PATH, body)
-        assert last == refusal(forms.TOO_SLOW, None, "form_failed")
+        assert last == refusal(f"regex: {forms.TOO_SLOW}", None, "form_failed")
         assert events and round(next(now) / 0.3) == 8  # twice for each of four masks
         assert door.post(PATH, body | {"stream": False, "n": 1, "max_tokens": 3})[0] == 200
 
@@ -198,6 +200,7 @@ def test_a_form_that_fails_in_mid_text_is_the_clients(tiny_llama, monkeypatch, s
         error = last["error"]
         assert (error["type"], error["code"]) == ("invalid_request_error", "form_failed")
         assert error["message"].startswith("no token may follow after ")
+        assert "tokens of the text: grammar: " in error["message"]
         assert "max is 12" in error["message"]
 
 
