@@ -83,17 +83,20 @@ IGNORED = {
 }
 IGNORED_HEADER = "X-Ignored-Fields"
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-# Names that other APIs give to a field: others are spelled nearer.
-SYNONYMS = {
-    "max_completion_tokens": "max_tokens",
-    "max_length": "max_tokens",
-    "max_new_tokens": "max_tokens",
-    "max_output_tokens": "max_tokens",
-    "n_predict": "max_tokens",
-    "num_predict": "max_tokens",
-    "repeat_penalty": "repetition_penalty",
-    "stop_sequences": "stop",
-}
+# Names that APIs give to one field. The first that a request has is suggested for the others.
+SYNONYMS = (
+    (
+        "max_tokens",
+        "max_output_tokens",
+        "max_completion_tokens",
+        "max_length",
+        "max_new_tokens",
+        "n_predict",
+        "num_predict",
+    ),
+    ("repetition_penalty", "repeat_penalty"),
+    ("stop", "stop_sequences"),
+)
 
 # Fields of OpenAI's and vLLM's API that nothing here does, and values of them that ask for nothing.
 # A request with a field of that name does it.
@@ -258,9 +261,9 @@ def field_names(kind: type[BaseModel]) -> set[str]:
 
 def unknown(name: str, names: Iterable[str]) -> str:
     """What is wrong with a field of this name, and which name it may have been meant to have."""
-    near = difflib.get_close_matches(name[:100], names, 1)
-    if SYNONYMS.get(name) in names:
-        near = [SYNONYMS[name]]
+    same = next((group for group in SYNONYMS if name in group), ())
+    near = [other for other in same if other in names][:1]
+    near = near or difflib.get_close_matches(name[:100], names, 1)
     return "is not a field of this request" + "".join(f"; did you mean {other}?" for other in near)
 
 

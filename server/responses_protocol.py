@@ -60,8 +60,6 @@ SHARED = (
 REASONS = {
     "background": "is not supported: a response ends with its connection",
     "conversation": STORED,
-    "max_completion_tokens": "is not a field of this request; did you mean max_output_tokens?",
-    "max_tokens": "is not a field of this request; did you mean max_output_tokens?",
     "messages": "is not a field of this request; did you mean input?",
     "previous_response_id": STORED,
     "prompt": "is not supported: no prompts are stored here, so send its text in input",

@@ -661,6 +661,23 @@ def test_what_is_refused_is_named_as_the_client_wrote_it(hermes, fields, error, 
         assert not re.search(r"\bmessages\.|response_format\b(?! is not a field)|function\.", said)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "max_completion_tokens",
+        "max_length",
+        "max_new_tokens",
+        "max_tokens",
+        "n_predict",
+        "num_predict",
+    ],
+)
+@pytest.mark.parametrize("value", [1, None])
+def test_another_name_of_the_limit_has_its_hint(door, name, value):
+    message = f"{name} is not a field of this request; did you mean max_output_tokens?"
+    assert door.post(PATH, {"input": "Tom", name: value}) == (400, refusal(message, name))
+
+
 HALF = "\ud800"  # of a character
 DEEP = functools.reduce(lambda inner, _: {"default": inner}, range(300), {"type": "integer"})
 
