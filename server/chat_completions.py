@@ -1,6 +1,7 @@
 """/v1/chat/completions: replies to messages."""
 
 import asyncio
+import functools
 import secrets
 import string
 import uuid
@@ -59,7 +60,7 @@ async def answer(
     reply = (make or Reply)(name, body, served, len(prompt), updates, form)
     reply.params = params[0]
     reply.allowed = served.allowed(body, params[0])
-    return with_ignored(await reply.respond(), served.variables(body)[1])
+    return with_ignored(await reply.respond(), reply.ignored)
 
 
 class Reply(Answer):
@@ -80,6 +81,11 @@ class Reply(Answer):
         self.params: SamplingParams | None = None  # of its text
         self.form = form if body.choice != "none" else None
         self.readers: dict[int, CallReader | None] = {}  # of choices that had something new
+
+    @functools.cached_property
+    def ignored(self) -> list[str]:
+        """Return the names of the request's fields that are taken and do nothing."""
+        return self.served.variables(self.body)[1]
 
     def choice(self, index: int, update: Update) -> dict:
         said = self.read(index, update)

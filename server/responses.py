@@ -112,6 +112,10 @@ class ResponseReply(Reply):
         self.logprobs: list[dict] = []  # of its tokens
         self.events_sent = 0
 
+    @functools.cached_property
+    def ignored(self) -> list[str]:
+        return list(map(in_own_terms, super().ignored))
+
     def whole(self, texts: dict[int, Update]) -> dict:
         for _ in self.take(texts[0]):
             pass
@@ -235,6 +239,8 @@ class ResponseReply(Reply):
     def response(self, status: str, error: dict | None = None) -> dict:
         """Return the response as it is now."""
         is_over = status in ("completed", "incomplete")
+        effort = self.body.reasoning_effort
+        effort = None if "reasoning.effort" in self.ignored else effort
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             "id": self.head["id"],
@@ -250,7 +256,7 @@ class ResponseReply(Reply):
             "output": self.output,
             "parallel_tool_calls": self.body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": effort, "summary": None},
             "service_tier": "default",
             "store": False,
             "temperature": self.params.temperature,

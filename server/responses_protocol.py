@@ -71,6 +71,7 @@ REASONS = {
 TERMS = {
     r"messages[.\w]*": "input",
     r"max_tokens": "max_output_tokens",
+    r"reasoning_effort": "reasoning.effort",
     r"response_format[.\w]*": "text.format",
     r"truncate_prompt_tokens to keep": 'truncation "auto" to keep',
 }
@@ -270,6 +271,16 @@ class TextOptions(Fields):
     format: TextFormat | None = None
 
 
+class Reasoning(Fields):
+    """Wishes about what a model thinks before its reply. A chat request checks the effort."""
+
+    effort: Any = None
+    context: Any = None
+    generate_summary: Any = None
+    mode: Any = None
+    summary: Any = None
+
+
 class EventOptions(Fields):
     neutral = {"include_obfuscation": (False,)}
     inert = frozenset({"include_usage"})  # the last event always has it
@@ -306,7 +317,6 @@ class ResponsesRequest(Fields):
         "max_tool_calls",  # of hosted tools
         "moderation",
         "prompt_cache_options",
-        "reasoning",
         "service_tier",
     }
 
@@ -317,6 +327,7 @@ class ResponsesRequest(Fields):
     ]
     instructions: str | None = None
     max_output_tokens: Annotated[int | None, Field(ge=0)] = None
+    reasoning: Reasoning | None = None
     text: TextOptions | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_choice: Annotated[
@@ -468,6 +479,7 @@ class ResponsesRequest(Fields):
             "tool_choice": choice,
             "response_format": self.text.format.plain if self.text and self.text.format else None,
             "truncate_prompt_tokens": -1 if self.truncation == "auto" else None,
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "logprobs": self.logprobs or None,
             "top_logprobs": self.top_logprobs if self.logprobs else None,
         }

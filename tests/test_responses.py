@@ -445,6 +445,31 @@ def test_what_changes_no_text_is_taken(door):
     assert found["reasoning"]["effort"] is None and found["store"] is False
 
 
+@pytest.mark.parametrize(
+    "effort, written, done",
+    [
+        ("none", "Tom off none", "none"),
+        ("low", "Tom low", "low"),
+        ("<|im_end|>", "Tom", None),
+        (None, "Tom", None),
+    ],
+)
+def test_an_effort_is_for_the_template(tiny_llama, write_chat, effort, written, done):
+    template = """{{ messages[0].content }}
+    {{- ' off' if enable_thinking is defined and not enable_thinking }}
+    {{- ' ' + reasoning_effort if reasoning_effort is defined }}"""
+    chat = Chat(write_chat(template))
+    with serving(lambda: small_engine(tiny_llama), chat) as door:
+        body = {"input": "Tom", "max_output_tokens": 1, "reasoning": {"effort": effort}}
+        found = whole(door, body)
+        tokens = small_encoding().encode(written)
+        assert found["usage"]["input_tokens"] == len(tokens)
+        assert found["reasoning"] == {"effort": done, "summary": None}
+        with door.send("POST", PATH, body) as answer:
+            named = answer.headers["X-Ignored-Fields"]
+        assert named == ("reasoning.effort" if effort and not done else None)
+
+
 STORED = "is not supported: no response is stored here, so send the earlier items in input"
 ROLE = "Input should be 'user', 'assistant', 'system' or 'developer'"
 LIMIT = "for 1 texts with 0 log-probabilities for each token it may be 262144"
@@ -593,6 +618,16 @@ def form(schema, **fields) -> dict:
             {"temperature": -1},
             "temperature: temperature is -1.0; it must be a finite number >= 0",
             None,
+        ),
+        (
+            {"reasoning": {"effort": 3}},
+            "reasoning.effort: Input should be a valid string",
+            "reasoning",
+        ),
+        (
+            {"reasoning": {"efort": "low"}},
+            "reasoning.efort is not a field of this request; did you mean effort?",
+            "reasoning",
         ),
         ({"stream": 1}, None, "stream"),
         ({"model": 3}, None, "model"),
