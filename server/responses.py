@@ -114,7 +114,7 @@ class ResponseReply(Reply):
 
     @functools.cached_property
     def ignored(self) -> list[str]:
-        return list(map(in_own_terms, super().ignored))
+        return [*map(in_own_terms, super().ignored), *self.asked.ignored]
 
     def whole(self, texts: dict[int, Update]) -> dict:
         for _ in self.take(texts[0]):

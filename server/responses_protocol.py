@@ -10,6 +10,7 @@ from pydantic_core import to_json
 
 from loading.tools import MOST_TOOLS
 from server.protocol import (
+    IGNORED,
     INERT,
     MOST_ITEMS,
     APIError,
@@ -54,7 +55,20 @@ SHARED = (
     "stop_token_ids",
     "structured_outputs",
     "top_k",
+    *sorted(IGNORED.keys() - {"reasoning_effort", "verbosity"}),  # they have other names here
 )
+
+# Fields beside those of IGNORED that change no text, and values of them that ask for nothing.
+UNDONE = {
+    "access_programs": (),
+    "max_tool_calls": (),  # of hosted tools
+    "reasoning.context": ("auto",),
+    "reasoning.generate_summary": (),
+    "reasoning.mode": ("standard",),
+    "reasoning.summary": (),
+    "stream_options.continuous_usage_stats": (False,),
+    "stream_options.include_obfuscation": (False,),
+}
 
 # Why a field is refused that a client of this API, or of chat completions, may well send.
 REASONS = {
@@ -65,6 +79,7 @@ REASONS = {
     "prompt": "is not supported: no prompts are stored here, so send its text in input",
     "reasoning_effort": "is not a field of this request; did you mean reasoning.effort?",
     "response_format": "is not a field of this request; did you mean text.format?",
+    "verbosity": "is not a field of this request; did you mean text.verbosity?",
 }
 
 # A path in a message about the chat request, and the field of the response request it came from.
@@ -73,6 +88,7 @@ TERMS = {
     r"max_tokens": "max_output_tokens",
     r"reasoning_effort": "reasoning.effort",
     r"response_format[.\w]*": "text.format",
+    r"verbosity": "text.verbosity",
     r"truncate_prompt_tokens to keep": 'truncation "auto" to keep',
 }
 
@@ -266,9 +282,8 @@ class TextFormat(Typed):
 
 
 class TextOptions(Fields):
-    inert = frozenset({"verbosity"})  # a hint
-
     format: TextFormat | None = None
+    verbosity: Any = None
 
 
 class Reasoning(Fields):
@@ -282,8 +297,12 @@ class Reasoning(Fields):
 
 
 class EventOptions(Fields):
-    neutral = {"include_obfuscation": (False,)}
+    """What a response in events tells of its tokens."""
+
     inert = frozenset({"include_usage"})  # the last event always has it
+
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 Included = Literal[
@@ -302,7 +321,7 @@ Included = Literal[
 class ResponsesRequest(Fields):
     """A request for a response. What it has in common with a chat request, that one checks."""
 
-    neutral = {
+    neutral = ChatRequest.neutral | {
         "background": (False,),
         "background_options": (),
         "context_management": ([],),
@@ -311,14 +330,7 @@ class ResponsesRequest(Fields):
         "previous_response_id": (),
         "prompt": (),
     }
-    # They change no text: who a client is, hints, and wishes about what does not happen here.
-    inert = INERT | {
-        "access_programs",
-        "max_tool_calls",  # of hosted tools
-        "moderation",
-        "prompt_cache_options",
-        "service_tier",
-    }
+    inert = INERT
 
     input: Annotated[
         list[Item],
@@ -340,7 +352,7 @@ class ResponsesRequest(Fields):
         dict[str, Annotated[str, Field(max_length=512)]] | None, BeforeValidator(few)
     ] = None
     stream_options: EventOptions | None = None
-    store: bool | None = None
+    store: bool | None = None  # whether items are kept; a response never is
 
     model: Any = None
     stream: Any = None
@@ -363,6 +375,23 @@ class ResponsesRequest(Fields):
     stop_token_ids: Any = None
     structured_outputs: Any = None
     top_k: Any = None
+    # Those of IGNORED.
+    cache_prompt: Any = None
+    enable_thinking: Any = None
+    guided_decoding_backend: Any = None
+    id_slot: Any = None
+    keep_alive: Any = None
+    media_io_kwargs: Any = None
+    mm_processor_kwargs: Any = None
+    moderation: Any = None
+    priority: Any = None
+    request_id: Any = None
+    service_tier: Any = None
+    think: Any = None
+    timings_per_token: Any = None
+    # Those of UNDONE.
+    access_programs: Any = None
+    max_tool_calls: Any = None
 
     @model_validator(mode="before")
     @classmethod
@@ -391,6 +420,18 @@ class ResponsesRequest(Fields):
     def logprobs(self) -> bool:
         """Return whether the client asks for log-probabilities."""
         return LOGPROBS in (self.include or ())
+
+    @property
+    def ignored(self) -> list[str]:
+        """Return the names of fields that are in UNDONE, and ask for something."""
+        names = []
+        for name, met in UNDONE.items():
+            value = self
+            for part in name.split("."):
+                value = value and getattr(value, part)
+            if value is not None and value not in met:
+                names.append(name)
+        return names
 
     @property
     def echo(self) -> dict[str, Any]:
@@ -480,6 +521,7 @@ class ResponsesRequest(Fields):
             "response_format": self.text.format.plain if self.text and self.text.format else None,
             "truncate_prompt_tokens": -1 if self.truncation == "auto" else None,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "verbosity": self.text.verbosity if self.text else None,
             "logprobs": self.logprobs or None,
             "top_logprobs": self.top_logprobs if self.logprobs else None,
         }

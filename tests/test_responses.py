@@ -470,6 +470,74 @@ def test_an_effort_is_for_the_template(tiny_llama, write_chat, effort, written, 
         assert named == ("reasoning.effort" if effort and not done else None)
 
 
+ALL_IGNORED = {  # field -> what asks for nothing, and for something
+    "access_programs": (None, ["a"]),
+    "cache_prompt": (True, False),
+    "guided_decoding_backend": (None, "guidance"),
+    "id_slot": (-1, 0),
+    "keep_alive": (None, "5m"),
+    "max_tool_calls": (None, 3),
+    "media_io_kwargs": ({}, {"image": {}}),
+    "mm_processor_kwargs": ({}, {"num_crops": 4}),
+    "moderation": (None, {"model": "omni-moderation-latest"}),
+    "priority": (0, 1),
+    "reasoning": (
+        {"context": "auto", "mode": "standard"},
+        {
+            "context": "all_turns",
+            "effort": "high",
+            "generate_summary": "auto",
+            "mode": "pro",
+            "summary": "auto",
+        },
+    ),
+    "request_id": (None, "a"),
+    "service_tier": ("auto", "flex"),
+    "store": (False, True),
+    "stream_options": (
+        {"include_obfuscation": False, "include_usage": True, "continuous_usage_stats": False},
+        {"include_obfuscation": True, "include_usage": True, "continuous_usage_stats": True},
+    ),
+    "text": ({"verbosity": "medium"}, {"verbosity": "low"}),
+    "think": (None, True),
+    "enable_thinking": (None, True),
+    "timings_per_token": (False, True),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_ignored_is_named_as_the_client_wrote_it(door, stream):
+    from server.protocol import IGNORED
+
+    assert IGNORED.keys() - ALL_IGNORED.keys() == {"reasoning_effort", "verbosity"}
+    names = []
+    body = {"input": "Tom", "max_output_tokens": 1, "stream": stream}
+    for place in (0, 1):
+        fields = {name: values[place] for name, values in ALL_IGNORED.items()}
+        with door.send("POST", PATH, body | fields) as answer:
+            assert answer.status == 200, answer.read()
+            names.append(answer.headers["X-Ignored-Fields"])
+    assert names[0] is None
+    inside = {
+        "reasoning": {f"reasoning.{name}" for name in ALL_IGNORED["reasoning"][1]},
+        "stream_options": {
+            "stream_options.continuous_usage_stats",
+            "stream_options.include_obfuscation",
+        },
+        "text": {"text.verbosity"},
+    }
+    named = names[1].split(", ")
+    assert len(named) == len(set(named))
+    assert set(named) == (ALL_IGNORED.keys() - inside.keys()).union(*inside.values())
+
+
+def test_what_is_done_is_not_named(door):
+    body = {"input": "Tom", "max_output_tokens": 1, "truncation": "auto", "tool_choice": "auto"}
+    body |= {"metadata": {"a": "b"}, "user": "u"} | LOGPROBS
+    with door.send("POST", PATH, body) as answer:
+        assert (answer.status, answer.headers["X-Ignored-Fields"]) == (200, None)
+
+
 STORED = "is not supported: no response is stored here, so send the earlier items in input"
 ROLE = "Input should be 'user', 'assistant', 'system' or 'developer'"
 LIMIT = "for 1 texts with 0 log-probabilities for each token it may be 262144"
@@ -654,10 +722,12 @@ def form(schema, **fields) -> dict:
             "metadata: it has 17 fields; it may have 16",
             "metadata",
         ),
+        ({"stream_options": {"include_obfuscation": 1}}, None, "stream_options"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output is not supported", None),
         (
-            {"stream_options": {"include_obfuscation": True}},
-            "stream_options.include_obfuscation is not supported",
-            "stream_options",
+            {"verbosity": "low"},
+            "verbosity is not a field of this request; did you mean text.verbosity?",
+            None,
         ),
         ({"input": 3}, "input: it must be a string or a list of items", None),
         ({"input": None}, "input: it must be a string or a list of items", None),
