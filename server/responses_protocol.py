@@ -13,11 +13,15 @@ from server.protocol import (
     IGNORED,
     INERT,
     MOST_ITEMS,
+    NOTES,
     APIError,
     ChatRequest,
     Fields,
     FunctionCall,
     FunctionName,
+    MaxTokens,
+    Message,
+    Part,
     one_of,
     wrong,
 )
@@ -115,11 +119,11 @@ class Typed(Fields):
 class InputPart(Typed):
     """A part of a message's content, or of a function's output: text."""
 
-    types = ("input_text", "output_text")
-    # What the text of an answer has, which a client may send back as it is.
-    inert = frozenset({"annotations", "logprobs", "parsed", "prompt_cache_breakpoint"})
+    types = ("input_text", "output_text", "text")
+    neutral = Part.neutral
+    inert = NOTES | {"logprobs"}  # which the text of an answer has
 
-    type: Literal["input_text", "output_text"]
+    type: Literal[types]
     text: str
 
 
@@ -132,7 +136,8 @@ def to_parts(value: Any) -> Any:
         return [{"type": "input_text", "text": value}]
     if isinstance(value, list | None):
         return value
-    raise ValueError("it must be a string or a list of parts of the type input_text or output_text")
+    allowed = "input_text, output_text or text"
+    raise ValueError(f"it must be a string or a list of parts of the type {allowed}")
 
 
 def to_items(value: Any) -> Any:
@@ -175,13 +180,13 @@ class Item(Typed):
         "reasoning": (),
         REFERENCE: (),
     }
-    neutral = {
+    neutral = Message.neutral | {
         "async": (False,),
         "async_": (False,),  # as the official client's model_dump() has it
         "caller": ({"type": "direct"},),
         "namespace": (),
     }
-    inert = frozenset({"parsed_arguments", "phase", "status"})
+    inert = NOTES - {"id"} | {"parsed_arguments", "phase"}
 
     type: Literal[types] | None = None
     id: Any = None
@@ -195,10 +200,11 @@ class Item(Typed):
     @model_validator(mode="after")
     def complete(self) -> "Item":
         needed = self.needed[self.kind]
+        # A message may name who wrote it, and an output its function.
+        may_have = ("name",) if self.kind in ("message", "function_call_output") else ()
         for name in ("role", "content", "call_id", "name", "arguments", "output"):
             given = getattr(self, name) is not None
-            # An output may name its function.
-            if given and name not in needed and (self.kind, name) != (self.types[2], "name"):
+            if given and name not in (*needed, *may_have):
                 raise wrong(name, f"is not a field of the type {self.kind}")
             if not given and name in needed:
                 raise wrong(name, f"is needed for the type {self.kind}")
@@ -338,7 +344,7 @@ class ResponsesRequest(Fields):
         BeforeValidator(to_items),
     ]
     instructions: str | None = None
-    max_output_tokens: Annotated[int | None, Field(ge=0)] = None
+    max_output_tokens: MaxTokens = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
@@ -459,7 +465,8 @@ class ResponsesRequest(Fields):
             messages.append({"role": "system", "content": self.instructions})
         for item in self.input:
             if item.kind == "message":
-                messages.append({"role": item.role, "content": text_of(item.content)})
+                said = {"role": item.role, "name": item.name, "content": text_of(item.content)}
+                messages.append(without_none(said))
             elif item.kind == "function_call":
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}

@@ -538,6 +538,22 @@ def test_what_is_done_is_not_named(door):
         assert (answer.status, answer.headers["X-Ignored-Fields"]) == (200, None)
 
 
+def test_minus_one_is_no_limit_of_its_own(door):
+    body = {"input": "Tom", "seed": 1, "ignore_eos": True}
+    found = [whole(door, body | {"max_output_tokens": most}) for most in (-1, None)]
+    assert found[0]["usage"] == found[1]["usage"] and found[0]["usage"]["total_tokens"] == 64
+
+
+def test_a_part_and_a_name_as_chats_have_them():
+    from server.responses_protocol import ResponsesRequest
+
+    part = {"type": "text", "text": "Tom", "cache_control": {"type": "ephemeral"}, "refusal": None}
+    item = {"role": "user", "name": "Ann", "content": [part], "timestamp": 1, "function_call": None}
+    asked = ResponsesRequest.model_validate({"input": [item]})
+    said = {"role": "user", "name": "Ann", "content": "Tom"}
+    assert [each.plain for each in asked.to_chat().messages] == [said]
+
+
 STORED = "is not supported: no response is stored here, so send the earlier items in input"
 ROLE = "Input should be 'user', 'assistant', 'system' or 'developer'"
 LIMIT = "for 1 texts with 0 log-probabilities for each token it may be 262144"
@@ -610,7 +626,8 @@ def form(schema, **fields) -> dict:
         ({"store": "no"}, None, "store"),
         (
             message(content=[{"type": "input_image", "image_url": "a"}]),
-            "input.0.content.0.type is input_image; " + SAYS.format("input_text, output_text"),
+            "input.0.content.0.type is input_image; "
+            + SAYS.format("input_text, output_text, text"),
             "input",
         ),
         (tools({"type": "mcp"}), "tools.2.type is mcp; " + SAYS.format("function"), "tools"),
@@ -736,7 +753,17 @@ def form(schema, **fields) -> dict:
         ({"input": ["Tom"]}, None, "input"),
         (message(role="tool"), f"input.0.role: {ROLE}", "input"),
         (message(content=None), "input.0.content is needed for the type message", "input"),
-        (message(name="Tom"), "input.0.name is not a field of the type message", "input"),
+        (
+            message(name="<|im_end|>"),
+            "input.0.name: String should match pattern '^[A-Za-z0-9_-]+$'",
+            "input",
+        ),
+        (
+            {"input": [{"type": "item_reference", "id": "a", "name": "b"}]},
+            "input.0.name is not a field of the type item_reference",
+            "input",
+        ),
+        ({"max_output_tokens": -2}, None, "max_output_tokens"),
         (message(contents="a"), None, "input"),
         (
             {"input": [*TALK, OUTPUT]},
