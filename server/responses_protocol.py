@@ -416,6 +416,8 @@ class ResponsesRequest(Fields):
             except ValueError:
                 what = "must be UTF-8 text, with up to 250 objects inside each other"
                 raise wrong(name, what) from None
+        if not self.instructions and all(item.kind == "reasoning" for item in self.input):
+            raise wrong("input", "has no message: its items are of the type reasoning only")
         if self.top_logprobs and not self.logprobs:
             raise wrong("top_logprobs", f'is for include: ["{LOGPROBS}"] only')
         if self.logprobs and self.tools and self.tool_choice != "none":

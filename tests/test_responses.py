@@ -749,7 +749,16 @@ def form(schema, **fields) -> dict:
         ({"input": 3}, "input: it must be a string or a list of items", None),
         ({"input": None}, "input: it must be a string or a list of items", None),
         ({"input": []}, None, "input"),
-        ({"input": [REASONING]}, None, "input"),
+        (
+            {"input": [REASONING]},
+            "input has no message: its items are of the type reasoning only",
+            "input",
+        ),
+        (
+            {"input": [REASONING] * 2, "instructions": ""},
+            "input has no message: its items are of the type reasoning only",
+            "input",
+        ),
         ({"input": ["Tom"]}, None, "input"),
         (message(role="tool"), f"input.0.role: {ROLE}", "input"),
         (message(content=None), "input.0.content is needed for the type message", "input"),
