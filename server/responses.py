@@ -65,14 +65,14 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
 
 
 @router.api_route(
-    "/v1/responses/{name:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False
+    "/v1/responses/{name:path}", methods=["GET", "HEAD", "POST", "DELETE"], include_in_schema=False
 )
 async def stored(name: str) -> Response:
     """Say that there is no stored response of any name."""
     raise APIError(404, "no response is stored here: none can be read, cancelled or deleted")
 
 
-@router.post("/v1/embeddings", include_in_schema=False)
+@router.api_route("/v1/embeddings", methods=["GET", "HEAD", "POST"], include_in_schema=False)
 async def embeddings() -> Response:
     """Say that there are none, to clients that try."""
     raise APIError(404, "there are no embeddings here: this server's models only write text")

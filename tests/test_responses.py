@@ -876,6 +876,8 @@ def test_nothing_is_stored(door):
         ("GET", "/r/input"),
     ):
         assert door.ask(method, f"{PATH}{path}") == (404, refusal(message))
+    with door.send("HEAD", f"{PATH}/r") as head:
+        assert (head.status, head.read()) == (404, b"")
 
 
 def by_id(items: list[dict]) -> list[dict]:
@@ -985,6 +987,9 @@ def test_items_by_id_are_no_more_than_a_body(hermes):
 def test_embeddings_are_not_served(door):
     message = "there are no embeddings here: this server's models only write text"
     assert door.post("/v1/embeddings", {"input": "a"}) == (404, refusal(message))
+    assert door.get("/v1/embeddings") == (404, refusal(message))
+    with door.send("HEAD", "/v1/embeddings") as head:
+        assert (head.status, head.read()) == (404, b"")
 
 
 def test_another_model_is_not_found(door):
