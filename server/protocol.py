@@ -1,5 +1,6 @@
 """What a client may ask for, and how it is told what is wrong, in the form of OpenAI's API."""
 
+import contextlib
 import difflib
 import functools
 import json
@@ -20,7 +21,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, to_json
 
 from errors import UserError, check_limits
 from loading.chat import OWN
@@ -33,6 +34,7 @@ LOGPROB_BYTES = 64  # of which a token has one, and one for each of the best
 MOST_ECHO = 2**20  # bytes of prompts that an answer repeats
 MOST_ITEMS = 2**14  # prompts, messages, or parts of a message
 MOST_BIASES = 2**10
+HALF = "not UTF-8 text; it has half of a surrogate pair"
 MOST_CHOICES = 2**10  # each of up to 128 texts is checked and looked up by all of them
 
 SAMPLING = (  # fields of SamplingParams by the same name
@@ -267,6 +269,55 @@ def unknown(name: str, names: Iterable[str]) -> str:
     return "is not a field of this request" + "".join(f"; did you mean {other}?" for other in near)
 
 
+def find_half(body: Any) -> tuple[str | int, ...] | None:
+    """Return the path to a text with half of a surrogate pair; None if there is none.
+
+    It has up to 6 parts. An object's own names count, but not those of the body's fields.
+    """
+    with contextlib.suppress(ValueError):  # also for objects that are too deep for it
+        to_json(body)
+        return None
+    left = [((), body)]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, dict) and path and has_half("".join(value)):
+            return path
+        inner = []
+        for name, each in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(each, str) and has_half(each):
+                return (*path, name)[:6]
+            if each and isinstance(each, dict | list):  # most of a long body is numbers
+                inner.append(((*path, name)[:6], each))
+        left += reversed(inner)
+    return None
+
+
+def has_half(text: str) -> bool:
+    """Return whether a text has half of a surrogate pair, which UTF-8 cannot write."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+class Body(Fields):
+    """A whole request."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def is_text(cls, data: Any) -> Any:
+        """Raise ValidationError for a text that UTF-8 cannot write."""
+        path = find_half(data) if isinstance(data, dict) else None
+        if path is not None:
+            path = [ascii(part[:100])[1:-1] if isinstance(part, str) else part for part in path]
+            error = PydanticCustomError("not_utf8", HALF)
+            raise ValidationError.from_exception_data(
+                "body", [{"type": error, "loc": tuple(path), "input": None}]
+            )
+        return data
+
+
 class StreamOptions(Fields):
     """What an answer in events tells of its tokens."""
 
@@ -348,7 +399,7 @@ class StructuredOutputs(Fields):
 MaxTokens = Annotated[int | None, Field(ge=-1)]  # -1: no limit of its own, as in llama.cpp
 
 
-class GenerationRequest(Fields):
+class GenerationRequest(Body):
     """What all requests for texts have in common."""
 
     neutral = UNSUPPORTED
@@ -625,6 +676,8 @@ class FunctionCall(Fields):
                 if "\\u" in value:  # no halves of characters
                     json.dumps(read.given, ensure_ascii=False).encode()
                 return read
+        except UnicodeEncodeError:
+            raise ValueError(HALF) from None
         except (ValueError, RecursionError):
             pass
         raise ValueError("it must be the JSON of an object")

@@ -15,6 +15,7 @@ from server.protocol import (
     MOST_ITEMS,
     NOTES,
     APIError,
+    Body,
     ChatRequest,
     Fields,
     FunctionCall,
@@ -324,7 +325,7 @@ Included = Literal[
 ]
 
 
-class ResponsesRequest(Fields):
+class ResponsesRequest(Body):
     """A request for a response. What it has in common with a chat request, that one checks."""
 
     neutral = ChatRequest.neutral | {
@@ -412,10 +413,9 @@ class ResponsesRequest(Fields):
     def possible(self) -> "ResponsesRequest":
         for name, value in self.echo.items():
             try:
-                to_json([[[value]]])  # no halves of characters, as deep as a response has it
+                to_json([[[value]]])  # as deep as a response has it
             except ValueError:
-                what = "must be UTF-8 text, with up to 250 objects inside each other"
-                raise wrong(name, what) from None
+                raise wrong(name, "may have up to 250 objects inside each other") from None
         if not self.instructions and all(item.kind == "reasoning" for item in self.input):
             raise wrong("input", "has no message: its items are of the type reasoning only")
         if self.top_logprobs and not self.logprobs:

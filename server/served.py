@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from command_line import check_text
 from constraints import make_matcher, vocabulary_of
 from errors import UserError
 from loading.chat import HINT, Chat
@@ -138,12 +137,11 @@ class Served:
     def encode(self, prompts: list[str | list[int]]) -> list[list[int]]:
         """The token ids of prompts; the BOS token where there are none, as in the engine.
 
-        Raises UserError for a text that is not UTF-8, or has bytes that the vocabulary lacks.
+        Raises UserError for a text with bytes that the vocabulary lacks.
         """
         ids = []
         for prompt in prompts:
             if isinstance(prompt, str):
-                check_text("prompt", prompt)
                 self.check_dropped("prompt", self.thread.encoding.dropped(prompt))
                 prompt = self.thread.encoding.encode(prompt, allowed_special="all")
             ids.append(prompt or [self.thread.config.bos_token_id])

@@ -198,6 +198,71 @@ def test_half_a_letter_in_a_name(door):
     assert found == refusal("\\ud800 is not a field of this request", "\\ud800") and status == 400
 
 
+HALF = "a\ud800"
+CALL = {"id": HALF, "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLED = {"role": "assistant", "tool_calls": [CALL]}
+ESCAPED = {"role": "assistant", "tool_calls": [CALL | {"id": "a"}]}
+ESCAPED["tool_calls"][0]["function"] = {"name": "f", "arguments": '{"a": "\\ud800"}'}
+RESPONSES = "/v1/responses"
+FUNCTION = {"type": "function", "name": "f", "parameters": {"a": {"b": {"c": [HALF]}}}}
+
+
+@pytest.mark.parametrize(
+    "path, fields, field",
+    [
+        (PATH, {"prompt": HALF, "echo": True}, "prompt"),
+        (PATH, {"prompt": ["Tom", HALF]}, "prompt.1"),
+        (PATH, {"stop": HALF}, "stop"),
+        (PATH, {"stop": ["a", "\udfff"]}, "stop.1"),
+        (PATH, {"user": HALF}, "user"),
+        (PATH, {"logit_bias": {HALF: 1}}, "logit_bias"),
+        (PATH, {"model": HALF}, "model"),
+        (PATH, {"cache_salt": HALF}, "cache_salt"),
+        (PATH, {"structured_outputs": {"choice": [HALF]}}, "structured_outputs.choice.0"),
+        (CHAT, {"messages": [TALK[0] | {"content": HALF}]}, "messages.0.content"),
+        (
+            CHAT,
+            {"messages": [TALK[0] | {"content": [PART, PART | {"text": HALF}]}]},
+            "messages.0.content.1.text",
+        ),
+        (CHAT, {"messages": [*TALK, CALLED]}, "messages.1.tool_calls.0.id"),
+        (CHAT, {"messages": [*TALK, ESCAPED]}, "messages.1.tool_calls.0.function.arguments"),
+        (CHAT, {"messages": [*TALK, ESCAPED | {"reasoning": HALF}]}, "messages.1.reasoning"),
+        (CHAT, {"tools": [{"type": HALF}]}, "tools.0.type"),
+        (CHAT, {"tools": [{"a\ud800.b": {"c": HALF}}]}, "tools.0"),
+        (RESPONSES, {"input": HALF}, "input"),
+        (RESPONSES, {"input": [{"role": "user", "content": HALF}]}, "input.0.content"),
+        (RESPONSES, {"input": "a", "instructions": HALF}, "instructions"),
+        (RESPONSES, {"input": "a", "metadata": {HALF: "a"}}, "metadata"),
+        (RESPONSES, {"input": "a", "tools": [FUNCTION]}, "tools.0.parameters.a.b.c"),
+        (RESPONSES, {"input": "a", "text": {"format": {"a": HALF}}}, "text.format.a"),
+        (RESPONSES, {"input": "a", "stop": HALF}, "stop"),
+        (RESPONSES, {"input": [{"type": "function_call", "call_id": HALF}]}, "input.0.call_id"),
+    ],
+)
+def test_half_a_letter_is_refused_by_the_path_of_its_field(door, path, fields, field):
+    needed = {"messages": TALK} if path == CHAT else {}
+    message = f"{field}: not UTF-8 text; it has half of a surrogate pair"
+    for stream in (False, True):
+        found = door.post(path, needed | {"stream": stream} | fields)
+        assert found == (400, refusal(message, field.partition(".")[0]))
+
+
+def test_a_whole_letter_beyond_16_bits_is_text(door):
+    body = b'{"prompt": "\\ud83d\\ude00", "max_tokens": 1}'
+    assert door.post(PATH, body)[0] == 200
+
+
+def test_half_a_letter_below_many_objects_is_found():
+    from server.protocol import find_half
+
+    deep = HALF
+    for _ in range(900):
+        deep = {"a": [deep]}
+    assert find_half({"b": ["c"], "tools": deep}) == ("tools", "a", 0, "a", 0, "a")
+    assert find_half({"b": [["c" * 9, 1, None, True, 1.5]]}) is None
+
+
 def test_a_hint_for_a_cache_in_a_tool_is_not_written_into_the_prompt():
     from server.protocol import ChatRequest
 

@@ -323,7 +323,7 @@ def test_the_server(door, tiny_llama):
 NO_BIASES = "it must be an object of up to 1024 token ids, each with a number in [-100, 100]"
 WRONG = [{"05": 1}, {"-5": 1}, {"5.0": 1}, {"five": 1}, {"": 1}, {"\u0665": 1}, {"9" * 5000: 1}]
 WRONG += [{"5": 100.1}, {"5": "1"}, {"5": None}, {"5": True}, {"5": float("nan")}, [5], 5, "5"]
-WRONG += [{str(token): 1 for token in range(1025)}, {"\ud800": 1}]
+WRONG += [{str(token): 1 for token in range(1025)}]
 
 
 @pytest.mark.parametrize("value", WRONG, ids=lambda value: ascii(value)[:20])

@@ -203,5 +203,5 @@ def test_stop_strings_at_their_limits(door):
 
 def test_half_a_letter_in_the_name_of_a_field(door):
     body = b'{"tools": {"\\ud800": 1}}'
-    refused = refusal("tools is not supported", "tools")
+    refused = refusal("tools: not UTF-8 text; it has half of a surrogate pair", "tools")
     assert door.post("/v1/completions", body) == (400, refused)

@@ -819,24 +819,19 @@ def test_another_name_of_the_limit_has_its_hint(door, name, value):
     assert door.post(PATH, {"input": "Tom", name: value}) == (400, refusal(message, name))
 
 
-HALF = "\ud800"  # of a character
 DEEP = functools.reduce(lambda inner, _: {"default": inner}, range(300), {"type": "integer"})
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"instructions": HALF},
-        {"metadata": {HALF: "a"}},
-        {"tools": [TOOLS[0] | {"description": HALF}]},
-        {"text": {"format": FORM | {"description": HALF}}},
         {"tools": [TOOLS[0] | {"parameters": DEEP}], "tool_choice": "none"},
         {"text": {"format": FORM | {"schema": DEEP}}},
     ],
 )
 def test_what_a_response_could_not_repeat_is_refused(hermes, fields):
     name = next(iter(fields))
-    what = f"{name} must be UTF-8 text, with up to 250 objects inside each other"
+    what = f"{name} may have up to 250 objects inside each other"
     for stream in (False, True):
         found = hermes.post(PATH, {"input": "Tom", "stream": stream} | fields)
         assert found == (400, refusal(what, name))

@@ -330,7 +330,6 @@ def said(arguments) -> list[dict]:
         ({"messages": said("{")}, OBJECT, "messages"),
         ({"messages": said("[1]")}, OBJECT, "messages"),
         ({"messages": said("[" * 10**5)}, OBJECT, "messages"),
-        ({"messages": said('{"a": "\\ud800"}')}, OBJECT, "messages"),  # half a character
         (
             {"messages": said('{"a": ' + "[" * 900 + "]" * 900 + "}")},
             "",  # too deep for older Pythons, and too long for this model
