@@ -3,7 +3,9 @@
 import functools
 import json
 import math
+import operator
 import re
+from collections.abc import Iterator
 from datetime import datetime
 from types import BuiltinMethodType, FunctionType, MethodType
 
@@ -13,10 +15,14 @@ from jinja2.environment import Environment, Template
 from jinja2.ext import Extension
 from jinja2.filters import FILTERS, make_attrgetter
 from jinja2.nodes import EvalContext
+from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from markupsafe import Markup, escape
 
 from loading.marks import (
+    CONTAINERS,
+    ITEM,
+    READING,
     Marked,
     Safe,
     TooMuch,
@@ -28,20 +34,35 @@ from loading.marks import (
     mask_of,
     measure,
     own,
+    size_of,
     spend,
     text_of,
 )
 
 # A field of the operator %, without widths among the values.
 FIELD = re.compile(r"%(?:\((?P<key>[^)]*)\))?[-#0 +]*\d*(?:\.\d*)?[hlL]?[a-zA-Z%]")
-MAX_BITS = 2**16  # of an integer
+MAX_BITS = 2**12  # of an integer
 MAX_INDENT = 16  # of JSON, in characters
 MAX_WIDTH = 2**20  # that these filters and methods may be given
 WIDE = {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "to_bytes"}
 WIDE |= {"truncate", "wordwrap", "zfill"}
 # Their result may be as long as the product of their arguments.
 GROWING = {"expandtabs", "format_map", "translate", "urlize", "wordwrap"}
-NESTED = {"join", "pprint", "string", "tojson", "urlencode", "xmlattr"}  # they write all items
+# They write, compare or hash all items.
+NESTED = {"fromkeys", "join", "pprint", "string", "tojson", "urlencode", "xmlattr"}
+SORTING = {"dictsort", "groupby", "max", "min", "sort", "unique"}
+BACKWARDS = {"rfind", "rindex", "rpartition", "rsplit"}
+STRIPPING = {"lstrip", "rstrip", "strip", "trim"}
+SEARCHING = {"count", "find", "index", "partition", "replace", "split"} | BACKWARDS | STRIPPING
+SLOW = {"capitalize", "format", "pprint", "striptags", "title", "truncate", "urlencode", "urlize"}
+SLOW |= {"wordcount", "wordwrap"}
+FREE = {"d", "default", "first", "last", "length"}  # of any size
+CALL = 6  # steps
+TESTS = {"!=": "ne", "<": "lt", "<=": "lteq", "==": "eq", ">": "gt", ">=": "gteq", "in": "in"}
+TESTS |= {"eq": "eq", "equalto": "eq", "ge": "gteq", "greaterthan": "gt", "gt": "gt", "le": "lteq"}
+TESTS |= {"lessthan": "lt", "lt": "lt", "ne": "ne"}
+COMPARISONS = {"eq": operator.eq, "ne": operator.ne, "gt": operator.gt, "gteq": operator.ge}
+COMPARISONS |= {"lt": operator.lt, "lteq": operator.le}
 
 
 def compiled(text: str) -> Template:
@@ -196,30 +217,51 @@ def check_format(template: str, values) -> None:
     check_size(len(template) + (template.count("%") + template.count("{")) * max(widths, default=0))
 
 
-def size_of(value) -> int:
-    """Return the number of characters, bytes or items in a value."""
-    return len(value) if isinstance(value, str | bytes | dict | list | tuple) else 0
-
-
 def check_items(size: int) -> None:
     """Spend what a list takes. Raises TooMuch for one of too many items."""
     check_size(size * 16)  # bytes
-    spend(0, size * 16)
+    spend(0, size * ITEM)
 
 
 def check_call(name: str, given: list) -> None:
     """Spend what a call takes. Raises TooMuch for arguments that make too long a text."""
-    spend(1, sum(map(size_of, given)))
+    spend(CALL, 0 if name in FREE else READING * sum(map(size_of, given)))
     numbers = [each for each in given if isinstance(each, int)]
     if name in WIDE and max(numbers, default=0) > MAX_WIDTH:
         raise TooMuch(f"{name} is given {max(numbers):.3g}; {MAX_WIDTH:,} are allowed")
-    if name in NESTED:
-        for each in given:
-            measure(each)
+    if name in NESTED | SLOW:
+        for _ in range(8 if name in SLOW else 1):
+            for each in given:
+                measure(each)
+    if name in SORTING:
+        by_key = name == "dictsort" and isinstance(given[0], dict) and "value" not in given
+        for _ in range(size_of(given[0]).bit_length() - ITEM.bit_length() + 1):
+            measure(list(given[0]) if by_key else given[0])
+    if name in SEARCHING and given:
+        for part in given[1:2]:
+            check_search(name, given[0], part)
     if name in GROWING or name in ("join", "replace") and isinstance(given[0], Markup):
         texts = [len(str(each)) for each in given if not isinstance(each, int)]
-        spend(8 * sum(texts))  # these are slow
         check_size(math.prod(1 + size for size in texts) * max([1, *numbers]))
+
+
+def check_search(name: str, value, part) -> None:
+    """Spend what it takes to look for a part in a text, or in the items of a list."""
+    if isinstance(value, str | bytes) and isinstance(part, str | bytes):
+        worst = len(value) * len(part) // 4  # a comparison is faster than a copy
+        # Python looks for a long text in linear time, but not from the end, nor for one of many.
+        if name not in BACKWARDS | STRIPPING:
+            worst = min(worst, 800_000 + READING * (len(value) + len(part)))
+        spend(0, worst)
+    elif isinstance(value, dict):
+        measure(part)
+    elif hasattr(type(value), "__len__") and isinstance(value, (*CONTAINERS, range)):
+        spend(0, len(value) * ITEM)
+        if isinstance(part, CONTAINERS):
+            for _ in value:
+                measure(part)
+        else:
+            spend(0, len(value) * size_of(part))
 
 
 def check_result(result, given: list):
@@ -232,7 +274,14 @@ def check_result(result, given: list):
     spend(0, size)
     if type(result) is str and given and all(map(is_own, given)):
         return own(result)
-    return result
+    return counted(result) if isinstance(result, Iterator) else result
+
+
+def counted(items):
+    """Yield items, each of which is a step."""
+    for item in items:
+        spend(1)
+        yield item
 
 
 class Turns:
@@ -245,9 +294,7 @@ class Turns:
         return len(self.items)
 
     def __iter__(self):
-        for item in self.items:
-            spend(1)
-            yield item
+        return counted(self.items)
 
 
 class Generator(CodeGenerator):
@@ -289,10 +336,56 @@ class Generator(CodeGenerator):
             self.write(", ")
         self.write(")))")
 
+    def blockvisit(self, nodes, frame):
+        """Compile statements, which spend, each time they run, by how many they are."""
+        self.writeline(f"environment.spend({max(1, sum(map(parts_of, nodes)) // 8)})")
+        super().blockvisit(nodes, frame)
+
+    def visit_Compare(self, node, frame):
+        left = functools.partial(self.visit, node.expr, frame)
+        self.write("(")
+        for index, each in enumerate(node.ops):
+            name = self.temporary_identifier()
+            self.write(" and " if index else "")
+            self.write(f"environment.compare({each.op!r}, ")
+            left()
+            self.write(f", ({name} := ")
+            self.visit(each.expr, frame)
+            self.write("))")
+            left = functools.partial(self.write, name)  # evaluated once
+        self.write(")")
+
+    def visit_Getitem(self, node, frame):
+        if not isinstance(node.arg, nodes.Slice):
+            super().visit_Getitem(node, frame)
+            return
+        self.write("environment.cut(")
+        self.visit(node.node, frame)
+        self.write(", slice(")
+        for each in (node.arg.start, node.arg.stop, node.arg.step):
+            self.visit(each or nodes.Const(None), frame)
+            self.write(", ")
+        self.write("))")
+
+    def visit_Dict(self, node, frame):
+        self.write("{")
+        for item in node.items:
+            self.write("environment.key(")
+            self.visit(item.key, frame)
+            self.write("): ")
+            self.visit(item.value, frame)
+            self.write(", ")
+        self.write("}")
+
     def visit_For(self, node, frame):
         counted = nodes.EnvironmentAttribute("counted")
         node.iter = nodes.Call(counted, [node.iter], [], None, None).set_lineno(node.lineno)
         super().visit_For(node, frame)
+
+
+def parts_of(node) -> int:
+    """Return the number of nodes in a statement, without the statements inside it."""
+    return 1 + sum(map(parts_of, node.iter_child_nodes(exclude=("body", "else_"))))
 
 
 def escapes(frame) -> bool:
@@ -322,7 +415,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     concat = staticmethod(joined)
     text_of = staticmethod(text_of)
     counted = Turns
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    spend = staticmethod(spend)
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
 
     def __init__(self):
         super().__init__(
@@ -335,6 +429,11 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.filters |= {"format": format_values, "indent": indent, "join": join, "safe": safe}
         self.filters |= {"sum": total, "tojson": tojson}
         self.filters = {name: self.bounded(name, each) for name, each in self.filters.items()}
+        for name, operation in TESTS.items():
+            self.tests[name] = functools.partial(self.compare, operation)
+        self.tests["divisibleby"] = lambda value, num: self.call_binop(None, "%", value, num) == 0
+        for name in ("lower", "upper"):
+            self.tests[name] = self.bounded(name, self.tests[name])
         del self.globals["lipsum"]  # random words
         self.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
 
@@ -351,6 +450,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             args = [as_marked(each) if type(each) is str else each for each in args]
             given = [each for each in args if not isinstance(each, Environment | EvalContext)]
             given += options.values()
+            if name in SORTING | NESTED and given and isinstance(given[0], Iterator):
+                place = args.index(given[0])
+                given[0] = args[place] = list(given[0])
             check_call(name, given)
             return check_result(function(*args, **options), given)
 
@@ -359,15 +461,21 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def call(self, context, called, /, *args, **options):
         """Call a function or a method. Raises TooMuch before it would make too long a text."""
         given = [*args, *options.values()]
+        if isinstance(called, Macro):
+            spend(2 * CALL + len(given))
+            return super().call(context, called, *args, **options)
         name = ""
         owner = None
         if isinstance(called, BuiltinMethodType | FunctionType | MethodType):
             name = called.__name__
             owner = getattr(called, "__self__", None)
-            if isinstance(owner, str):
+            if isinstance(owner, (str, bytes, *CONTAINERS)):
                 given.insert(0, owner)
             if type(owner) is str:
                 called = getattr(as_marked(owner), name)
+        if called is dict or isinstance(owner, CONTAINERS) and not isinstance(owner, list):
+            for each in args:  # keys, to hash
+                measure(each)
         check_call(name, given)
         result = super().call(context, called, *args, **options)
         return check_result(result, given if isinstance(owner, str) else [])
@@ -390,10 +498,40 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def is_safe_attribute(self, obj, attr, value):
         return not isinstance(obj, bytes) and super().is_safe_attribute(obj, attr, value)
 
+    def getitem(self, obj, argument):
+        return super().getitem(obj, self.key(argument))
+
+    def key(self, value):
+        """Return a key of a dictionary. Spends what it takes to hash it: tuples may be nested."""
+        if not isinstance(value, str | int):
+            measure(value)
+        return value
+
+    def cut(self, value, part: slice):
+        """Return value[part], and spend what it takes to copy it."""
+        made = value[part]
+        spend(1, size_of(made))
+        return made
+
+    def compare(self, name: str, left, right) -> bool:
+        """Compute left name right, and spend what it takes at most."""
+        if name in ("in", "notin"):
+            spend(1)
+            check_search(name, right, left)
+            return (left in right) == (name == "in")
+        if isinstance(left, CONTAINERS) and isinstance(right, CONTAINERS):
+            measure(min(left, right, key=len))
+        else:
+            spend(1, min(size_of(left), size_of(right)))
+        return COMPARISONS[name](left, right)
+
     def call_binop(self, context, operator, left, right):
         """Compute left operator right. Raises TooMuch before it would make too much."""
-        spend(1)
+        spend(2)
         texts = [each for each in (left, right) if isinstance(each, str)]
+        if operator == "-":  # of keys or items
+            measure(left)
+            measure(right)
         plain = texts and not any(isinstance(each, Markup) for each in texts)
         if operator == "%" and isinstance(left, str):
             if plain:
@@ -402,8 +540,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "+":
             if len(texts) == 2:
                 return joined((left, right)) if plain else escaped(left, right)
-            check_items(size_of(left) + size_of(right))
+            check_items(sum(len(each) for each in (left, right) if isinstance(each, list | tuple)))
         elif isinstance(left, int) and isinstance(right, int):
+            spend(1, left.bit_length() * right.bit_length() // 2**10)
             bits = left.bit_length() * right if operator == "**" else left.bit_length()
             if operator == "*":
                 bits += right.bit_length()

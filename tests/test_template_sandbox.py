@@ -228,6 +228,74 @@ LONG = [
 ]
 
 
+NESTED = "{% set a = [[[[[[1] * 99] * 99] * 99] * 99] * 99] * 99 %}"
+TWICE = "{% for i in range(99) %}{% set n.a = (n.a, n.a) %}{% set n.b = (n.b, n.b) %}{% endfor %}"
+SHARED = "{% set n = namespace(a=(1,), b=(1,)) %}" + TWICE
+TURNS = "{% for i in range(40000) %}"
+# Few steps, each of which touches much.
+TOUCHING = [
+    NESTED + "{% if a == [[[[[[1] * 99] * 99] * 99] * 99] * 99] * 99 %}{% endif %}",
+    SHARED + "{{ n.a == n.b }}",
+    SHARED + "{{ n.a in [n.b] }}",
+    SHARED + "{{ [n.a].index(n.b) }}",
+    SHARED + "{{ {n.a: 1} }}",
+    SHARED + "{{ {}[n.a] }}",
+    SHARED + "{{ {}.get(n.a) }}",
+    SHARED + "{{ [n.a, n.b] | sort }}",
+    SHARED + "{{ [n.a, n.b] | select('eq', n.b) | list }}",
+    "{% set s = 'a' * 2**20 %}" + TURNS + "{% set x = s[1:] %}{% endfor %}",
+    "{% set s = range(9999) | list %}" + TURNS + "{% set x = s[1:] %}{% endfor %}",
+    "{% set s = range(9999) | list %}" + TURNS + "{% if -1 in s %}{% endif %}{% endfor %}",
+    "{% set s = range(9999) | list %}" + TURNS + "{% set x = s | sort %}{% endfor %}",
+    "{% set s = range(9999) | map(attribute='x') | list %}" + TURNS + "{% set x = s.count(1) %}"
+    "{% endfor %}",
+    "{% set s = '<' * 2**16 %}" + TURNS + "{% set x = s | e %}{% endfor %}",
+    "{% set s = 'a' * 2**16 %}" + TURNS + "{% set x = s | upper %}{% endfor %}",
+    "{% set s = 'a' * 2**20 %}{% set t = 'a' * 2**20 %}" + TURNS + "{{ s == t }}{% endfor %}",
+    "{% set s = 'a' * 2**20 %}{% set t = 'a' * 2**20 %}" + TURNS + "{{ s is eq t }}{% endfor %}",
+    "{% set s = 'a' * 2**20 %}{{ s.rfind('b' + s[:2**19]) }}",
+    "{% set s = ('f' * 2**20) | int(base=16) %}{{ s // s }}",
+    "{% set s = ('f' * 2**20) | int(base=16) %}{{ s is divisibleby(s) }}",
+    "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+    TURNS + "{% set x = 1 %}" * 99 + "{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("template", TOUCHING)
+def test_an_operation_costs_what_it_touches(alone, monkeypatch, template):
+    from loading import marks
+
+    monkeypatch.setattr(marks, "MAX_STEPS", 2**16)
+    line = refused(alone(template).render, conversation("a"))
+    assert line.endswith("the template takes more than 65,536 steps")
+
+
+def test_a_comparison_keeps_its_meaning(chat_pair):
+    """Each operand is computed once, and only if those before it hold."""
+    template = (
+        "{% set n = namespace(x=0) %}{% macro f() %}{% set n.x = n.x + 1 %}{{ n.x }}{% endmacro %}"
+        "{{ '0' < f() < '2' }}{{ '9' < f() < f() }}{{ n.x }}{{ 1 < 2 > 1 != 3 }}{{ 1 == 1.0 }}"
+        "{{ 'a' in 'ab' not in ['b'] }}{{ 'a' in {'a': 1} }}{{ [1] == [1] != [2] }}"
+        "{{ 'abcd'[1:3] }}{{ 'abcd'[::-1] }}{{ [1, 2, 3][:-1] }}{{ {1: 2, 'a': 3}[1] }}"
+        "{{ [1, 2] | select('in', [2]) | list }}{{ 2 is ge 1 }}{{ 4 is divisibleby 2 }}"
+        "{{ {'b': 2, 'a': 1} | dictsort }}{{ [3, 1] | sort }}{{ 7 // 2 - 1 / 2 }}"
+    )
+    ours, tokenizer = chat_pair(template)
+    messages = conversation("a")
+    assert ours.render(messages) == theirs(tokenizer, messages, tokenize=False)
+
+
+def test_a_conversation_of_200_messages_takes_a_tenth_of_the_steps(chat_pair):
+    from chats import HERMES
+
+    from loading import marks
+
+    ours, _ = chat_pair(HERMES)
+    tools = [tool(f"f{i}", {f"p{j}": {"type": "string"} for j in range(10)}) for i in range(64)]
+    ours.with_tools(tools).render(conversation(*["word " * 60] * 199))
+    assert 0 < marks.MAX_STEPS - marks.work.left < marks.MAX_STEPS / 10
+
+
 @pytest.mark.parametrize("template", LONG)
 def test_a_template_that_never_ends_is_refused(alone, monkeypatch, template):
     from loading import marks
