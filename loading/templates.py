@@ -230,6 +230,7 @@ def check_call(name: str, given: list) -> None:
     if name in WIDE and max(numbers, default=0) > MAX_WIDTH:
         raise TooMuch(f"{name} is given {max(numbers):.3g}; {MAX_WIDTH:,} are allowed")
     if name in NESTED | SLOW:
+        spend(2 * CALL if name in SLOW else 0)
         for _ in range(8 if name in SLOW else 1):
             for each in given:
                 measure(each)
@@ -242,6 +243,7 @@ def check_call(name: str, given: list) -> None:
             check_search(name, given[0], part)
     if name in GROWING or name in ("join", "replace") and isinstance(given[0], Markup):
         texts = [len(str(each)) for each in given if not isinstance(each, int)]
+        spend(2 * sum(texts))  # these are slow
         check_size(math.prod(1 + size for size in texts) * max([1, *numbers]))
 
 
