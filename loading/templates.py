@@ -57,6 +57,9 @@ SEARCHING = {"count", "find", "index", "partition", "replace", "split"} | BACKWA
 SLOW = {"capitalize", "format", "pprint", "striptags", "title", "truncate", "urlencode", "urlize"}
 SLOW |= {"wordcount", "wordwrap"}
 FREE = {"d", "default", "first", "last", "length"}  # of any size
+# They do not look into items.
+SHALLOW = {"abs", "attr", "batch", "count", "items", "list", "map", "random", "reject"}
+SHALLOW |= {"rejectattr", "reverse", "select", "selectattr", "slice", "sum"} | FREE
 CALL = 6  # steps
 TESTS = {"!=": "ne", "<": "lt", "<=": "lteq", "==": "eq", ">": "gt", ">=": "gteq", "in": "in"}
 TESTS |= {"eq": "eq", "equalto": "eq", "ge": "gteq", "greaterthan": "gt", "gt": "gt", "le": "lteq"}
@@ -313,8 +316,14 @@ class Generator(CodeGenerator):
     def _output_child_pre(self, node, frame, finalize):
         if escapes(frame):
             super()._output_child_pre(node, frame, finalize)
+            self.write("environment.key(")
         else:
             self.write("environment.text_of(")
+
+    def _output_child_post(self, node, frame, finalize):
+        if escapes(frame):
+            self.write(")")
+        super()._output_child_post(node, frame, finalize)
 
     def visit_Const(self, node, frame):
         if isinstance(node.value, str):
@@ -330,6 +339,8 @@ class Generator(CodeGenerator):
 
     def visit_Concat(self, node, frame):
         if escapes(frame):
+            key = nodes.EnvironmentAttribute("key")
+            node.nodes = [nodes.Call(key, [each], [], None, None) for each in node.nodes]
             super().visit_Concat(node, frame)
             return
         self.write("environment.concat(map(environment.text_of, (")
@@ -456,6 +467,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
                 place = args.index(given[0])
                 given[0] = args[place] = list(given[0])
             check_call(name, given)
+            for each in () if name in SHALLOW | NESTED else given:
+                measure(each)
             return check_result(function(*args, **options), given)
 
         return run
