@@ -81,7 +81,7 @@ def rendered(template: Template, variables: dict) -> Marked:
 
 
 def raise_exception(message):
-    raise ValueError(message)
+    raise ValueError(text_of(message))
 
 
 def strftime_now(form):
