@@ -232,7 +232,7 @@ def check_call(name: str, given: list) -> None:
     numbers = [each for each in given if isinstance(each, int)]
     if name in WIDE and max(numbers, default=0) > MAX_WIDTH:
         raise TooMuch(f"{name} is given {max(numbers):.3g}; {MAX_WIDTH:,} are allowed")
-    if name in NESTED | SLOW:
+    if name in NESTED | SLOW | GROWING:
         spend(2 * CALL if name in SLOW else 0)
         for _ in range(8 if name in SLOW else 1):
             for each in given:

@@ -244,6 +244,7 @@ TOUCHING = [
     SHARED + "{{ [n.a, n.b] | sort }}",
     SHARED + "{{ n.a | e }}",
     SHARED + "{{ n.a | trim }}",
+    SHARED + "{{ '{a}'.format_map({'a': n.a}) }}",
     SHARED + "{{ raise_exception(n.a) }}",
     SHARED + "{% autoescape true %}{{ n.a }}{% endautoescape %}",
     SHARED + "{% autoescape true %}{{ 'a' ~ n.a }}{% endautoescape %}",
