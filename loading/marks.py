@@ -2,6 +2,7 @@
 
 import threading
 
+from jinja2.utils import Namespace
 from markupsafe import Markup
 
 MAX_TEXT = 2**24  # characters or items that one operation may make
@@ -51,6 +52,8 @@ def measure(value) -> None:
     left = [value]  # not by recursion, which takes ten times as long at some depths
     while left:
         value = left.pop()
+        if isinstance(value, Namespace):
+            value = value._Namespace__attrs
         if isinstance(value, dict):
             value = value.items()
         if isinstance(value, CONTAINERS):

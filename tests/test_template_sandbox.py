@@ -264,6 +264,10 @@ TOUCHING = [
     "{% set s = ('f' * 2**20) | int(base=16) %}{{ s is divisibleby(s) }}",
     "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(40) }}",
     TURNS + "{% set x = 1 %}" * 99 + "{% endfor %}",
+    SHARED + "{{ n }}",
+    SHARED + "{{ namespace(a=n.a) }}",
+    SHARED + "{% set m = '%s' % n %}",
+    SHARED + "{% set m = n | string %}",
 ]
 
 
