@@ -73,10 +73,10 @@ class Server:
             before = self.engine.positions
             events = self.engine.step()
             await asyncio.sleep(self.seconds(self.engine.positions - before))
-            for request, _, reason, *_ in events:
-                self.exchanges[request].times.append(loop.time())
-                if reason:
-                    self.exchanges[request].over.set_result(None)
+            for event in events:
+                self.exchanges[event.request].times.append(loop.time())
+                if event.finish_reason:
+                    self.exchanges[event.request].over.set_result(None)
             for _ in range(9):  # clients may ask again before the next step
                 await asyncio.sleep(0)
 
