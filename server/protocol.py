@@ -18,6 +18,7 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     WrapValidator,
+    create_model,
     field_validator,
     model_validator,
 )
@@ -318,6 +319,11 @@ class Body(Fields):
         return data
 
 
+def with_any(base: type[Fields], names: Iterable[str]) -> type[Fields]:
+    """Return a model with further fields, each of which may be left out or have any value."""
+    return create_model(base.__name__, __base__=base, **dict.fromkeys(names, (Any, None)))
+
+
 class StreamOptions(Fields):
     """What an answer in events tells of its tokens."""
 
@@ -399,7 +405,7 @@ class StructuredOutputs(Fields):
 MaxTokens = Annotated[int | None, Field(ge=-1)]  # -1: no limit of its own, as in llama.cpp
 
 
-class GenerationRequest(Body):
+class GenerationRequest(with_any(Body, IGNORED)):
     """What all requests for texts have in common."""
 
     neutral = UNSUPPORTED
@@ -434,23 +440,6 @@ class GenerationRequest(Body):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
-    # Those of IGNORED.
-    cache_prompt: Any = None
-    enable_thinking: Any = None
-    guided_decoding_backend: Any = None
-    id_slot: Any = None
-    keep_alive: Any = None
-    media_io_kwargs: Any = None
-    mm_processor_kwargs: Any = None
-    moderation: Any = None
-    priority: Any = None
-    reasoning_effort: Any = None
-    request_id: Any = None
-    service_tier: Any = None
-    store: Any = None
-    think: Any = None
-    timings_per_token: Any = None
-    verbosity: Any = None
     # Ours alone: how many of the tokens that the form allows to list with each log-probability.
     show_allowed: Annotated[int | None, Field(ge=0, le=20)] = None
 

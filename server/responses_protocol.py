@@ -24,6 +24,7 @@ from server.protocol import (
     Message,
     Part,
     one_of,
+    with_any,
     wrong,
 )
 
@@ -325,7 +326,7 @@ Included = Literal[
 ]
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(with_any(Body, SHARED)):
     """A request for a response. What it has in common with a chat request, that one checks."""
 
     neutral = ChatRequest.neutral | {
@@ -361,42 +362,7 @@ class ResponsesRequest(Body):
     stream_options: EventOptions | None = None
     store: bool | None = None  # whether items are kept; a response never is
 
-    model: Any = None
-    stream: Any = None
-    temperature: Any = None
-    top_p: Any = None
-    top_logprobs: Any = None
-    parallel_tool_calls: Any = None
-    cache_salt: Any = None
-    chat_template_kwargs: Any = None
-    frequency_penalty: Any = None
-    ignore_eos: Any = None
-    logit_bias: Any = None
-    min_p: Any = None
-    min_tokens: Any = None
-    presence_penalty: Any = None
-    repetition_penalty: Any = None
-    seed: Any = None
-    skip_special_tokens: Any = None
-    stop: Any = None
-    stop_token_ids: Any = None
-    structured_outputs: Any = None
-    top_k: Any = None
-    # Those of IGNORED.
-    cache_prompt: Any = None
-    enable_thinking: Any = None
-    guided_decoding_backend: Any = None
-    id_slot: Any = None
-    keep_alive: Any = None
-    media_io_kwargs: Any = None
-    mm_processor_kwargs: Any = None
-    moderation: Any = None
-    priority: Any = None
-    request_id: Any = None
-    service_tier: Any = None
-    think: Any = None
-    timings_per_token: Any = None
-    # Those of UNDONE.
+    # Those of UNDONE. Those of SHARED come from the base.
     access_programs: Any = None
     max_tool_calls: Any = None
 
