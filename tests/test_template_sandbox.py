@@ -271,8 +271,8 @@ TOUCHING = [
 ]
 
 
-@pytest.mark.parametrize("template", TOUCHING)
-def test_an_operation_costs_what_it_touches(alone, monkeypatch, template):
+@pytest.mark.parametrize("template", [*LONG, *TOUCHING])
+def test_a_template_that_never_ends_or_touches_too_much_is_refused(alone, monkeypatch, template):
     from loading import marks
 
     monkeypatch.setattr(marks, "MAX_STEPS", 2**16)
@@ -304,15 +304,6 @@ def test_a_conversation_of_200_messages_takes_a_tenth_of_the_steps(chat_pair):
     tools = [tool(f"f{i}", {f"p{j}": {"type": "string"} for j in range(10)}) for i in range(64)]
     ours.with_tools(tools).render(conversation(*["word " * 60] * 199))
     assert 0 < marks.MAX_STEPS - marks.work.left < marks.MAX_STEPS / 10
-
-
-@pytest.mark.parametrize("template", LONG)
-def test_a_template_that_never_ends_is_refused(alone, monkeypatch, template):
-    from loading import marks
-
-    monkeypatch.setattr(marks, "MAX_STEPS", 2**16)
-    line = refused(alone(template).render, conversation("a"))
-    assert line.endswith("the template takes more than 65,536 steps")
 
 
 def test_a_client_cannot_make_a_template_write_too_much(alone):
