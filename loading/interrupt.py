@@ -2,8 +2,11 @@
 
 Ctrl-C ends the script while it imports torch, and a package that is not installed is named. The
 one module that acts when it is imported: `command_line.run_script` takes Ctrl-C over.
+
+It also limits how long OpenMP's threads spin, which libgomp reads when torch loads it.
 """
 
+import os
 import re
 import signal
 import sys
@@ -35,6 +38,9 @@ if sys.version_info < (3, 11):  # noqa: UP036, an older one runs this file
     version = ".".join(map(str, sys.version_info[:2]))
     print(f"error: Python 3.11 to 3.14 is needed; this is {version}", file=sys.stderr)
     sys.exit(2)
+# At a barrier libgomp spins 300,000 times before it sleeps, milliseconds that other processes want.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 if sys.excepthook is sys.__excepthook__:
     sys.excepthook = name_missing
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where Ctrl-C is ignored

@@ -1,6 +1,7 @@
 """Where things stand: few files at the root, and libraries that import no script."""
 
 import ast
+import os
 import runpy
 import subprocess
 import sys
@@ -88,6 +89,29 @@ def test_only_a_package_that_is_missing_is_one_line(program, code, words):
     command = [sys.executable, "-S", "-c", f"import loading.interrupt; {program}"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == code and words in found.stderr
+
+
+@pytest.mark.parametrize(
+    "users, spins",
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_threads_sleep_at_a_barrier_soon_unless_the_user_says_how(users, spins):
+    """libgomp reads the variables once, when torch loads it."""
+    program = (
+        "import os, sys, loading.interrupt; assert 'torch' not in sys.modules; "
+        "print(os.environ.get('GOMP_SPINCOUNT'))"
+    )
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=environment | users,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.strip() == str(spins)
 
 
 @pytest.mark.parametrize("file", ["lessons.py", "loading/interrupt.py"])
