@@ -181,7 +181,9 @@ def plot(summary):
         title = f"{textwrap.fill(model, 45)}\n{dtype}, batch size {batch_size}"
         axes.set_title(title, fontsize="medium")
         axes.set_xticks(sorted(set(summary["new_tokens"])))
-        axes.set(xlabel="new tokens in each text", ylim=(0, None))
+        axes.set_xlabel("new tokens in each text")
+    for axes in panels.flat:
+        axes.set_ylim(0)  # after all lines, because it ends the scaling
     for axes in panels[:, 0]:
         axes.set_ylabel("decode rate, tokens/s in all texts")
     panels[0][0].legend(fontsize="small")

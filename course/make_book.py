@@ -293,8 +293,8 @@ CARD = "18-speculative-decoding"  # the picture of the first page
 PLOTS = {
     "speculative": (
         ("speculative-decoding", "benchmark-speculative"),
-        "Speculative decoding: speed-up over the target alone with its cache, for 1 to 6 drafts a "
-        "pass, greedy and sampled; bars are minimum and maximum",
+        "Speculative decoding: speed-up over the target alone with its cache, for 3 to 7 drafts a "
+        "pass, greedy and sampled, in three dtypes; bars are minimum and maximum",
     ),
     "kv_cache": (
         ("benchmark-kv-cache",),
@@ -339,9 +339,7 @@ VARIANTS = {  # how the name of a plot ends -> what is different there
     "_llama": ", with a Llama of 134.5 million parameters",
     "_batches": ", in batches of 1, 8 and 32 texts, in float32 and bfloat16",
     "_one_thread": ", on one thread",
-    "_cache": ", with keys and values in float32, float16 and int8",
     "_sizes": ", for 1 to 64 texts, with the time to the first token and peak memory",
-    "_smollm2": ", with SmolLM2, for 1,000 tokens",
 }
 
 
