@@ -207,7 +207,7 @@ class Matcher:
         """`allowed`. Raises UserError if no token is."""
         mask = self.allowed(output)
         if not mask.numpy().any():  # it ends at the first, where torch looks at all
-            where = f"after {len(output)} tokens of the text"
+            where = f"after {len(output)} token{'s' * (len(output) != 1)} of the text"
             raise UserError(f"no token may follow {where}: {self.reason()}")
         return mask
 

@@ -23,8 +23,6 @@ def api_error(error: Exception) -> APIError:
         return error
     if isinstance(error, UserError):
         return APIError(400, str(error))
-    if isinstance(error, FormFailed):
-        return APIError(400, str(error), code="form_failed")
     if isinstance(error, QueueFull):
         return APIError(429, str(error), code="rate_limit_exceeded")
     return APIError(503 if isinstance(error, EngineDead) else 500, str(error))
@@ -168,19 +166,26 @@ class Answer:
         return Paced(self.parts(whole.body), self.updates, whole.headers)
 
     async def news(self) -> AsyncIterator[dict[int, Update]]:
-        """What is new until all texts are over; `updates` stays open."""
+        """What is new until all texts are over; `updates` stays open.
+
+        Raises APIError, which names the field, if a text cannot have the form asked for.
+        """
         left = self.body.texts
-        async for updates in self.updates:
-            left -= sum(update.finish_reason is not None for update in updates.values())
-            if self.allowed:
-                try:
-                    await asyncio.to_thread(self.allowed.read, updates)
-                except BaseException:  # as when the client has left
-                    await self.updates.aclose()
-                    raise
-            yield updates
-            if not left:
-                return
+        try:
+            async for updates in self.updates:
+                left -= sum(update.finish_reason is not None for update in updates.values())
+                if self.allowed:
+                    try:
+                        await asyncio.to_thread(self.allowed.read, updates)
+                    except BaseException:  # as when the client has left
+                        await self.updates.aclose()
+                        raise
+                yield updates
+                if not left:
+                    return
+        except FormFailed as error:
+            field, form = self.body.form
+            raise APIError(400, str(error), field if form else "tools", "form_failed") from error
 
     async def parts(self, answer: bytes) -> AsyncIterator[bytes]:
         """The answer in pieces."""

@@ -252,7 +252,8 @@ class Fields(BaseModel):
             if name not in cls.neutral:
                 raise wrong(ascii(name[:100])[1:-1], unknown(name, names - IGNORED.keys()))
             if value is not None and value not in cls.neutral[name]:
-                raise wrong(name, "is not supported")
+                hint = ": use structured_outputs" if name.startswith("guided_") else ""
+                raise wrong(name, f"is not supported{hint}")
         return data
 
 

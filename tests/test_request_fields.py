@@ -102,7 +102,8 @@ def test_what_is_not_supported_is_refused_by_name(door, field):
     for value in (nothing, None):
         assert door.post("/v1/completions", {"max_tokens": 1, field: value})[0] == 200
     found = door.post("/v1/completions", {"max_tokens": 1, field: something})
-    assert found == (400, refusal(f"{field} is not supported", field))
+    hint = ": use structured_outputs" if field.startswith("guided_") else ""
+    assert found == (400, refusal(f"{field} is not supported{hint}", field))
 
 
 def test_still_a_field_works_or_is_refused():

@@ -128,7 +128,7 @@ def test_a_mask_that_never_comes_ends_its_own_text(
     body = {"structured_outputs": {"regex": "[ab]{9}"}, "max_tokens": 9, "stream": stream}
     body |= {"logprobs": 0}  # a step for each token
     with serving(lambda: small_engine(tiny_llama)) as door:
-        expected = refusal(LATE, None, "form_failed")
+        expected = refusal(LATE, "structured_outputs", "form_failed")
         if stream:
             *events, last = door.events(PATH, body)
             assert events and last == expected
@@ -178,7 +178,7 @@ def test_a_form_whose_masks_take_too_long_in_all_ends(tiny_llama, monkeypatch):
     body |= {"logprobs": 0}  # a step for each token
     with serving(lambda: small_engine(tiny_llama)) as door:
         *events, last = door.events(PATH, body)
-        assert last == refusal(f"regex: {forms.TOO_SLOW}", None, "form_failed")
+        assert last == refusal(f"regex: {forms.TOO_SLOW}", "structured_outputs", "form_failed")
         assert events and round(next(now) / 0.3) == 8  # twice for each of four masks
         assert door.post(PATH, body | {"stream": False, "n": 1, "max_tokens": 3})[0] == 200
 
@@ -199,6 +199,7 @@ def test_a_form_that_fails_in_mid_text_is_the_clients(tiny_llama, monkeypatch, s
             assert status == 400
         error = last["error"]
         assert (error["type"], error["code"]) == ("invalid_request_error", "form_failed")
+        assert error["param"] == "structured_outputs"
         assert error["message"].startswith("no token may follow after ")
         assert "tokens of the text: grammar: " in error["message"]
         assert "max is 12" in error["message"]
