@@ -9,6 +9,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+if __name__ == "__main__":
+    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
+
 import lessons
 from benchmark_speculative import PROMPTS
 from benchmarks import common

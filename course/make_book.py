@@ -298,13 +298,12 @@ PLOTS = {
     ),
     "kv_cache": (
         ("benchmark-kv-cache",),
-        "The key-value cache against none and against transformers: tokens a second after the "
-        "first",
+        "The key-value cache against none and against transformers, by dtype: tokens a second "
+        "after the first",
     ),
     "batching": (
         ("native-batches", "native-prefill"),
-        "Engines over batch sizes, in tokens a second: this one with its cache and in C, "
-        "transformers, CTranslate2 and llama.cpp",
+        "Engines over batch sizes, in tokens a second: this one in torch and in C, and its peers",
     ),
     "engine": (
         ("continuous-batching", "chunked-prefill", "drafts-that-pay"),
