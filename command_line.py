@@ -30,7 +30,7 @@ MODEL_HELP = (
     " smollm2 (538 MB of memory in float32, 135 in int8)"
 )
 # A limit, because lists for 10**9 texts fill the memory before any tensor is made.
-MOST_TEXTS = 2**16
+MAX_TEXTS = 2**16
 # Packages of requirements-test.txt that benchmarks import where they need them.
 OPTIONAL = {"gguf", "matplotlib", "pandas", "transformers"}
 DTYPES = {
@@ -240,9 +240,9 @@ def read_prompts(args) -> list[str]:
         check_text("--prompt", prompt)
     if args.num_samples < 1:
         raise UserError(f"--num-samples {args.num_samples}: it must be an integer >= 1")
-    if len(prompts) * args.num_samples > MOST_TEXTS:
+    if len(prompts) * args.num_samples > MAX_TEXTS:
         asked = f"{len(prompts)} prompts x --num-samples {args.num_samples}"
-        raise UserError(f"{asked}: at most {MOST_TEXTS} texts at once")
+        raise UserError(f"{asked}: at most {MAX_TEXTS} texts at once")
     return [prompt for prompt in prompts for _ in range(args.num_samples)]
 
 

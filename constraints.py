@@ -114,7 +114,7 @@ class Vocabulary:
         return mask
 
 
-MOST_SPELLED = 2**9  # characters; a schema can force 65,536, a grammar more
+MAX_SPELLED = 2**9  # characters; a schema can force 65,536, a grammar more
 
 
 class Speller:
@@ -131,7 +131,7 @@ class Speller:
     def __call__(self, text: str | bytes) -> list[int]:
         text = text if isinstance(text, str) else text.decode("utf-8", "replace")
         # Asked for all that must follow, before each token. Only the first of these counts.
-        return self.spell(text[:MOST_SPELLED])
+        return self.spell(text[:MAX_SPELLED])
 
 
 END = None  # the key in a node of the trie that says: a choice ends here
@@ -477,11 +477,11 @@ PLAIN = {
     *IGNORED,
 }
 DEEPEST = 32  # schemas inside each other
-MOST_SCHEMAS = 1000
-MOST_VALUES = 5000  # of all enums
-MOST_PATTERN = 2**12  # characters of all patterns
-MOST_JOINED = 8  # that hold beside another: 16 patterns at once take 1.4 s, each more doubles it
-MOST_REMAINDERS = 5 * 10**4  # of all multipleOf: llguidance has a state for each
+MAX_SCHEMAS = 1000
+MAX_VALUES = 5000  # of all enums
+MAX_PATTERN = 2**12  # characters of all patterns
+MAX_JOINED = 8  # that hold beside another: 16 patterns at once take 1.4 s, each more doubles it
+MAX_REMAINDERS = 5 * 10**4  # of all multipleOf: llguidance has a state for each
 NOTES = {  # keywords that say nothing of a text by themselves
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
     *("$defs", "definitions", "$schema", "$id", "$comment", *IGNORED),
@@ -581,14 +581,14 @@ def check_schemas(schemas: dict[str, dict]) -> None:
             if name == "multipleOf" and type(value) in (int, float) and 0 != abs(value) < math.inf:
                 multiples.append(decimal.Decimal(str(value)).normalize())
         joined += bool(schema.keys() & JOINING and schema.keys() - JOINING - NOTES)
-        limits = (depth, DEEPEST, "schemas inside each other"), (count, MOST_SCHEMAS, "schemas")
-        limits += (values, MOST_VALUES, "values"), (pattern, MOST_PATTERN, "characters in patterns")
-        limits += ((joined, MOST_JOINED, "schemas that hold beside another"),)
+        limits = (depth, DEEPEST, "schemas inside each other"), (count, MAX_SCHEMAS, "schemas")
+        limits += (values, MAX_VALUES, "values"), (pattern, MAX_PATTERN, "characters in patterns")
+        limits += ((joined, MAX_JOINED, "schemas that hold beside another"),)
         for found, most, what in limits:
             if found > most:
                 raise UserError(f"more than {most:,} {what}")
-    if remainders(multiples) > MOST_REMAINDERS:
-        raise UserError(f"more than {MOST_REMAINDERS:,} remainders of multipleOf")
+    if remainders(multiples) > MAX_REMAINDERS:
+        raise UserError(f"more than {MAX_REMAINDERS:,} remainders of multipleOf")
 
 
 # Characters that JSON writes with \u only, and what a regular expression writes for one.
@@ -617,7 +617,7 @@ def check_values(place: str, value: Any) -> None:
 
 def check_patterns(place: str, patterns: Any) -> None:
     """Raise UserError as `check_values`, for a character of a pattern outside of [brackets]."""
-    if sum(len(str(pattern)) for pattern in patterns) > MOST_PATTERN:  # refused for that
+    if sum(len(str(pattern)) for pattern in patterns) > MAX_PATTERN:  # refused for that
         return
     for pattern in patterns:
         bare = re.sub(r"\[(?:\\.|[^\]\\])*\]|\\\\", "", str(pattern), flags=re.DOTALL)

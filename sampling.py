@@ -64,7 +64,7 @@ class SamplingParams:
 
 
 LARGEST = sys.float_info.max
-MOST_CHOICES = 2**14  # bytes in all, because each takes a node of a trie
+MAX_CHOICES = 2**14  # bytes in all, because each takes a node of a trie
 FORMS = ("choices", "json_schema", "regex", "grammar", "calls")
 
 
@@ -131,7 +131,7 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
     ),
     "choices": (
         tuple,
-        lambda v: all(isinstance(text, str) for text in v) and utf8_size(v) <= MOST_CHOICES,
+        lambda v: all(isinstance(text, str) for text in v) and utf8_size(v) <= MAX_CHOICES,
         "a tuple of texts, of 16,384 bytes of UTF-8 at most",
     ),
     # Longer ones may keep llguidance busy for seconds, or a chain of rules overflow its stack.

@@ -52,7 +52,7 @@ from server.memory import freeze, trim
 from server.served import Served, find_chat, served_name, server_defaults
 
 LAST_SECONDS = 2  # after the drain, in which the process must end
-MOST_BEHIND = 2**20  # bytes that a client may send behind a request before its answer is there
+MAX_BEHIND = 2**20  # bytes that a client may send behind a request before its answer is there
 SPARE = 64  # descriptors for all that is no connection
 LLAMA = STORIES.with_name("stories-llama")
 AT_LEAST_0 = (int, lambda value: value >= 0, "an integer >= 0")
@@ -148,7 +148,7 @@ class Protocol(H11Protocol):
     piece of an answer within `seconds`. Like nginx's client_header_timeout,
     client_body_timeout and send_timeout.
     It reads on while it answers, or it would not see that a client leaves which sent more. A client
-    that sends more than MOST_BEHIND is cut off.
+    that sends more than MAX_BEHIND is cut off.
     """
 
     seconds = 30
@@ -168,7 +168,7 @@ class Protocol(H11Protocol):
         self.behind = self.behind + len(data) if self.conn.their_state is h11.DONE else 0
         super().data_received(data)
         self.watch()
-        if self.behind > MOST_BEHIND:
+        if self.behind > MAX_BEHIND:
             self.transport.abort()
         elif self.conn.their_state is h11.DONE:
             self.flow.resume_reading()  # uvicorn pauses it where bytes come behind a request

@@ -198,7 +198,7 @@ def scaling(args) -> dict:
     return {
         "min_replicas": args.replicas,
         "max_replicas": most(args),
-        "target_ongoing_requests": args.max_rows,
+        "target_ongoing_requests": args.max_num_seqs,
         "metrics_interval_s": min(args.scale_seconds / 4, 10),
         "look_back_period_s": args.scale_seconds,
         "upscale_delay_s": args.scale_seconds,
@@ -212,7 +212,7 @@ def routing(args) -> dict:
         return {}
     from ray.serve.config import RequestRouterConfig
 
-    names = ("stride", "page_size", "num_pages", "max_rows")
+    names = ("stride", "page_size", "num_pages", "max_num_seqs")
     sizes = {name: getattr(args, name) for name in names}
     sizes["block_size"] = load_config(parse_name(args.model)).block_size
     sizes["itemsize"] = getattr(CACHE_DTYPES[args.cache_dtype], "itemsize", 4)
@@ -222,7 +222,7 @@ def routing(args) -> dict:
 
 
 def build(options: dict[str, str]):
-    """For `serve run serve_ray:build replicas=3 max-rows=8`: the application with these options."""
+    """Return the application of `serve run serve_ray:build replicas=3 max-num-seqs=8`."""
     args = make_parser().parse_args([f"--{name}={value}" for name, value in options.items()])
     check(args)
     return application(args)

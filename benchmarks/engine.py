@@ -144,7 +144,7 @@ def start(engine: Engine, added: list[Request]) -> float:
 def decoding(bench: Bench, rows: int, **options) -> Engine:
     """An engine with so many requests that have their first token, and a long way to go."""
     longest = bench.model.config.block_size - bench.args.prompt_tokens[1]
-    engine = Engine(bench.model, page_size=PAGE, **{"max_rows": rows} | options)
+    engine = Engine(bench.model, page_size=PAGE, **{"max_num_seqs": rows} | options)
     prompts, _ = requests(bench, rows)
     start(engine, [engine.add(prompt, greedy(longest)) for prompt in prompts])
     return engine
@@ -353,7 +353,7 @@ def chunks(bench: Bench) -> None:
     prompt = random.Random(0).choices(ids, k=bench.args.long_prompt)
     for repeat in range(bench.args.repeats):
         for budget, name in ((2 * rows, "in chunks"), (rows + len(prompt), "whole prompt")):
-            engine = decoding(bench, rows, max_rows=rows + 1, budget=budget)
+            engine = decoding(bench, rows, max_num_seqs=rows + 1, max_num_batched_tokens=budget)
             before = itertools.islice(steps(engine), STEPS // 2)
             plain = statistics.median(seconds for seconds, _ in before)
             arriving = engine.add(prompt, greedy(NEW))

@@ -49,7 +49,7 @@ def decode(job: dict, ranks: Ranks | None) -> dict | None:
     if ranks:
         join_vocabulary(model)
     # All prompts are read in one step, so that all rows decode in all others.
-    engine = Engine(model, job["rows"], budget=job["rows"] * job["prompt"])
+    engine = Engine(model, job["rows"], max_num_batched_tokens=job["rows"] * job["prompt"])
     # Large ones later: they would be in the peak of memory.
     links = [links_of(ranks, SIZES[:-1])] if ranks else []
     found = None

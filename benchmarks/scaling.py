@@ -213,7 +213,7 @@ def measure_replicas(args, model: str, repeat: int, results: Results) -> None:
     for count in [1, *args.replicas]:
         line = [common.ROOT / "serve_ray.py", "--model", model, "--replicas", count]
         cpus = min(1.0, math.floor(1e4 * args.cores / count) / 1e4)  # as exactly as Ray counts
-        line += ["--cpus", cpus, "--device", "cpu", "--max-rows", args.rows]
+        line += ["--cpus", cpus, "--device", "cpu", "--max-num-seqs", args.rows]
         line += ["--backend", "native" if args.native else "torch"]
         with server(line, threads=1) as url:
             texts = [answer.text for answer in ask(args, url, "texts", max(args.replicas)).answers]

@@ -95,7 +95,7 @@ def command(mode: str, args, model: Model, device: str, directory: Path) -> list
     if engine.is_ours:
         line = [common.ROOT / "serve.py", "--model", args.model, "--device", device]
         line += ["--dtype", engine.dtype, "--backend", engine.package or "torch"]
-        return line + ["--max-rows", rows, "--page-size", PAGE]
+        return line + ["--max-num-seqs", rows, "--page-size", PAGE]
     tokenizer = parse_name(args.model).file("tokenizer.json")
     if engine.package == "transformers":
         line = ["-m", "transformers.cli.transformers", "serve", tokenizer.parent]

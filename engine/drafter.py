@@ -55,35 +55,34 @@ class PagedDrafter:
 
     It draws with the random numbers that the target uses at the same position. So the more their
     distributions agree, the more often the draws are the same (Daliri et al. 2024, 2408.07978).
-    max_rows: how many of the texts that it is asked for get drafts, the first ones; the cache has a
-    whole window for each. cache_dtype: as in `generate`.
-    Raises UserError for a value out of range, if the vocabularies differ, or if the cache does not
-    fit in memory.
+    max_num_seqs: how many of the texts that it is asked for get drafts, the first ones; the cache
+    has a whole window for each. cache_dtype: as in `generate`. Raises UserError for a value out of
+    range, if the vocabularies differ, or if the cache does not fit in memory.
     """
 
     def __init__(
         self,
         draft: Model,
         target: Model,
-        max_rows: int = 32,
+        max_num_seqs: int = 32,
         page_size: int = 16,
         cache_dtype: torch.dtype | None = None,
     ):
         check_vocabularies(target.config, draft.config)
-        check_limits(LIMITS, max_rows=max_rows, page_size=page_size)
+        check_limits(LIMITS, max_num_seqs=max_num_seqs, page_size=page_size)
         self.model = draft
-        self.max_rows = max_rows
+        self.max_num_seqs = max_num_seqs
         self.block_size = draft.config.block_size
         self.stride = check_stride(None, self.block_size)
-        self.pool = PagePool(max_rows * page_count(self.block_size, page_size), page_size)
+        self.pool = PagePool(max_num_seqs * page_count(self.block_size, page_size), page_size)
         self.cache = PagedCache(draft, self.pool.num_pages, page_size, None, cache_dtype)
         self.held: dict[Request, Held] = {}
 
     @torch.inference_mode()
     def propose(self, requests: list[Request], counts: list[int]) -> list[list[int]]:
-        for request in self.held.keys() - set(requests[: self.max_rows]):
+        for request in self.held.keys() - set(requests[: self.max_num_seqs]):
             self.forget(request)
-        wanted = counts[: self.max_rows]
+        wanted = counts[: self.max_num_seqs]
         drafts = [[] for _ in requests]
         while rows := [row for row, count in enumerate(wanted) if len(drafts[row]) < count]:
             drawing = [requests[row] for row in rows]

@@ -18,7 +18,7 @@ from loading.tokenizer import Encoding, StopStream
 from model import Model
 from sampling import NOT_FINITE, SamplingParams, ending_ids, finite_rows, token_logprob
 
-MOST_FORCED = 64  # tokens that a text gets in one step without a pass
+MAX_FORCED = 64  # tokens that a text gets in one step without a pass
 
 
 class Choice(NamedTuple):
@@ -33,7 +33,7 @@ class Engine:
 
     With int8 weights rounding may change a text where torch attends, as int8.py says. Where C
     computes the whole pass, all texts are those of `generate` bit for bit.
-    max_rows: how many are computed in one step, at most. num_pages: the cache, in pages of
+    max_num_seqs: how many are computed in one step, at most. num_pages: the cache, in pages of
     page_size positions; None: as `default_pages`. Where some layers have a window and others see
     all, those with a window have pages of their own, `window_pages` if these are fewer. budget:
     tokens in one step, at most. stride, cache_dtype: as in `generate`.
@@ -49,10 +49,10 @@ class Engine:
     def __init__(
         self,
         model: Model,
-        max_rows: int = 32,
+        max_num_seqs: int = 32,
         num_pages: int | None = None,
         page_size: int = 16,
-        budget: int = 512,
+        max_num_batched_tokens: int = 512,
         stride: int | None = None,
         drafter: Drafter | None = None,
         gamma: int = 3,
@@ -60,25 +60,33 @@ class Engine:
         encoding: Encoding | None = None,
         cache_dtype: torch.dtype | None = None,
     ):
-        check_limits(LIMITS, max_rows=max_rows, page_size=page_size, budget=budget, gamma=gamma)
+        check_limits(
+            LIMITS,
+            max_num_seqs=max_num_seqs,
+            page_size=page_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            gamma=gamma,
+        )
         block_size = model.config.block_size
         if num_pages is None:
             itemsize = cache_dtype.itemsize if cache_dtype else 4
-            num_pages = default_pages(max_rows, block_size, page_size, itemsize)
+            num_pages = default_pages(max_num_seqs, block_size, page_size, itemsize)
         check_limits(LIMITS, num_pages=num_pages)
         self.model = model
         windows = layer_windows(model.config)
         window = max((window for window in windows if window), default=None)
         own_pages = None  # of layers with a window, if they need fewer than those that see all
         if window and None in windows:
-            own_pages = window_pages(max_rows, budget, window, page_size)
+            own_pages = window_pages(max_num_seqs, max_num_batched_tokens, window, page_size)
             if own_pages >= num_pages:
                 own_pages = window = None
         self.cache = PagedCache(model, num_pages, page_size, own_pages, cache_dtype)
         pool = PagePool(num_pages, page_size)
         windowed = PagePool(own_pages, page_size) if own_pages else None
         stride = check_stride(stride, block_size)
-        self.scheduler = Scheduler(pool, max_rows, budget, block_size, stride, window, windowed)
+        self.scheduler = Scheduler(
+            pool, max_num_seqs, max_num_batched_tokens, block_size, stride, window, windowed
+        )
         self.drafter = drafter
         self.gamma = gamma
         self.trials = trials if drafter else None
@@ -172,7 +180,7 @@ class Engine:
             min(
                 self.gamma,
                 # Each running request gets a token, so their number never exceeds the budget.
-                self.scheduler.budget - len(running),
+                self.scheduler.token_budget - len(running),
                 # No pass crosses a hop: all of its positions see one window.
                 self.scheduler.block_size - request.length,
                 # The last token comes without a draft.
@@ -241,7 +249,7 @@ class Engine:
         """Add to a text what follows it, and while that was drafted what follows the draft.
 
         Tokens that must follow come without a pass: the next one computes their positions, too.
-        There are at most MOST_FORCED of them, because all other texts wait for them.
+        There are at most MAX_FORCED of them, because all other texts wait for them.
         """
         request = work.request
         following, logits = choice
@@ -256,7 +264,7 @@ class Engine:
         chosen = iter(following[: accepted + 1])
         while reason is None:
             token = next(chosen, None)
-            if token is None and len(tokens) <= accepted + MOST_FORCED:
+            if token is None and len(tokens) <= accepted + MAX_FORCED:
                 token = request.forced(request.tokens + tokens)
             if token is None:
                 break

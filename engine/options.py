@@ -20,12 +20,14 @@ from parallel.shards import join_vocabulary, load_part
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """An engine's options, without those of the model and --stride."""
-    parser.add_argument("--max-rows", type=int, default=32, help="how many texts run at once")
-    pages_help = "pages in the cache; not given: max-rows windows, or 65,536 positions if fewer"
+    parser.add_argument("--max-num-seqs", type=int, default=32, help="how many texts run at once")
+    pages_help = "pages in the cache; not given: max-num-seqs windows, or 65,536 positions if fewer"
     pages_help += " (131,072 with --cache-dtype float16, 262,144 with int8)"
     parser.add_argument("--num-pages", type=int, help=pages_help)
     parser.add_argument("--page-size", type=int, default=16, help="positions in a page")
-    parser.add_argument("--budget", type=int, default=512, help="tokens in one step")
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, default=512, help="tokens in one step"
+    )
     draft_help = "a smaller model of the same vocabulary; lookup: copies from the text before"
     parser.add_argument("--draft", help=draft_help)
     join_help = "of several processes: gather keeps every bit, reduce sends less (int8: gather)"
@@ -93,10 +95,10 @@ def load_engine(args, source: Source, device: str, ranks: Ranks | None = None) -
         ranks.wait()
     return Engine(
         model,
-        max_rows=args.max_rows,
+        max_num_seqs=args.max_num_seqs,
         num_pages=args.num_pages,
         page_size=args.page_size,
-        budget=args.budget,
+        max_num_batched_tokens=args.max_num_batched_tokens,
         stride=args.stride,
         drafter=make_drafter(args, model, drafts),
         gamma=3 if args.gamma is None else args.gamma,
@@ -110,7 +112,7 @@ def make_drafter(args, model: Model, drafts: list[Model]) -> LookupDrafter | Pag
     """What a command line asks for. drafts: the draft model, if there is one."""
     if drafts:
         cache_dtype = CACHE_DTYPES[args.cache_dtype]
-        return PagedDrafter(drafts[0], model, args.max_rows, args.page_size, cache_dtype)
+        return PagedDrafter(drafts[0], model, args.max_num_seqs, args.page_size, cache_dtype)
     return LookupDrafter() if args.draft else None
 
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from cache import first_seen
 
-MOST_POSITIONS = 2**16  # in the pages of an engine, if nobody asks for more
+MAX_POSITIONS = 2**16  # in the pages of an engine, if nobody asks for more
 
 
 class PagePool:
@@ -146,23 +146,25 @@ def page_count(length: int, page_size: int) -> int:
     return -(-length // page_size)
 
 
-def default_pages(max_rows: int, block_size: int, page_size: int, itemsize: int = 4) -> int:
-    """Pages for max_rows whole windows, but for one, or MOST_POSITIONS, where these are more.
+def default_pages(max_num_seqs: int, block_size: int, page_size: int, itemsize: int = 4) -> int:
+    """Pages for max_num_seqs whole windows, but for one, or MAX_POSITIONS, where these are more.
 
     itemsize: bytes of a number in the cache; with fewer than 4 there are more positions.
     """
     window = page_count(block_size, page_size)
-    most = MOST_POSITIONS * 4 // itemsize
-    return min(max_rows * window, max(window, page_count(most, page_size)))
+    most = MAX_POSITIONS * 4 // itemsize
+    return min(max_num_seqs * window, max(window, page_count(most, page_size)))
 
 
-def window_pages(max_rows: int, budget: int, window: int, page_size: int) -> int:
-    """Pages that are never too few for what max_rows texts see in a window, with a step's tokens.
+def window_pages(
+    max_num_seqs: int, max_num_batched_tokens: int, window: int, page_size: int
+) -> int:
+    """Return enough pages for what max_num_seqs texts see in a window, with a step's tokens.
 
     n positions lie in at most (n + 2 * page_size - 2) // page_size pages. Of each text that is its
     share of the budget and window - 1 before it.
     """
-    return (budget + max_rows * (window - 1 + 2 * page_size - 2)) // page_size
+    return (max_num_batched_tokens + max_num_seqs * (window - 1 + 2 * page_size - 2)) // page_size
 
 
 def salted(salt: str, adapter: str) -> str:

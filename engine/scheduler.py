@@ -11,10 +11,10 @@ from engine.request import Request
 from errors import UserError
 
 LIMITS = {  # argument of an engine: its type, which values are valid, how to say that
-    "max_rows": (int, lambda value: value >= 1, "an integer >= 1"),
+    "max_num_seqs": (int, lambda value: value >= 1, "an integer >= 1"),
     "num_pages": (int, lambda value: value >= 1, "an integer >= 1"),
     "page_size": (int, lambda value: value >= 1, "an integer >= 1"),
-    "budget": (int, lambda value: value >= 1, "an integer >= 1"),
+    "max_num_batched_tokens": (int, lambda value: value >= 1, "an integer >= 1"),
     "gamma": (int, lambda value: 1 <= value <= 16, "an integer from 1 to 16"),
 }
 
@@ -54,7 +54,7 @@ class Work(NamedTuple):
 class Scheduler:
     """First come, first served.
 
-    A waiting request runs when fewer than max_rows do, and there are pages for its window.
+    A waiting request runs when fewer than max_num_seqs do, and there are pages for its window.
     Running requests take pages as they grow. Where none is free, the youngest gives all of its
     pages back.
     There is no prefill and no decode phase. A request has tokens and a count of those computed,
@@ -68,8 +68,8 @@ class Scheduler:
     def __init__(
         self,
         pool: PagePool,
-        max_rows: int,
-        budget: int,
+        max_num_seqs: int,
+        token_budget: int,
         block_size: int,
         stride: int,
         window: int | None = None,
@@ -79,8 +79,8 @@ class Scheduler:
         self.windowed = windowed
         # Of each kind of layers: their pages, and how many positions they see.
         self.kinds = [(pool, None), (windowed, window)] if windowed else [(pool, window)]
-        self.max_rows = max_rows
-        self.budget = budget
+        self.max_num_seqs = max_num_seqs
+        self.token_budget = token_budget
         self.block_size = block_size
         self.stride = stride
         self.waiting: deque[Request] = deque()
@@ -111,35 +111,35 @@ class Scheduler:
         """What to compute next: what running requests lack, the oldest first, then waiting ones."""
         self.preempted = []
         works = []
-        budget = self.budget
+        token_budget = self.token_budget
         while len(works) < len(self.running):
             request = self.running[len(works)]
             younger = len(self.running) - len(works) - 1
-            tokens = request.lacking[: budget - younger]  # a token is left for each of them
+            tokens = request.lacking[: token_budget - younger]  # a token is left for each of them
             if not self.grow(request, len(tokens)):
                 # Perhaps the request itself, but never the oldest: it fits alone.
                 self.preempt(self.running[-1])
                 continue
             works.append(Work(request, tokens, []))
-            budget -= len(tokens)
-        while self.waiting and budget and len(self.running) < self.max_rows:
+            token_budget -= len(tokens)
+        while self.waiting and token_budget and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
-            if not self.admit(request, budget):
+            if not self.admit(request, token_budget):
                 break  # strict FIFO: a long request cannot starve
             self.running.append(self.waiting.popleft())
-            tokens = request.lacking[:budget]
+            tokens = request.lacking[:token_budget]
             works.append(Work(request, tokens, []))
-            budget -= len(tokens)
-        return self.with_drafts(works, budget)
+            token_budget -= len(tokens)
+        return self.with_drafts(works, token_budget)
 
-    def with_drafts(self, works: list[Work], budget: int) -> list[Work]:
+    def with_drafts(self, works: list[Work], token_budget: int) -> list[Work]:
         """Add the drafts that fit into what the works leave of the budget and the pages."""
         result = []
         for request, tokens, _ in works:
-            drafts = request.drafts[:budget]
+            drafts = request.drafts[:token_budget]
             while drafts and not self.grow(request, len(tokens) + len(drafts), len(drafts)):
                 drafts.pop()
-            budget -= len(drafts)
+            token_budget -= len(drafts)
             result.append(Work(request, tokens + drafts, drafts))
         return result
 
@@ -152,7 +152,7 @@ class Scheduler:
             return False
         return not self.windowed or self.windowed.grow(request.windowed, request.computed + count)
 
-    def admit(self, request: Request, budget: int) -> bool:
+    def admit(self, request: Request, token_budget: int) -> bool:
         """Give a waiting request pages for its window; False if too few are free.
 
         Those of its longest computed prefix are found, and the others taken.
@@ -162,7 +162,7 @@ class Scheduler:
         for pool, window in self.kinds:
             shared.append(pool.find(tokens, request.salt, window))
             tokens = tokens[: len(shared[-1]) * pool.page_size]
-        count = min(budget, request.length - len(tokens))
+        count = min(token_budget, request.length - len(tokens))
         ends = request.length, len(tokens) + count
         for (pool, _), found, end in zip(self.kinds, shared, ends):
             del found[len(shared[-1]) :]

@@ -11,8 +11,8 @@ from errors import UserError
 from loading.chat import Chat, split_at
 from loading.tokenizer import Encoding, overlap
 
-MOST_TOOLS = 128
-MOST_GRAMMAR = 2**18  # bytes
+MAX_TOOLS = 128
+MAX_GRAMMAR = 2**18  # bytes
 FIELDS = {  # of a function: its type, and how to say that
     "name": (str, "a string"),
     "description": (str | None, "a string"),
@@ -37,8 +37,8 @@ def check_tools(tools: Any) -> None:
     A list of {"type": "function", "function": {"name", "description", "parameters", "strict"}}.
     Of a function all but the name may be left out. parameters: the JSON schema of an object.
     """
-    if not isinstance(tools, list) or not 1 <= len(tools) <= MOST_TOOLS:
-        raise UserError(f"tools: it must be a list of 1 to {MOST_TOOLS} tools")
+    if not isinstance(tools, list) or not 1 <= len(tools) <= MAX_TOOLS:
+        raise UserError(f"tools: it must be a list of 1 to {MAX_TOOLS} tools")
     names = set()
     for place, tool in enumerate(tools):
         is_tool = isinstance(tool, dict) and tool.keys() == {"type", "function"}
@@ -241,9 +241,9 @@ def calls_grammar(
     rules += [rf"trigger[lazy]: /(?s:.*){spelled}/", f"call: {choices}", *called]
     grammar = "\n".join(rules) + "\n"
     size = len(grammar.encode())
-    if size > MOST_GRAMMAR:
+    if size > MAX_GRAMMAR:
         raise UserError(
-            f"as a grammar the tools have {size:,} bytes; they may have {MOST_GRAMMAR:,}"
+            f"as a grammar the tools have {size:,} bytes; they may have {MAX_GRAMMAR:,}"
         )
     return grammar
 

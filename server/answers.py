@@ -14,7 +14,7 @@ from server.allowed import Allowed
 from server.engine_thread import EngineDead, FormFailed, QueueFull, Update
 from server.protocol import IGNORED_HEADER, APIError, GenerationRequest
 
-MOST_PIECE = 2**16  # bytes of an answer
+MAX_PIECE = 2**16  # bytes of an answer
 
 
 def api_error(error: Exception) -> APIError:
@@ -52,8 +52,8 @@ def with_ignored(response: Response, names: list[str]) -> Response:
 
 
 def pieces(data: bytes) -> Iterator[bytes]:
-    """Cut bytes into pieces of MOST_PIECE."""
-    return (data[start : start + MOST_PIECE] for start in range(0, len(data), MOST_PIECE))
+    """Cut bytes into pieces of MAX_PIECE."""
+    return (data[start : start + MAX_PIECE] for start in range(0, len(data), MAX_PIECE))
 
 
 class Paced(StreamingResponse):

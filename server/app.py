@@ -24,8 +24,8 @@ from server.protocol import IGNORED_HEADER, APIError
 from server.served import Served
 
 HERE = Path(__file__).parent
-MOST_BYTES = 2**20  # in the body of a request
-MOST_READ = 2**23  # of one that has more
+MAX_BYTES = 2**20  # in the body of a request
+MAX_READ = 2**23  # of one that has more
 
 
 class BodyLimit:
@@ -45,12 +45,12 @@ class BodyLimit:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
-            if size <= MOST_BYTES:
+            if size <= MAX_BYTES:
                 return message
-            while message.get("more_body") and size < MOST_READ:
+            while message.get("more_body") and size < MAX_READ:
                 message = await receive()
                 size += len(message.get("body", b""))
-            error = f"the body is too long; it may have {MOST_BYTES} bytes"
+            error = f"the body is too long; it may have {MAX_BYTES} bytes"
             raise HTTPException(413, error, {"Connection": "close"})
 
         await self.app(scope, limited, send)

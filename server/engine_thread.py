@@ -210,7 +210,7 @@ class EngineThread:
         """
         if self.error:
             raise EngineDead(self.error)
-        most = self.engine.scheduler.max_rows + self.max_waiting
+        most = self.engine.scheduler.max_num_seqs + self.max_waiting
         limits = (
             ("texts", texts, self.unfinished, most),
             ("tokens of prompts", tokens, self.waiting_tokens, self.max_waiting_tokens),

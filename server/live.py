@@ -14,9 +14,9 @@ from server.engine_thread import EngineThread
 
 PERIOD = 0.02  # seconds between frames, at least
 SHARE = 0.02  # of the engine thread's time may go into frames
-MOST_LATE = 500  # frames that a client has not fetched; then it is cut off
+MAX_LATE = 500  # frames that a client has not fetched; then it is cut off
 PATIENCE = 10  # seconds in which it must take what is sent
-MOST_WAITING = 40  # requests of the queue that are in a frame
+MAX_WAITING = 40  # requests of the queue that are in a frame
 
 Frame = dict[str, Any]
 
@@ -75,11 +75,11 @@ class Live:
         scheduler = engine.scheduler
         kind = {
             "model": self.model_name,
-            "max_rows": scheduler.max_rows,
+            "max_num_seqs": scheduler.max_num_seqs,
             "num_pages": scheduler.pool.num_pages,
             "page_size": scheduler.pool.page_size,
             "block_size": scheduler.block_size,
-            "budget": scheduler.budget,
+            "max_num_batched_tokens": scheduler.token_budget,
             "gamma": engine.gamma if engine.drafter else 0,
             "period": PERIOD,
         }
@@ -106,7 +106,7 @@ class Live:
         """Hand out a frame."""
         event = to_event(frame)
         for watcher in list(self.watchers):
-            if watcher.frames.qsize() < MOST_LATE:
+            if watcher.frames.qsize() < MAX_LATE:
                 watcher.frames.put_nowait(event)
             else:
                 self.drop(watcher)
@@ -187,7 +187,7 @@ class Live:
         pool = scheduler.pool
         running = [self.row(request) | {"pages": request.pages[:]} for request in scheduler.running]
         # Requests that were computed since are in front: they have been preempted.
-        waiting = itertools.islice(scheduler.waiting, max(MOST_WAITING, len(self.work)))
+        waiting = itertools.islice(scheduler.waiting, max(MAX_WAITING, len(self.work)))
         return {
             "time": round(now, 4),
             "steps": engine.steps,

@@ -5,7 +5,7 @@
 //   player.notice(why);    // say for some seconds why what is shown has changed
 //   player.close();        // before another one takes its place
 //
-// setup: max_rows, num_pages, page_size, block_size, budget and gamma (0: no drafts) of the engine;
+// setup: max_num_seqs, num_pages, page_size, block_size, max_num_batched_tokens and gamma (0: no drafts) of the engine;
 // period: seconds from frame to frame, at least. told: a function that hears what is shown, "live",
 // "paused" or "replayed". A frame is what server/live.py makes: how the engine stands, and what it
 // did since the frame before. Each number shown is one of a frame, or a sum over frames.
@@ -121,7 +121,7 @@ const KEPT = 1500; // frames, half a minute at least
 const SLOWLY = 100; // milliseconds for a frame, at least
 const NOTICED = 6000; // milliseconds for which a notice stays
 const LEAST_ROWS = 12; // requests in the list: the last ones stay in it when they are over
-const MOST_ROWS = 40;
+const MAX_ROWS = 40;
 const STILL = matchMedia("(prefers-reduced-motion: reduce)");
 const DARK = matchMedia("(prefers-color-scheme: dark)");
 const number = new Intl.NumberFormat("en");
@@ -577,7 +577,7 @@ class Player {
       element.textContent = value;
       if (of) make("small", element, "", ` ${of}`);
     };
-    set("running", frame.running.length, `of ${this.setup.max_rows}`);
+    set("running", frame.running.length, `of ${this.setup.max_num_seqs}`);
     set("waiting", number.format(frame.queued));
     set("pages in use", number.format(frame.owners.size), `of ${number.format(this.setup.num_pages)}`);
     set("pages shared", number.format(shared));
@@ -624,7 +624,7 @@ class Player {
     const all = [...latest.keys()].sort(
       (a, b) => order[latest.get(a).state] - order[latest.get(b).state] || a - b,
     );
-    const ids = all.slice(0, MOST_ROWS).sort((a, b) => a - b);
+    const ids = all.slice(0, MAX_ROWS).sort((a, b) => a - b);
     this.more.textContent = this.rest(frame, all.length - ids.length, latest, from);
     if (!ids.length) this.more.textContent = "Nothing to compute.";
     for (const [id, item] of this.items) {
@@ -644,7 +644,7 @@ class Player {
   rest(frame, hidden, latest, from) {
     const unseen = this.setup.recorded ? 0 : frame.queued - frame.waiting.length;
     const left = number.format(hidden + unseen);
-    if (hidden + unseen) return `and ${left} more: the list has ${MOST_ROWS}, first those that run`;
+    if (hidden + unseen) return `and ${left} more: the list has ${MAX_ROWS}, first those that run`;
     const gone = ({ over }) => over.some((row) => !latest.has(row.number));
     return this.frames.slice(0, from).some(gone) ? "Requests that were over before have left the list." : "";
   }
@@ -753,7 +753,7 @@ class Player {
       if (row.state === "waiting") context.fillRect(left, height - 3, wide - 2, 1);
       return;
     }
-    const more = Math.log2(positions) / Math.log2(Math.max(this.setup.budget, 2));
+    const more = Math.log2(positions) / Math.log2(Math.max(this.setup.max_num_batched_tokens, 2));
     const full = 5 + (height - 6) * Math.min(more, 1);
     const refused = (full * (drafts - accepted)) / positions;
     // A step that gives tokens has one position for the first, and one for each accepted draft.
@@ -866,10 +866,10 @@ class Player {
       const what = this.shows.has("pages") ? "a request or a page" : "a request";
       return `Point at ${what}, or tap it, for its text.`;
     }
-    const { num_pages, max_rows, block_size, page_size } = this.setup;
-    const whole = max_rows * Math.ceil(block_size / page_size);
+    const { num_pages, max_num_seqs, block_size, page_size } = this.setup;
+    const whole = max_num_seqs * Math.ceil(block_size / page_size);
     if (num_pages >= whole) {
-      return `All ${max_rows} rows have room for their whole windows: no request is ever preempted. `
+      return `All ${max_num_seqs} rows have room for their whole windows: no request is ever preempted. `
         + "Start the server with a smaller --num-pages to see it.";
     }
     return "Point at a page, or tap it.";

@@ -19,14 +19,14 @@ class Prefixes:
         stride: int | None,
         page_size: int,
         num_pages: int | None,
-        max_rows: int,
+        max_num_seqs: int,
         itemsize: int = 4,
     ):
         self.block_size = block_size
         self.stride = check_stride(stride, block_size)
         self.page_size = page_size
-        self.most = num_pages or default_pages(max_rows, block_size, page_size, itemsize)
-        self.max_rows = max_rows
+        self.most = num_pages or default_pages(max_num_seqs, block_size, page_size, itemsize)
+        self.max_num_seqs = max_num_seqs
         # The names of each replica's pages, in LRU order: those asked for last at the end.
         self.pages: dict[Hashable, OrderedDict[bytes, None]] = {}
         self.calls: dict[str, tuple[Hashable, int]] = {}  # where each is, and its number of texts
@@ -49,7 +49,9 @@ class Prefixes:
 
         def rank(replica) -> tuple[int, int]:
             known = self.pages[replica]
-            found = sum(name in known for name in names) if texts[replica] < self.max_rows else 0
+            found = (
+                sum(name in known for name in names) if texts[replica] < self.max_num_seqs else 0
+            )
             return texts[replica] - found, len(known)
 
         return sorted(replicas, key=rank)

@@ -26,17 +26,17 @@ from pydantic_core import PydanticCustomError, to_json
 
 from errors import UserError, check_limits
 from loading.chat import OWN
-from loading.tools import MOST_TOOLS
+from loading.tools import MAX_TOOLS
 from sampling import LIMITS, SamplingParams, is_bias
 
-MOST_BYTES = 2**22  # of an answer, at TOKEN_BYTES for each token and so on
+MAX_BYTES = 2**22  # of an answer, at TOKEN_BYTES for each token and so on
 TOKEN_BYTES = 16
 LOGPROB_BYTES = 64  # of which a token has one, and one for each of the best
-MOST_ECHO = 2**20  # bytes of prompts that an answer repeats
-MOST_ITEMS = 2**14  # prompts, messages, or parts of a message
-MOST_BIASES = 2**10
+MAX_ECHO = 2**20  # bytes of prompts that an answer repeats
+MAX_ITEMS = 2**14  # prompts, messages, or parts of a message
+MAX_BIASES = 2**10
 HALF = "not UTF-8 text; it has half of a surrogate pair"
-MOST_CHOICES = 2**10  # each of up to 128 texts is checked and looked up by all of them
+MAX_CHOICES = 2**10  # each of up to 128 texts is checked and looked up by all of them
 
 SAMPLING = (  # fields of SamplingParams by the same name
     "ignore_eos",
@@ -206,10 +206,10 @@ def to_biases(value: Any) -> Any:
 
     if value is None:
         return None
-    if isinstance(value, dict) and len(value) <= MOST_BIASES:
+    if isinstance(value, dict) and len(value) <= MAX_BIASES:
         if all(good(*pair) for pair in value.items()):
             return {int(name): float(bias) for name, bias in value.items()}
-    what = f"an object of up to {MOST_BIASES} token ids, each with a number in [-100, 100]"
+    what = f"an object of up to {MAX_BIASES} token ids, each with a number in [-100, 100]"
     raise ValueError(f"it must be {what}")
 
 
@@ -219,7 +219,7 @@ Word = Annotated[str, Field(min_length=1, max_length=256)]
 Words = Annotated[list[Word], Field(fail_fast=True, max_length=16)]
 Ids = Annotated[list[int], Field(fail_fast=True)]
 StopIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, max_length=128)]
-Several = Field(fail_fast=True, min_length=1, max_length=MOST_ITEMS)
+Several = Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)
 Prompt = Annotated[
     Annotated[str, Tag("str")]
     | Annotated[list[str], Several, Tag("list of str")]
@@ -380,8 +380,8 @@ class StructuredOutputs(Fields):
     json_object: bool | None = None
     regex: Annotated[str | None, Field(min_length=1)] = None
     choice: Annotated[
-        Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_CHOICES)] | None,
-        one_of(f"a list of 1 to {MOST_CHOICES} texts"),
+        Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)] | None,
+        one_of(f"a list of 1 to {MAX_CHOICES} texts"),
     ] = None
     grammar: Annotated[str | None, Field(min_length=1)] = None
 
@@ -514,7 +514,7 @@ class GenerationRequest(with_any(Body, IGNORED)):
         entries = 0 if logprobs is None else 1 + logprobs
         if self.show_allowed is not None:  # also of the next place, in each event
             entries += (1 + self.show_allowed) * (2 if self.stream else 1)
-        return MOST_BYTES // (self.texts * (TOKEN_BYTES + entries * LOGPROB_BYTES))
+        return MAX_BYTES // (self.texts * (TOKEN_BYTES + entries * LOGPROB_BYTES))
 
     def params(
         self,
@@ -565,7 +565,7 @@ class CompletionRequest(GenerationRequest):
         Prompt | None,
         one_of(
             "a string, a list of strings, a list of token ids or a list of such lists, "
-            f"at most {MOST_ITEMS} prompts"
+            f"at most {MAX_ITEMS} prompts"
         ),
     ] = None
     echo: bool | None = None
@@ -590,8 +590,8 @@ class CompletionRequest(GenerationRequest):
     def check_echo(self, prompts: list[str]) -> None:
         """Raise APIError if the answer would repeat too much: each of its prompts n times."""
         size = sum(len(text.encode(errors="replace")) for text in prompts) * (self.n or 1)
-        if size > MOST_ECHO:
-            message = f"echo would repeat {size} bytes of prompts; it may repeat {MOST_ECHO}"
+        if size > MAX_ECHO:
+            message = f"echo would repeat {size} bytes of prompts; it may repeat {MAX_ECHO}"
             raise APIError(400, message, "echo")
 
 
@@ -706,16 +706,14 @@ class Message(Fields):
     # A template writes it as it is, so it must not be able to close a message and begin another.
     role: Annotated[str, Field(pattern="^[a-z_]+$", max_length=64)]
     name: Annotated[str | None, Field(pattern="^[A-Za-z0-9_-]+$", max_length=64)] = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = (
-        None
-    )
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_call_id: Annotated[str | None, Field(max_length=256)] = None
     # The reasoning before a reply, as a template may write it again; and vLLM's name for it.
     reasoning_content: str | None = None
     reasoning: str | None = None
     content: Annotated[
-        str | Annotated[list[Part], Field(fail_fast=True, max_length=MOST_ITEMS)],
-        one_of(f"a string or a list of up to {MOST_ITEMS} parts of the type text"),
+        str | Annotated[list[Part], Field(fail_fast=True, max_length=MAX_ITEMS)],
+        one_of(f"a string or a list of up to {MAX_ITEMS} parts of the type text"),
     ] = Field(default=None, validate_default=True)
 
     @field_validator("content", mode="before")

@@ -8,11 +8,11 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import to_json
 
-from loading.tools import MOST_TOOLS
+from loading.tools import MAX_TOOLS
 from server.protocol import (
     IGNORED,
     INERT,
-    MOST_ITEMS,
+    MAX_ITEMS,
     NOTES,
     APIError,
     Body,
@@ -162,7 +162,7 @@ def few(value: Any) -> Any:
 
 
 Content = Annotated[
-    Annotated[list[InputPart], Field(fail_fast=True, max_length=MOST_ITEMS)] | None,
+    Annotated[list[InputPart], Field(fail_fast=True, max_length=MAX_ITEMS)] | None,
     BeforeValidator(to_parts),
 ]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
@@ -342,14 +342,14 @@ class ResponsesRequest(with_any(Body, SHARED)):
 
     input: Annotated[
         list[Item],
-        Field(fail_fast=True, min_length=1, max_length=MOST_ITEMS),
+        Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS),
         BeforeValidator(to_items),
     ]
     instructions: str | None = None
     max_output_tokens: MaxTokens = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | ToolName | None,
         one_of('none, auto, required or {"type": "function", "name": ...}'),

@@ -172,7 +172,7 @@ def check_own_runs(model, lengths, max_new_tokens: int, **options) -> None:
     """
     prompts = [random_tokens(length, seed=length) for length in lengths]
     params = request_params(len(prompts), max_new_tokens=max_new_tokens, temperature=0.8)
-    options = {"max_rows": 4, "page_size": 4, "budget": 7} | options
+    options = {"max_num_seqs": 4, "page_size": 4, "max_num_batched_tokens": 7} | options
     engine, requests = make_engine(model, prompts, params, **options)
     finish(engine)
     own = own_texts(model, prompts, params, cache_dtype=options.get("cache_dtype"))

@@ -57,7 +57,7 @@ def test_what_an_echo_may_repeat(tiny_llama, monkeypatch):
 
 def test_a_reply_whose_length_is_not_asked_for_fits_the_answer(door, monkeypatch):
     """A window has room for more tokens than an answer with all their log-probabilities."""
-    monkeypatch.setattr("server.protocol.MOST_BYTES", 3 * 2 * (16 + 6 * 64))
+    monkeypatch.setattr("server.protocol.MAX_BYTES", 3 * 2 * (16 + 6 * 64))
     body = {
         "messages": TALK["messages"],
         "n": 2,

@@ -38,9 +38,13 @@ def test_each_text_is_that_of_its_own_run(model, gamma):
 @pytest.mark.parametrize(("page_size", "stride"), [(1, 3), (3, 16)])
 @pytest.mark.parametrize("budget", [2, 5, 64])
 def test_in_tiny_pools_under_small_budgets(model, page_size, stride, budget):
-    pool = {"num_pages": -(-16 // page_size) + 2, "page_size": page_size, "budget": budget}
+    pool = {
+        "num_pages": -(-16 // page_size) + 2,
+        "page_size": page_size,
+        "max_num_batched_tokens": budget,
+    }
     drafter = knowing(model, wrong=range(0, 24, 5))
-    engine, _ = write(model, drafter, stride=stride, max_rows=3, **pool, gamma=5)
+    engine, _ = write(model, drafter, stride=stride, max_num_seqs=3, **pool, gamma=5)
     assert max(sum(tokens) for tokens in engine.passes) <= budget
 
 
@@ -120,7 +124,7 @@ def test_no_more_drafts_are_asked_for_than_can_be_used(model):
 def test_no_more_drafts_are_asked_for_than_the_budget_leaves_beside_the_texts(model):
     """Each running request takes one token of it. To write the others would be for nothing."""
     drafter = knowing(model, wrong=ALWAYS)
-    options = {"budget": 6, "drafter": drafter, "gamma": 16}
+    options = {"max_num_batched_tokens": 6, "drafter": drafter, "gamma": 16}
     engine, requests = make_engine(model, [[5, 6], [7, 8]], greedy(9), **options)
     engine.step()
     engine.step()
@@ -316,14 +320,14 @@ def test_drafts_need_no_free_page_where_they_have_room(model):
 
 
 def test_drafts_leave_each_younger_text_its_token_of_the_budget(model):
-    options = {"budget": 6, "drafter": knowing(model, wrong=ALWAYS)}
+    options = {"max_num_batched_tokens": 6, "drafter": knowing(model, wrong=ALWAYS)}
     engine, _ = make_engine(model, THREE, greedy(8), **options)
     assert [len(step(engine)) for _ in range(4)] == [3] * 4
     assert engine.passes == [[2, 2, 2], [4, 1, 1], [4, 1, 1], [4, 1, 1]]
 
 
 def test_drafts_keep_no_waiting_text_from_its_first_token(model):
-    options = {"budget": 4, "drafter": knowing(model, wrong=ALWAYS)}
+    options = {"max_num_batched_tokens": 4, "drafter": knowing(model, wrong=ALWAYS)}
     engine, _ = make_engine(model, [[1]], greedy(12), **options)
     step(engine)
     step(engine)
@@ -374,7 +378,7 @@ def test_still_a_preempted_request_takes_no_drafts_along():
 WRITE = ["--prompt", "Lily and Tom and Lily and", "--prompt", " the" * 50, "--max-new-tokens", 24]
 WRITE += ["--ignore-eos"]
 DRAWN = ["--temperature", 0.5, "--top-k", 2, "--seed", 3]
-SMALL = ["--num-pages", 24, "--page-size", 4, "--budget", 9]
+SMALL = ["--num-pages", 24, "--page-size", 4, "--max-num-batched-tokens", 9]
 
 
 @pytest.mark.parametrize("options", [[], DRAWN + SMALL], ids=["greedy", "drawn, in little room"])

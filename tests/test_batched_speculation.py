@@ -41,9 +41,13 @@ def test_each_text_is_that_of_its_own_run(model, tiny, tiny_llama, kind, gamma):
 @pytest.mark.parametrize(("page_size", "stride"), [(1, 3), (3, 16)])
 @pytest.mark.parametrize("budget", [2, 5, 64])
 def test_in_tiny_pools_under_small_budgets(model, page_size, stride, budget):
-    pool = {"num_pages": -(-16 // page_size) + 2, "page_size": page_size, "budget": budget}
+    pool = {
+        "num_pages": -(-16 // page_size) + 2,
+        "page_size": page_size,
+        "max_num_batched_tokens": budget,
+    }
     drafter = paged_drafter(model, model, page_size=2)
-    engine, _ = write(model, drafter, stride=stride, max_rows=3, **pool, gamma=5)
+    engine, _ = write(model, drafter, stride=stride, max_num_seqs=3, **pool, gamma=5)
     assert max(sum(tokens) for tokens in engine.passes) <= budget
 
 
@@ -100,14 +104,14 @@ def test_a_draft_model_computes_what_was_refused_anew_and_nothing_else(tiny):
 
 def test_a_draft_model_goes_on_where_its_drafts_did_not_fit_the_budget(model):
     drafter = paged_drafter(model, model)
-    engine, steps = write(model, drafter, [[5, 6], [7, 8]], greedy(8), budget=4)
+    engine, steps = write(model, drafter, [[5, 6], [7, 8]], greedy(8), max_num_batched_tokens=4)
     counts = [[len(event.tokens) for event in events] for events in steps]
     assert counts == [[1, 1], [3, 1], [3, 1], [1, 3], [2]]
     assert engine.accepted == engine.drafted == 2 + 2 + 2 + 1
 
 
 def test_a_draft_model_of_fewer_rows_than_the_engine(model):
-    drafter = paged_drafter(model, model, max_rows=2, page_size=4)
+    drafter = paged_drafter(model, model, max_num_seqs=2, page_size=4)
     passes = check_passes(drafter.cache)
     assert drafter.pool.num_pages == 2 * 4
     engine, _ = write(model, drafter, params=GREEDY)
@@ -115,10 +119,10 @@ def test_a_draft_model_of_fewer_rows_than_the_engine(model):
 
 
 def test_a_draft_model_gives_the_pages_of_finished_texts_back(model, tiny):
-    drafter = paged_drafter(tiny(1), model, max_rows=3)
+    drafter = paged_drafter(tiny(1), model, max_num_seqs=3)
     prompts = [random_tokens(5, seed=seed) for seed in range(12)]  # many more texts than rows
     params = [greedy(4 + seed % 3) for seed in range(12)]
-    engine, _ = make_engine(model, prompts, params, max_rows=3, drafter=drafter)
+    engine, _ = make_engine(model, prompts, params, max_num_seqs=3, drafter=drafter)
     while engine.busy:
         step(engine)
         assert len(drafter.held) <= 3
@@ -160,7 +164,7 @@ def test_what_is_held_of_a_text_stays_while_no_drafts_are_wanted(tiny):
         Request(random_tokens(length, seed=length), length, SamplingParams(30, True, seed=0))
         for length in (12, 4, 7)
     ]
-    drafter = paged_drafter(tiny(1, block_size=64), model, max_rows=2, page_size=4)
+    drafter = paged_drafter(tiny(1, block_size=64), model, max_num_seqs=2, page_size=4)
     passes = check_passes(drafter.cache, 64)
     drafter.propose(requests, [2, 1, 0])
     assert drafter.propose(requests, [0, 3, 3])[::2] == [[], []]  # the third has no room
@@ -211,7 +215,7 @@ def test_another_vocabulary_is_refused(tiny, shape):
         paged_drafter(tiny(**shape), tiny())
 
 
-@pytest.mark.parametrize("name", ["max_rows", "page_size"])
+@pytest.mark.parametrize("name", ["max_num_seqs", "page_size"])
 @pytest.mark.parametrize("value", [0, -2])
 def test_a_draft_model_needs_rows_and_pages(model, name, value):
     with pytest.raises(UserError, match=f"^{name} is {value}; it must be an integer >= 1$"):
@@ -222,7 +226,7 @@ def test_a_draft_model_needs_rows_and_pages(model, name, value):
 
 WRITE = ["--prompt", "Lily and Tom and Lily and", "--prompt", " the" * 50, "--max-new-tokens", 24]
 DRAWN = ["--ignore-eos", "--temperature", 1, "--top-k", 50, "--seed", 3]
-SMALL = ["--num-pages", 24, "--page-size", 4, "--budget", 9]
+SMALL = ["--num-pages", 24, "--page-size", 4, "--max-num-batched-tokens", 9]
 
 
 @pytest.mark.parametrize(
@@ -262,6 +266,6 @@ def test_the_draft_model_has_rows_and_pages_like_those_of_the_engine(
 
     monkeypatch.setattr(PagedDrafter, "__init__", watched)
     args = ["--model", tiny_checkpoint, "--draft", tiny_checkpoint, "--max-new-tokens", 2]
-    assert engine_cli(*args, "--max-rows", 5, "--page-size", 7)[0] == 0
+    assert engine_cli(*args, "--max-num-seqs", 5, "--page-size", 7)[0] == 0
     (drafter,) = made
-    assert (drafter.max_rows, drafter.pool.page_size, drafter.pool.num_pages) == (5, 7, 5 * 10)
+    assert (drafter.max_num_seqs, drafter.pool.page_size, drafter.pool.num_pages) == (5, 7, 5 * 10)

@@ -161,7 +161,7 @@ def test_transformers_writes_the_same_texts_or_is_named_and_left_out(bench, monk
     assert code == 0 and "without" not in err
     measures = {"tokens/s", "x one at a time", "x static batches"}
     assert set(values(rows, "transformers", size=3)) == measures
-    budget = inspect.signature(Engine).parameters["budget"].default
+    budget = inspect.signature(Engine).parameters["max_num_batched_tokens"].default
     assert set(sizes) == {(3 * 4, budget)}  # windows of 64, pages of 16
     monkeypatch.setattr(bench.script, "peer", broken)
     words = "without transformers: RuntimeError: no such device\n"

@@ -149,8 +149,14 @@ def test_each_server_is_told_in_its_own_words(simulated, fake, speaking, monkeyp
     ((file, dtype, tokenizer),) = written
     assert (dtype, tokenizer) == ("float32", speaking / "tokenizer.json")
     words = [  # of each command
-        ("serve.py", f"--model {speaking} ", "--device cpu", "--max-rows 1 ", "--backend torch"),
-        ("--max-rows 2 ", "--backend torch", "float32"),
+        (
+            "serve.py",
+            f"--model {speaking} ",
+            "--device cpu",
+            "--max-num-seqs 1 ",
+            "--backend torch",
+        ),
+        ("--max-num-seqs 2 ", "--backend torch", "float32"),
         ("--backend native", "--dtype float32"),
         ("--backend native", "--dtype int8"),
         (f"transformers serve {speaking} ", "--cb-num-blocks 8"),

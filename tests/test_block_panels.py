@@ -96,7 +96,7 @@ def check_passes(model) -> None:
 
 def check_engine(model) -> None:
     """Texts of an engine in C are their own runs'."""
-    check_own_runs(native(model), range(3, 8), 9, max_rows=3)
+    check_own_runs(native(model), range(3, 8), 9, max_num_seqs=3)
 
 
 @pytest.mark.parametrize("name", TYPES)

@@ -11,7 +11,12 @@ from natives import native, of_kind
 from cache import Span
 
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "native", "int8"])
-SMALL = {"page_size": 4, "num_pages": 60, "max_rows": 3, "budget": 16}  # 13 pages for windows
+SMALL = {
+    "page_size": 4,
+    "num_pages": 60,
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 16,
+}  # 13 pages for windows
 
 
 def kinds(build, backend="torch", **shape):
@@ -116,7 +121,7 @@ MODELS = {}
     texts=st.lists(TEXT, min_size=1, max_size=5),
     page_size=st.sampled_from([1, 3, 4]),
     positions=st.integers(50, 100),
-    budget=st.sampled_from([3, 8, 16]),
+    max_num_batched_tokens=st.sampled_from([3, 8, 16]),
     drafts=st.sampled_from(["", "lookup", "model"]),
     aborted=st.integers(0, 20),
 )
@@ -136,8 +141,12 @@ def test_any_texts_are_those_of_their_own_runs(
     model, draft = MODELS[backend]
     prompts = [random_tokens(length, 5, seed=seed) for seed, length, _ in texts]
     params = [request_params(1, max_new_tokens=count)[0] for _, _, count in texts]
-    options = {"num_pages": positions // page_size, "page_size": page_size, "budget": budget}
-    options |= {"max_rows": 3}
+    options = {
+        "num_pages": positions // page_size,
+        "page_size": page_size,
+        "max_num_batched_tokens": budget,
+    }
+    options |= {"max_num_seqs": 3}
     if drafts:
         options["drafter"] = LookupDrafter() if drafts == "lookup" else PagedDrafter(draft, model)
     engine, requests = make_engine(model, prompts, params, **options)

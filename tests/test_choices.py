@@ -19,7 +19,7 @@ TEXTS = ["Tom", "a dog and", "", "é😀"]
 
 @pytest.fixture(scope="module")
 def door(tiny_llama):
-    with serving(lambda: small_engine(tiny_llama, max_rows=3)) as door:
+    with serving(lambda: small_engine(tiny_llama, max_num_seqs=3)) as door:
         yield door
 
 

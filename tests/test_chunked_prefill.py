@@ -31,13 +31,15 @@ def test_the_same_texts_and_draws_for_every_budget(build, params):
     prompts = [random_tokens(length, seed=length) for length in (0, 13, 3, 21)]
     each = request_params(4, max_new_tokens=12, **params)
     for budget in (1, 2, 3, 4, 5, 7, 8, 11, 16, 23, 40):
-        engine, requests = make_engine(model, prompts, each, page_size=3, budget=budget)
+        engine, requests = make_engine(
+            model, prompts, each, page_size=3, max_num_batched_tokens=budget
+        )
         assert max(count for count, _ in lettered(engine, requests)) <= budget
         check_texts(model, requests)
 
 
 def test_a_prompt_in_chunks_has_its_first_token_after_the_last_one(tiny):
-    engine, requests = make_greedy(tiny(), [11], 3, budget=4)
+    engine, requests = make_greedy(tiny(), [11], 3, max_num_batched_tokens=4)
     (request,) = requests
     for computed in (4, 8):
         assert engine.step() == [] and engine.busy
@@ -49,14 +51,19 @@ def test_a_prompt_in_chunks_has_its_first_token_after_the_last_one(tiny):
     "lengths, count, options, steps",
     [
         # The prompts are fed in turn; the end of one shares its step with the begin of the next.
-        ([7, 6, 5], 3, {"budget": 10}, [(10, "A"), (1 + 3 + 5, "ABC"), (3, "ABC"), (2, "BC")]),
-        ([8], 1, {"budget": 8}, [(8, "A")]),
-        ([9], 1, {"budget": 8}, [(8, ""), (1, "A")]),
+        (
+            [7, 6, 5],
+            3,
+            {"max_num_batched_tokens": 10},
+            [(10, "A"), (1 + 3 + 5, "ABC"), (3, "ABC"), (2, "BC")],
+        ),
+        ([8], 1, {"max_num_batched_tokens": 8}, [(8, "A")]),
+        ([9], 1, {"max_num_batched_tokens": 8}, [(8, ""), (1, "A")]),
         # One row: the second prompt does not begin while the first text runs.
         (
             [6, 3],
             2,
-            {"budget": 4, "max_rows": 1},
+            {"max_num_batched_tokens": 4, "max_num_seqs": 1},
             [(4, ""), (2, "A"), (1, "A"), (3, "B"), (1, "B")],
         ),
     ],
@@ -69,7 +76,7 @@ def test_a_budget_is_used_up_while_there_is_work(tiny, lengths, count, options, 
 def test_those_that_decode_do_not_wait_for_a_long_prompt(tiny, budget, steps):
     """Three texts get a token in every step; 60 others come in what they leave."""
     model = tiny(block_size=64)
-    engine, requests = make_greedy(model, [2, 1, 2], 20, budget=budget)
+    engine, requests = make_greedy(model, [2, 1, 2], 20, max_num_batched_tokens=budget)
     engine.step()
     late = engine.add(random_tokens(60, seed=9), greedy(3))
     seen = lettered(engine, [*requests, late], steps)
@@ -82,7 +89,7 @@ def test_those_that_decode_do_not_wait_for_a_long_prompt(tiny, budget, steps):
 
 def test_a_window_that_moves_leaves_a_token_for_each_of_the_others(tiny):
     """The oldest computes 9 positions again, and the two behind it get their tokens."""
-    engine, requests = make_greedy(tiny(), [16, 2, 2], 6, budget=5)
+    engine, requests = make_greedy(tiny(), [16, 2, 2], 6, max_num_batched_tokens=5)
     assert lettered(engine, requests, 8) == [
         # Its 16, in the last of those steps with all of the second prompt and two of the third.
         *[(5, "")] * 3,
@@ -96,7 +103,7 @@ def test_a_window_that_moves_leaves_a_token_for_each_of_the_others(tiny):
 
 def test_a_window_that_moves_in_the_middle_of_the_batch_does_not_wait(tiny):
     """One that hops gets what the older one leaves, and the one behind it keeps a token."""
-    engine, requests = make_greedy(tiny(), [1, 9, 1], 20, budget=4)
+    engine, requests = make_greedy(tiny(), [1, 9, 1], 20, max_num_batched_tokens=4)
     assert lettered(engine, requests, 3) == [(1 + 3, "A"), (1 + 3, "A"), (1 + 3, "AB")]
     assert lettered(engine, requests, 7) == [(3, "ABC")] * 7
     assert requests[1].start == 8 and len(requests[1].window) == 9
@@ -107,7 +114,7 @@ def test_a_window_that_moves_in_the_middle_of_the_batch_does_not_wait(tiny):
 def test_a_budget_below_the_number_of_rows(tiny, budget):
     """Only requests that can have a token in each step run, the oldest first."""
     model = tiny(seed=3)
-    engine, requests = make_greedy(model, [3] * 5, 6, max_rows=5, budget=budget)
+    engine, requests = make_greedy(model, [3] * 5, 6, max_num_seqs=5, max_num_batched_tokens=budget)
     while engine.busy:
         left = [request for request in requests if request.finish_reason is None]
         ((count, got),) = lettered(engine, requests, 1)
@@ -122,7 +129,9 @@ def test_what_follows_a_chunk_is_not_a_token_of_the_text(tiny):
     from sampling import SamplingParams
 
     model = tiny(eos_token_ids=tuple(range(61)))
-    engine, requests = make_engine(model, [random_tokens(9)], SamplingParams(5), budget=2)
+    engine, requests = make_engine(
+        model, [random_tokens(9)], SamplingParams(5), max_num_batched_tokens=2
+    )
     assert lettered(engine, requests) == [(2, "")] * 4 + [(1, "A")]
     assert requests[0].finish_reason == "stop" and len(requests[0].tokens) == 10
 
@@ -133,7 +142,7 @@ def test_what_follows_a_chunk_is_not_a_token_of_the_text(tiny):
 def test_chunks_of_a_prompt_are_shared_as_soon_as_they_are_computed(tiny, budget, steps, shared):
     """Whole pages of them, wherever a chunk ends. The first is aborted before its first token."""
     model = tiny(block_size=32)
-    engine, requests = make_greedy(model, [22], 3, page_size=4, budget=budget)
+    engine, requests = make_greedy(model, [22], 3, page_size=4, max_num_batched_tokens=budget)
     assert letters(engine, requests, steps) == [""] * steps
     engine.abort(requests[0])
     late = engine.add(random_tokens(22), greedy(4))
@@ -147,7 +156,7 @@ def test_chunks_are_shared_among_prompts_that_are_fed_together(tiny):
     """The second begins beside the first one's last chunk, and finds all chunks before that."""
     model = tiny(block_size=32)
     prompts = [random_tokens(22)] * 2
-    engine, requests = make_engine(model, prompts, greedy(4), page_size=4, budget=8)
+    engine, requests = make_engine(model, prompts, greedy(4), page_size=4, max_num_batched_tokens=8)
     assert lettered(engine, requests)[:4] == [(8, ""), (8, ""), (6 + 2, "A"), (1 + 4, "AB")]
     assert engine.scheduler.shared == 16
     check_texts(model, requests)
@@ -155,7 +164,7 @@ def test_chunks_are_shared_among_prompts_that_are_fed_together(tiny):
 
 def test_a_request_preempted_in_its_prompt_goes_on_where_it_was(tiny):
     """Its pages are found again, unless another request needed them."""
-    options = {"num_pages": 7, "page_size": 4, "budget": 7}
+    options = {"num_pages": 7, "page_size": 4, "max_num_batched_tokens": 7}
     engine, requests = make_greedy(tiny(block_size=32), [7, 18], 3, **options)
     a, b = requests
     assert lettered(engine, requests, 3) == [(7, "A"), (1 + 6, "A"), (1, "A")]
@@ -177,7 +186,7 @@ def broken(tiny):
 
 def test_nan_in_a_chunk_ends_its_own_request_at_once(broken):
     """Not after the last chunk, and the others go on."""
-    engine, requests = make_greedy(broken, [3, 20, 2], 6, page_size=4, budget=6)
+    engine, requests = make_greedy(broken, [3, 20, 2], 6, page_size=4, max_num_batched_tokens=6)
     a, b, c = requests
     assert lettered(engine, requests, 2) == [(6, "A"), (6, "A")]  # b: 3 and 5
     first, second = step(engine)  # b: positions 8 to 12
@@ -190,7 +199,7 @@ def test_nan_in_a_chunk_ends_its_own_request_at_once(broken):
 
 def test_nan_in_a_chunk_is_not_shared(broken):
     """Another request finds the chunks before it, and computes the broken one itself."""
-    engine, requests = make_greedy(broken, [20], 2, page_size=4, budget=4)
+    engine, requests = make_greedy(broken, [20], 2, page_size=4, max_num_batched_tokens=4)
     assert [len(events) for events in finish(engine)] == [0, 0, 1]
     assert requests[0].finish_reason == "error" and len(engine.scheduler.pool.published) == 2
     late = engine.add(random_tokens(20), greedy(4))
@@ -200,7 +209,7 @@ def test_nan_in_a_chunk_is_not_shared(broken):
 
 def test_a_pass_that_fails_ends_a_request_in_its_prompt(tiny):
     model = tiny(block_size=32)
-    engine, requests = make_greedy(model, [20, 2], 3, page_size=4, budget=8)
+    engine, requests = make_greedy(model, [20, 2], 3, page_size=4, max_num_batched_tokens=8)
     engine.step()
     with failing(model, torch.OutOfMemoryError("CUDA out of memory")):
         (event,) = step(engine)
@@ -209,7 +218,7 @@ def test_a_pass_that_fails_ends_a_request_in_its_prompt(tiny):
 
 
 def test_the_budget_is_512_if_not_given(tiny):
-    engine = Engine(tiny(block_size=600), max_rows=2)
+    engine = Engine(tiny(block_size=600), max_num_seqs=2)
     requests = [engine.add(random_tokens(600), greedy(1))]
     assert lettered(engine, requests) == [(512, ""), (88, "A")]
 
@@ -226,7 +235,7 @@ def test_the_command_line_writes_the_same_in_more_steps(cli, engine_cli, params)
     assert code == 0
     steps = []
     positions = set()
-    for options in ((), ("--budget", 4), ("--budget", 1)):
+    for options in ((), ("--max-num-batched-tokens", 4), ("--max-num-batched-tokens", 1)):
         code, text, err = engine_cli(*args, *options)
         assert code == 0 and text == out
         count, computed = re.search(r"(\d+) steps, (\d+) positions computed", err).groups()
@@ -247,6 +256,6 @@ def test_the_command_line_shows_the_time_of_the_first_token_not_of_the_first_chu
     clock = types.SimpleNamespace(perf_counter=lambda: float(len(steps)))
     monkeypatch.setattr(command_line, "time", clock)
     args = ["--model", CHECKPOINTS / "stories-draft", "--max-new-tokens", 3]
-    args += ["--prompt", "Once upon a time there was", "--budget", 1]
+    args += ["--prompt", "Once upon a time there was", "--max-num-batched-tokens", 1]
     code, _, err = engine_cli(*args)
     assert code == 0 and "the first after 6.000 s" in err and "8 steps, 8 positions" in err

@@ -55,10 +55,10 @@ def new_engine(model, **options):
 # The texts
 
 
-@pytest.mark.parametrize("max_rows, stride", [(1, 1), (3, None), (32, 16)])
-def test_many_requests_on_few_rows_have_the_texts_of_their_own_runs(build, max_rows, stride):
+@pytest.mark.parametrize("max_num_seqs, stride", [(1, 1), (3, None), (32, 16)])
+def test_many_requests_on_few_rows_have_the_texts_of_their_own_runs(build, max_num_seqs, stride):
     model = build(seed=4, eos_token_ids=ENDS)
-    engine, requests = make_engine(model, *mixture(12), max_rows=max_rows, stride=stride)
+    engine, requests = make_engine(model, *mixture(12), max_num_seqs=max_num_seqs, stride=stride)
     finish(engine)
     check_texts(model, requests, stride)
     assert {request.finish_reason for request in requests} == {"stop", "length"}
@@ -66,7 +66,7 @@ def test_many_requests_on_few_rows_have_the_texts_of_their_own_runs(build, max_r
 
 def test_requests_join_between_steps(build):
     model = build(seed=4, eos_token_ids=ENDS)
-    engine, requests = make_engine(model, [], [], max_rows=4)
+    engine, requests = make_engine(model, [], [], max_num_seqs=4)
     left = list(zip(*mixture(12)))
     for arriving, steps in ((1, 3), (3, 1), (0, 4), (4, 0), (1, 5), (2, 60), (1, 2)):
         requests += [engine.add(*left.pop(0)) for _ in range(arriving)]
@@ -123,13 +123,13 @@ def numbered(model, counts, **options) -> tuple:
 
 def test_an_idle_row_is_taken_in_the_very_next_step(tiny):
     """Which request has a token in which step, on two rows: first come, first served."""
-    engine, requests = numbered(tiny(), [5, 2, 1, 4, 3, 1], max_rows=2)
+    engine, requests = numbered(tiny(), [5, 2, 1, 4, 3, 1], max_num_seqs=2)
     steps = ["AB", "AB", "AC", "AD", "AD", "DE", "DE", "EF"]
     assert ["".join(sorted(got)) for got in letters(engine, requests)] == steps
 
 
 def test_a_request_runs_in_the_step_after_it_was_added(tiny):
-    engine, requests = numbered(tiny(), [9], max_rows=2)
+    engine, requests = numbered(tiny(), [9], max_num_seqs=2)
     assert letters(engine, requests, 1) == ["A"]
     requests.append(engine.add([2], greedy(9)))
     assert letters(engine, requests, 1) == ["AB"]
@@ -138,7 +138,7 @@ def test_a_request_runs_in_the_step_after_it_was_added(tiny):
 def test_a_step_is_one_pass_over_what_its_requests_lack(tiny):
     model, passes = passed_widths(tiny(), shapes=True)
     prompts = [random_tokens(length, seed=length) for length in (15, 5)]
-    engine, _ = make_engine(model, prompts, greedy(4), max_rows=3)
+    engine, _ = make_engine(model, prompts, greedy(4), max_num_seqs=3)
     step(engine)
     engine.add([1, 2, 3], greedy(2))
     finish(engine)
@@ -169,7 +169,7 @@ class Queue(list):
 
 def test_no_step_looks_at_2000_waiting_requests(tiny):
     """They are no requests: each use would be an error."""
-    engine, requests = numbered(tiny(), [20, 3, 30], max_rows=2)
+    engine, requests = numbered(tiny(), [20, 3, 30], max_num_seqs=2)
     engine.scheduler.waiting = Queue([*engine.scheduler.waiting, *[object()] * 2000])
     for _ in range(19):
         engine.step()
@@ -210,7 +210,7 @@ def test_an_end_of_text_as_the_last_token_is_a_stop(tiny):
 
 
 def test_a_request_for_no_tokens_is_over_at_once(tiny):
-    engine, (running,) = numbered(tiny(), [3], max_rows=1)
+    engine, (running,) = numbered(tiny(), [3], max_num_seqs=1)
     request = engine.add([1, 2], greedy(0))
     assert (request.output, request.finish_reason, request.prompt_length) == ([], "length", 2)
     assert [event.request for event in events_of(engine)] == [running] * 3
@@ -232,7 +232,7 @@ def test_a_request_without_a_seed_gets_one_that_repeats_it(tiny):
 
 def test_abort_frees_the_row(tiny):
     model = tiny()
-    engine, requests = numbered(model, [9, 9, 9], max_rows=2)
+    engine, requests = numbered(model, [9, 9, 9], max_num_seqs=2)
     assert letters(engine, requests, 4) == ["AB"] * 4
     engine.abort(requests[0])
     assert requests[0].finish_reason == "abort" and len(requests[0].output) == 4
@@ -272,7 +272,7 @@ def test_after_any_other_exception_the_next_step_computes_the_same_again(tiny, e
     """
     model = tiny(seed=4, eos_token_ids=ENDS)
     raise_once(model, error("stopped"), after)
-    engine, requests = make_engine(model, *mixture(9), max_rows=3)
+    engine, requests = make_engine(model, *mixture(9), max_num_seqs=3)
     for _ in range(after):
         engine.step()
     before = [(list(request.tokens), request.finish_reason) for request in requests]
@@ -295,8 +295,8 @@ def prompt_of(length, seed=0):
     return random_tokens(length, BAD, seed)
 
 
-def engine_of(model, page_size, num_pages=None, max_rows=32):
-    options = {"page_size": page_size, "num_pages": num_pages, "max_rows": max_rows}
+def engine_of(model, page_size, num_pages=None, max_num_seqs=32):
+    options = {"page_size": page_size, "num_pages": num_pages, "max_num_seqs": max_num_seqs}
     return make_engine(model, [], [], **options)[0]
 
 
@@ -319,7 +319,7 @@ def test_the_texts_of_generate_for_any_page_size_and_pool(model, page_size):
     params = [greedy(9)] * 4 + [greedy(7, temperature=1.0, seed=seed) for seed in range(3)]
     params.append(SamplingParams(12, repetition_penalty=1.3))
     for num_pages in (window, window + 1, None):
-        options = {"page_size": page_size, "num_pages": num_pages, "max_rows": 4}
+        options = {"page_size": page_size, "num_pages": num_pages, "max_num_seqs": 4}
         engine, requests = make_engine(model, prompts, params, **options)
         finish(engine)
         check_texts(model, requests)
@@ -397,8 +397,15 @@ def test_pages_come_back_after_an_abort(tiny):
 def test_pages_of_which_size_and_how_many(tiny_llama):
     model = tiny_llama()
     # A page is a window here.
-    assert new_engine(model, max_rows=3).cache.storage.shape == (2, 2, 3, 2, 16, 6)
-    assert new_engine(model, max_rows=3, page_size=5).cache.storage.shape == (2, 2, 3 * 4, 2, 5, 6)
+    assert new_engine(model, max_num_seqs=3).cache.storage.shape == (2, 2, 3, 2, 16, 6)
+    assert new_engine(model, max_num_seqs=3, page_size=5).cache.storage.shape == (
+        2,
+        2,
+        3 * 4,
+        2,
+        5,
+        6,
+    )
     assert new_engine(model, num_pages=7, page_size=2).cache.storage.shape == (2, 2, 7, 2, 2, 6)
 
 

@@ -57,7 +57,9 @@ def check_leaving(tiny_llama, path, state, stream) -> None:
     steps = []
 
     def make():
-        engine = small_engine(tiny_llama, max_rows=1 if state == "queued" else 4, budget=8)
+        engine = small_engine(
+            tiny_llama, max_num_seqs=1 if state == "queued" else 4, max_num_batched_tokens=8
+        )
         step = engine.step
 
         def gated():
@@ -118,7 +120,7 @@ def test_60_clients_of_which_some_vanish(tiny_llama):
     path = "/v1/completions"
     body = {"prompt": "Tom and", "max_tokens": 12}
     with (
-        serving(lambda: small_engine(tiny_llama, max_rows=8, num_pages=16)) as door,
+        serving(lambda: small_engine(tiny_llama, max_num_seqs=8, num_pages=16)) as door,
         ThreadPoolExecutor(20) as pool,
     ):
         check_noticed(door)

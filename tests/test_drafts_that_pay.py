@@ -163,7 +163,7 @@ def test_each_number_of_rows_is_tried_for_itself(model, monkeypatch):
 def test_only_steps_that_decode_count(model, monkeypatch):
     """A prompt in chunks, and the step in which a text comes in, say nothing of drafts."""
     drafter = Timed(monkeypatch, slower)
-    engine = trials_engine(model, drafter, LONG, rows=2, budget=8)
+    engine = trials_engine(model, drafter, LONG, rows=2, max_num_batched_tokens=8)
     drafter.step(engine, 10)
     trial = engine.trials.trials[1]
     assert trial.steps == 8  # of ten, without the prompt and the first with drafts

@@ -95,7 +95,7 @@ def test_a_cancelled_task_frees_what_it_held(tiny_llama, count):
         assert await is_idle(thread)
         return found[0]
 
-    found = run_calls(lambda: small_engine(tiny_llama, max_rows=2), use)
+    found = run_calls(lambda: small_engine(tiny_llama, max_num_seqs=2), use)
     assert [found] == results_of(small_engine(tiny_llama), [[9]], [params])
 
 

@@ -16,11 +16,11 @@ FILTERED = ("--max-new-tokens", 12, "--temperature", 0.9, "--top-p", 0.9, "--see
     "args, rows",
     [
         (("--max-new-tokens", 12), ()),
-        (("--max-new-tokens", 60, "--ignore-eos", "--stride", 5), ("--max-rows", 2)),
-        (SEEDED, ("--max-rows", 3)),
+        (("--max-new-tokens", 60, "--ignore-eos", "--stride", 5), ("--max-num-seqs", 2)),
+        (SEEDED, ("--max-num-seqs", 3)),
         ((*FILTERED, "--repetition-penalty", 2), ()),
         (("--max-new-tokens", 0), ()),
-        (("--max-new-tokens", 5, "--prompt", "", "--dtype", "int8"), ("--max-rows", 1)),
+        (("--max-new-tokens", 5, "--prompt", "", "--dtype", "int8"), ("--max-num-seqs", 1)),
     ],
 )
 def test_the_engine_prints_what_is_printed_without_it(
@@ -51,7 +51,7 @@ def test_replies_of_a_chat_model(cli, engine_cli, prompts_file, monkeypatch):
     args = ["--model", CHECKPOINTS / "stories-llama", "--chat", "--max-new-tokens", 6]
     args += ["--temperature", 1, "--seed", 7]
     expected = cli(*args, "--prompt-file", prompts_file)[:2]
-    assert engine_cli(*args, "--prompt-file", prompts_file, "--max-rows", 2)[:2] == expected
+    assert engine_cli(*args, "--prompt-file", prompts_file, "--max-num-seqs", 2)[:2] == expected
     outs = []
     for script in (cli, engine_cli):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"dog, park\ncat, tree\n")))
@@ -65,11 +65,11 @@ def test_replies_of_a_chat_model(cli, engine_cli, prompts_file, monkeypatch):
     assert [line.endswith(", in all") for line in steps] == [False, True]
 
 
-@pytest.mark.parametrize("max_rows, steps", [(None, 7), (5, 7), (2, 3 * 7), (1, 5 * 7)])
-def test_statistics(engine_cli, tiny_checkpoint, prompts_file, max_rows, steps):
+@pytest.mark.parametrize("max_num_seqs, steps", [(None, 7), (5, 7), (2, 3 * 7), (1, 5 * 7)])
+def test_statistics(engine_cli, tiny_checkpoint, prompts_file, max_num_seqs, steps):
     args = ["--model", tiny_checkpoint, "--prompt-file", prompts_file, "--max-new-tokens", 7]
     args += ["--ignore-eos", "--seed", 3, "--temperature", 1]
-    args += [] if max_rows is None else ["--max-rows", max_rows]
+    args += [] if max_num_seqs is None else ["--max-num-seqs", max_num_seqs]
     code, _, err = engine_cli(*args)
     tokens = sum(len(load_encoding(tiny_checkpoint, 4096).encode(prompt)) for prompt in PROMPTS)
     first, second = err.splitlines()

@@ -62,7 +62,7 @@ def test_16_tasks_at_once_have_the_texts_of_the_engine(tiny_llama):
         return await asyncio.gather(*map(collect, calls))
 
     def make():
-        return small_engine(tiny_llama, max_rows=6, drafter=LookupDrafter())
+        return small_engine(tiny_llama, max_num_seqs=6, drafter=LookupDrafter())
 
     found = run_calls(make, use)
     alone = results_of(small_engine(tiny_llama), prompts, params)
@@ -110,8 +110,8 @@ def test_an_engine_that_cannot_be_made():
 
 def test_the_thread_ends_with_the_block(tiny_llama):
     async def use(thread):
-        assert thread.thread.is_alive() and thread.engine.scheduler.max_rows == 2
+        assert thread.thread.is_alive() and thread.engine.scheduler.max_num_seqs == 2
         return thread
 
-    thread = run_calls(lambda: small_engine(tiny_llama, max_rows=2), use)
+    thread = run_calls(lambda: small_engine(tiny_llama, max_num_seqs=2), use)
     assert not thread.thread.is_alive()

@@ -19,7 +19,7 @@ def model(tiny_llama, tmp_path_factory):
 @pytest.fixture(scope="module")
 def servers(model):
     """A Door to three engines, these, and a Door to one."""
-    args = parse(model, "--max-rows", 4, "--max-waiting", 20)
+    args = parse(model, "--max-num-seqs", 4, "--max-waiting", 20)
     with serving_replicas(args, 3) as (door, replicas):
         with serving(lambda: make_engine(args), max_waiting=20) as one:
             yield door, replicas, one

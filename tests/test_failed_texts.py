@@ -45,7 +45,7 @@ def test_nan_ends_its_own_text_only(build):
     cut, token = next((cut, token) for cut, token in enumerate(texts[1]) if token not in others)
     # So the first text attends to more positions than the next one, in the step after.
     assert cut < 5
-    engine, added = make_engine(poison(build(seed=8), token), prompts, params, max_rows=2)
+    engine, added = make_engine(poison(build(seed=8), token), prompts, params, max_num_seqs=2)
     events = [event for event in events_of(engine) if event.request is added[1]]
     assert [event.tokens for event in events] == [[token] for token in texts[1][: cut + 1]] + [[]]
     assert [event.error for event in events] == [None] * (cut + 1) + [NAN]
@@ -68,7 +68,7 @@ def test_infinite_logits_are_an_error_too(tiny, bad, monkeypatch):
 def test_a_pass_without_memory_ends_its_requests_and_the_waiting_ones_go_on(tiny, error, after):
     model = tiny()
     raise_once(model, error, after)
-    engine, requests = numbered(model, [5] * 5, max_rows=2)
+    engine, requests = numbered(model, [5] * 5, max_num_seqs=2)
     for _ in range(after):
         engine.step()
     events = step(engine)
@@ -85,7 +85,7 @@ def test_a_pass_without_memory_ends_its_requests_and_the_waiting_ones_go_on(tiny
 def test_still_nothing_is_left_of_what_a_failed_pass_wrote(tiny, error):
     """It may be NaN, which a mask does not hide. An interrupted request is aborted."""
     model = poison(tiny(), 13)
-    engine, requests = make_engine(model, [[13] * 14] * 2, greedy(3), max_rows=2)
+    engine, requests = make_engine(model, [[13] * 14] * 2, greedy(3), max_num_seqs=2)
     with failing(model, error):
         if isinstance(error, KeyboardInterrupt):
             with pytest.raises(KeyboardInterrupt):
@@ -129,7 +129,7 @@ def test_a_text_that_fails_is_said_after_the_others_are_written(
     cli, engine_cli, broken, prompts_file
 ):
     args = ("--model", broken, "--prompt-file", prompts_file, "--max-new-tokens", 5)
-    code, out, err = engine_cli(*args, "--max-rows", 2)
+    code, out, err = engine_cli(*args, "--max-num-seqs", 2)
     assert code == 2 and err.endswith(f": error: text 3: {NAN}\n") and err.count("\n") == 3
     texts = out.removesuffix("\n").split(LINE)
     for row, prompt in enumerate(PROMPTS):
@@ -163,7 +163,7 @@ def test_a_pass_that_fails_is_one_line(cli, engine_cli, tiny_checkpoint, monkeyp
     monkeypatch.setattr(PagedCache, "arrange", fail_once)
     args = ("--model", tiny_checkpoint, "--max-new-tokens", 4, "--prompt", "Two")
     args += ("--backend", "torch")
-    code, out, err = engine_cli("--prompt", "One", *args, "--max-rows", 1)
+    code, out, err = engine_cli("--prompt", "One", *args, "--max-num-seqs", 1)
     first, second = out.removesuffix("\n").split(LINE)
     assert code == 2 and err.count("\n") == 3
     assert err.endswith(": error: text 1: the texts of this step do not fit in memory\n")

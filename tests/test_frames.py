@@ -42,11 +42,17 @@ def check_pages(frame, engine) -> None:
 
 
 def test_at_first_it_says_what_the_engine_is_and_how_it_stands(start):
-    door = start(max_rows=3, num_pages=20, page_size=4, budget=17)
+    door = start(max_num_seqs=3, num_pages=20, page_size=4, max_num_batched_tokens=17)
     frames = listen(door)
     first = next(frames)
     assert first.pop("period") == 0.02
-    limits = {"max_rows": 3, "num_pages": 20, "page_size": 4, "budget": 17, "block_size": 16}
+    limits = {
+        "max_num_seqs": 3,
+        "num_pages": 20,
+        "page_size": 4,
+        "max_num_batched_tokens": 17,
+        "block_size": 16,
+    }
     assert first == limits | {"model": "small", "gamma": 0}
     frame = next(frames)
     assert EMPTY.items() <= frame.items()
@@ -57,7 +63,7 @@ def test_at_first_it_says_what_the_engine_is_and_how_it_stands(start):
 def test_each_page_is_where_the_pool_has_it(start, tiny, tiny_windows, windows):
     """A page that went back keeps its place, so that each page tells which positions it has."""
     model = tiny_windows(windows=windows, block_size=16) if windows else tiny()
-    door = start(model, num_pages=9, page_size=4, max_rows=3)
+    door = start(model, num_pages=9, page_size=4, max_num_seqs=3)
     engine = door.thread.engine
     seen = []
 
@@ -137,7 +143,7 @@ def test_accepted_drafts_are_named_by_their_places(start, tiny):
 
 def test_who_is_preempted_and_runs_again_in_the_same_step_is_told(start, each_step):
     """The second text has two pages and nothing in them, which the first has computed meanwhile."""
-    door = start(num_pages=4, page_size=4, budget=9)
+    door = start(num_pages=4, page_size=4, max_num_batched_tokens=9)
     frames = watch(door)
     prompt = random_tokens(8)
     post(door, [prompt, prompt], 3)

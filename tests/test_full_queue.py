@@ -38,7 +38,7 @@ def test_more_texts_than_there_is_room_for_are_429(tiny_llama):
     turn = threading.Semaphore(0)
 
     def make():
-        return in_turns(small_engine(tiny_llama, max_rows=2), turn)
+        return in_turns(small_engine(tiny_llama, max_num_seqs=2), turn)
 
     with serving(make, max_waiting=3) as door, ThreadPoolExecutor(12) as pool:
         answers = [
@@ -64,7 +64,7 @@ def test_more_texts_than_there_is_room_for_are_429(tiny_llama):
     ],
 )
 def test_all_texts_are_counted_before_there_is_work(tiny_llama, monkeypatch, path, body):
-    with serving(lambda: small_engine(tiny_llama, max_rows=2), max_waiting=3) as door:
+    with serving(lambda: small_engine(tiny_llama, max_num_seqs=2), max_waiting=3) as door:
         for name in ("encode", "encode_chat"):
             monkeypatch.setattr(Served, name, None)
         status, answer = door.post(path, body)
@@ -103,7 +103,7 @@ def test_more_tokens_than_ever_fit_are_400(tiny_llama):
 def test_a_request_needs_room_for_one_text_and_is_not_encoded_where_there_is_none(
     tiny_llama, monkeypatch
 ):
-    with serving(lambda: small_engine(tiny_llama, max_rows=1), max_waiting=0) as door:
+    with serving(lambda: small_engine(tiny_llama, max_num_seqs=1), max_waiting=0) as door:
         for path, body in ((PATH, {}), (CHAT, TALK)):
             assert door.post(path, body | {"max_tokens": 1})[0] == 200
         with door.send("POST", PATH, STREAM):
@@ -134,11 +134,11 @@ def test_room_is_given_back_however_a_call_ends(tiny_llama, end):
             assert isinstance(task.exception(), UserError)
 
     options = {"max_waiting": 1, "max_waiting_tokens": 5}
-    run_calls(lambda: small_engine(tiny_llama, max_rows=1), use, **options)
+    run_calls(lambda: small_engine(tiny_llama, max_num_seqs=1), use, **options)
 
 
 def test_a_full_queue_still_has_its_model(tiny_llama):
-    with serving(lambda: small_engine(tiny_llama, max_rows=1), max_waiting=0) as door:
+    with serving(lambda: small_engine(tiny_llama, max_num_seqs=1), max_waiting=0) as door:
         with door.send("POST", PATH, STREAM) as answer:
             assert answer.status == 200
             assert door.post(PATH, {})[0] == 429

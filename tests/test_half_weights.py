@@ -122,7 +122,9 @@ def test_texts_of_the_engine_are_their_own(request, family, compiled):
     model = native(request.getfixturevalue(family)(dtype=torch.bfloat16))
     prompts = [random_tokens(3 + row, seed=row) for row in range(5)]
     params = request_params(5, max_new_tokens=9)
-    engine, requests = make_engine(model, prompts, params, max_rows=3, page_size=4, budget=7)
+    engine, requests = make_engine(
+        model, prompts, params, max_num_seqs=3, page_size=4, max_num_batched_tokens=7
+    )
     finish(engine)
     assert [request.output for request in requests] == own_texts(model, prompts, params)
 

@@ -243,7 +243,7 @@ def test_the_command_line_asks_what_it_says(fake, table):
 def test_a_real_server(table, tiny_llama):
     from serving import serving, small_engine
 
-    with serving(lambda: small_engine(tiny_llama, max_rows=2, page_size=8)) as door:
+    with serving(lambda: small_engine(tiny_llama, max_num_seqs=2, page_size=8)) as door:
         url = ("--url", f"http://127.0.0.1:{door.port}")
         few = ("--prompt-words", 2, 4, "--new-tokens", 3, 6, "--seconds", 0.3)
         code, values, err = table(*url, *few, "--clients", 3)

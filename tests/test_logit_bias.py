@@ -174,7 +174,7 @@ def test_a_model_that_drafts_for_itself_has_each_draft_accepted(tiny):
 
     model = tiny(seed=2)
     params = params_of({"max_new_tokens": 15, "ignore_eos": True, "logit_bias": PAIRS}, 3)
-    options = {"drafter": PagedDrafter(model, model), "max_rows": 3}
+    options = {"drafter": PagedDrafter(model, model), "max_num_seqs": 3}
     engine, _ = make_engine(model, [[1], [2, 3], [4]], params, **options)
     finish(engine)
     assert engine.accepted == engine.drafted > 0

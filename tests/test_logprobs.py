@@ -88,7 +88,7 @@ def test_they_are_the_models_own(build, params):
         check(model, request, 4)
 
 
-OPTIONS = [{"num_pages": 6}, {"budget": 3}, {"max_rows": 1}]
+OPTIONS = [{"num_pages": 6}, {"max_num_batched_tokens": 3}, {"max_num_seqs": 1}]
 OPTIONS += [{"drafter": "lookup"}, {"drafter": "model", "gamma": 5}]
 
 
@@ -104,7 +104,7 @@ def test_pages_chunks_and_drafts_change_nothing(tiny, options):
     each = request_params(3, max_new_tokens=40, temperature=0.3)
     prompts = [same, same + [5], [7]]
     engine, requests = ask(
-        model, prompts, each, [2] * 3, **{"max_rows": 3, "page_size": 3} | options
+        model, prompts, each, [2] * 3, **{"max_num_seqs": 3, "page_size": 3} | options
     )
     finish(engine)
     if "num_pages" in options:

@@ -112,7 +112,7 @@ def test_histories(request, kind, seed):
     build = request.getfixturevalue(kind)
     experts = kind == "tiny_experts"
     model = with_adapters(build(), (*ATTENTION, "gate") if experts else LINEAR)
-    options = {"max_rows": 4, "page_size": 4, "budget": 9, "num_pages": 12}
+    options = {"max_num_seqs": 4, "page_size": 4, "max_num_batched_tokens": 9, "num_pages": 12}
     # A model that drafts has no adapters: what it proposes is checked by one that has.
     options["drafter"] = (None, LookupDrafter(), PagedDrafter(build(), model))[seed]
     engine, _ = make_engine(model, [], [], **options)

@@ -61,7 +61,7 @@ def test_histories_bit_for_bit(request, compiled, passes_in_torch, kind, dtype):
     """Also with int8 weights, where a last bit could become a step."""
     build = request.getfixturevalue(kind)
     model = with_adapters(of_kind(build(dtype=torch.float32), dtype), targets_of(kind))
-    options = {"max_rows": 4, "page_size": 4, "budget": 9, "num_pages": 12}
+    options = {"max_num_seqs": 4, "page_size": 4, "max_num_batched_tokens": 9, "num_pages": 12}
     if kind == "tiny_windows":
         options["num_pages"] = 20
     engine, _ = make_engine(model, [], [], **options)

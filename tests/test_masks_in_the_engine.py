@@ -68,9 +68,9 @@ def model(request, tiny_llama):
 
 ENGINES = [
     {},
-    {"max_rows": 1},
+    {"max_num_seqs": 1},
     {"num_pages": 6, "page_size": 4},
-    {"budget": 3, "page_size": 2},
+    {"max_num_batched_tokens": 3, "page_size": 2},
     {"stride": 2},
 ]
 
@@ -214,7 +214,9 @@ def test_tokens_without_a_pass_are_no_merit_of_drafts(model):
     assert sum(noted) == engine.chosen < len(request.output)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_pages": 40, "max_rows": 9}, {"budget": 7}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"num_pages": 40, "max_num_seqs": 9}, {"max_num_batched_tokens": 7}], ids=str
+)
 def test_json_beside_other_texts(tiny_llama, options):
     """With stop strings, too, which end a text before its form does."""
     from infer import generate

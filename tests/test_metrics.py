@@ -119,7 +119,7 @@ def test_times_are_those_of_the_passes(start, clock):
 
 
 def test_a_chunk_is_no_token(start, clock):
-    door = start(budget=4)
+    door = start(max_num_batched_tokens=4)
     write(door, random_tokens(10), tokens=2)
     found = counts(door)
     assert found["time_to_first_token_seconds_sum"] == 10
@@ -151,7 +151,7 @@ def test_preemptions_and_drafts_are_the_engines(start):
 
 
 def test_what_runs_and_waits_is_seen_while_it_does(start):
-    door = start(max_rows=2, num_pages=8, page_size=4)
+    door = start(max_num_seqs=2, num_pages=8, page_size=4)
     turn = threading.Semaphore(1)
     in_turns(door.thread.engine, turn)
     body = {"prompt": [random_tokens(5), random_tokens(6, seed=1), random_tokens(3, seed=2)]}

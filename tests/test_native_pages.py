@@ -60,7 +60,7 @@ def test_still_texts_of_a_checkpoint_bit_for_bit(name, kind, drafts):
     from engine.drafter import LookupDrafter, PagedDrafter
 
     model = native(load_model(CHECKPOINTS / name, kind))
-    options = {"max_rows": 4, "num_pages": 32, "page_size": 8, "budget": 40}
+    options = {"max_num_seqs": 4, "num_pages": 32, "page_size": 8, "max_num_batched_tokens": 40}
     if drafts == "lookup":
         options["drafter"] = LookupDrafter()
     elif drafts == "model":
@@ -80,7 +80,7 @@ def test_still_a_broken_text_reaches_no_other(tiny, bad):
     model.wpe.weight.data[5] = bad
     native(model)
     prompts = [random_tokens(8 if row == 1 else 2, seed=row) for row in range(6)]
-    pool = {"max_rows": 2, "num_pages": 8, "page_size": 2}
+    pool = {"max_num_seqs": 2, "num_pages": 8, "page_size": 2}
     engine, made = make_engine(model, prompts, greedy(3), **pool)
     finish(engine)
     assert [request.finish_reason for request in made] == ["length", "error", *["length"] * 4]

@@ -77,7 +77,7 @@ def test_in_every_step_the_oldest_gets_a_token_and_none_overtakes(tiny):
     """However often one is preempted, running and waiting ones are in order of arrival."""
     for num_pages in (8, 10, 13):
         engine, requests = make_greedy(
-            tiny(), [3, 11, 1, 20, 6, 2], 12, max_rows=4, num_pages=num_pages, page_size=2
+            tiny(), [3, 11, 1, 20, 6, 2], 12, max_num_seqs=4, num_pages=num_pages, page_size=2
         )
         while engine.busy:
             left = [request for request in requests if request.finish_reason is None]
@@ -90,7 +90,7 @@ def test_in_every_step_the_oldest_gets_a_token_and_none_overtakes(tiny):
 
 def test_a_preempted_request_is_the_first_to_run_again(tiny):
     """It runs before one that came later, and one that would fit at once waits behind it."""
-    engine, requests = make_greedy(tiny(), [4, 7, 1], 5, max_rows=2, num_pages=4, page_size=4)
+    engine, requests = make_greedy(tiny(), [4, 7, 1], 5, max_num_seqs=2, num_pages=4, page_size=4)
     a, b, c = requests
     letters(engine, requests, 2)  # 4 + 1 positions, and 7 + 1: all four pages
     assert list(engine.scheduler.running) == [a, b] and list(engine.scheduler.waiting) == [c]

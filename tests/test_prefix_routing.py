@@ -12,7 +12,7 @@ from engines import make_greedy
 
 from sampling import SamplingParams
 
-SIZES = {"block_size": 64, "stride": None, "page_size": 4, "num_pages": None, "max_rows": 3}
+SIZES = {"block_size": 64, "stride": None, "page_size": 4, "num_pages": None, "max_num_seqs": 3}
 
 
 def make(*replicas, **sizes):
@@ -68,7 +68,7 @@ def test_without_a_beginning_it_goes_where_least_is_to_do():
 
 
 def test_pages_are_worth_so_many_texts():
-    prefixes = make(*"ab", max_rows=9)
+    prefixes = make(*"ab", max_num_seqs=9)
     send(prefixes, "a", PROMPT[:12])
     send(prefixes, "a", *[[1]] * 3, over=False)
     assert first(prefixes, PROMPT, replicas="ba") == "b"  # equal, but a has more pages
@@ -79,7 +79,7 @@ def test_pages_are_worth_so_many_texts():
 
 
 def test_where_no_row_is_free_pages_do_not_count():
-    prefixes = make(*"ab", max_rows=2)
+    prefixes = make(*"ab", max_num_seqs=2)
     send(prefixes, "a", PROMPT)
     send(prefixes, "a", [1], over=False)
     assert first(prefixes, PROMPT, replicas="ba") == "a"
@@ -139,7 +139,7 @@ def test_replicas_come_and_go():
 
 def test_pages_found_are_those_that_an_engine_finds(tiny):
     """One replica, of which all is known, has a cache with room for all."""
-    prefixes = make("a", max_rows=32)
+    prefixes = make("a", max_num_seqs=32)
     engine, _ = make_greedy(tiny(block_size=64), [], 1, page_size=4)
     parts = [random_tokens(6, seed=seed) for seed in range(4)]
     expected = 0

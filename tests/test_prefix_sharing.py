@@ -50,7 +50,7 @@ def test_shared_or_not_the_texts_are_those_of_generate(model, page_size):
     prompts = [beginning + prompt_of(length, length) for length in (0, 2, 5, 9)]
     prompts += [beginning[:4], beginning[:7]]
     for salts in (" " * 6, "abcdef"):
-        engine = engine_of(model, page_size, max_rows=3)
+        engine = engine_of(model, page_size, max_num_seqs=3)
         requests = [add(engine, prompt, 5, salt) for prompt, salt in zip(prompts, salts)]
         requests += [
             add(engine, prompts[row], 6, salts[row], temperature=1.0, seed=row) for row in range(6)
@@ -234,7 +234,7 @@ def test_a_page_that_was_used_again_is_not_found_by_what_it_held(build, length):
 @pytest.mark.parametrize("page_size, num_pages", [(1, 16), (2, 8), (2, 9), (3, 6), (4, 4), (4, 7)])
 def test_texts_of_one_beginning_in_a_pool_that_is_too_small_for_all(model, page_size, num_pages):
     """They are preempted, they hop, they are evicted, and some are aborted."""
-    engine = engine_of(model, page_size, num_pages=num_pages, max_rows=4)
+    engine = engine_of(model, page_size, num_pages=num_pages, max_num_seqs=4)
     beginning = prompt_of(5, 5)
     requests = [
         add(engine, beginning + prompt_of(length, length), 8) for length in (0, 3, 0, 6, 1, 11)
@@ -312,10 +312,10 @@ def test_the_command_line_counts_what_was_shared(cli, engine_cli, tiny_checkpoin
     args = ["--model", tiny_checkpoint, "--ignore-eos", "--max-new-tokens", 1]
     for prompt in prompts:
         args += ["--prompt", prompt]
-    code, out, err = engine_cli(*args, "--page-size", 2, "--max-rows", 1)
+    code, out, err = engine_cli(*args, "--page-size", 2, "--max-num-seqs", 1)
     assert (code, out) == (0, cli(*args)[1])
     assert "5 steps, 15 positions computed, 14 shared, 0 preemptions\n" in err
-    code, out, err = engine_cli(*args, "--page-size", 64, "--max-rows", 1)
+    code, out, err = engine_cli(*args, "--page-size", 64, "--max-num-seqs", 1)
     assert (code, out) == (0, cli(*args)[1]) and " 0 shared, " in err  # of a whole window each
 
 

@@ -961,11 +961,11 @@ def test_an_item_that_has_left_or_is_of_another_server_is_refused(door, tiny_lla
 
 def test_items_by_id_are_no_more_than_a_body(hermes):
     """A short body of references is no way to a long one."""
-    from server.app import MOST_BYTES
+    from server.app import MAX_BYTES
     from server.protocol import APIError
     from server.responses_protocol import MAX_REFERENCED, ResponsesRequest
 
-    assert MAX_REFERENCED == MOST_BYTES
+    assert MAX_REFERENCED == MAX_BYTES
     part = {"type": "output_text", "text": "a" * 2**16}
     data = json.dumps({"role": "assistant", "content": [part]}).encode()
     for times in (15, 16):
@@ -1025,7 +1025,7 @@ def test_where_the_queue_is_full_a_client_waits(tiny_llama):
 
     turn = threading.Semaphore(0)
     with serving(
-        lambda: in_turns(small_engine(tiny_llama, max_rows=1), turn), max_waiting=0
+        lambda: in_turns(small_engine(tiny_llama, max_num_seqs=1), turn), max_waiting=0
     ) as door:
         import concurrent.futures
 

@@ -10,13 +10,13 @@ BLOCK_SIZE = 8
 STRIDE = 4
 
 
-def build(max_rows: int = 4, pages: int | None = None):
+def build(max_num_seqs: int = 4, pages: int | None = None):
     assert (ROOT / "engine" / "scheduler.py").is_file()
     from engine.pages import PagePool
     from engine.scheduler import Scheduler
 
-    pool = PagePool(pages or max_rows * 4, 2)  # room for all rows, and a budget
-    scheduler = Scheduler(pool, max_rows, 1000, BLOCK_SIZE, STRIDE)
+    pool = PagePool(pages or max_num_seqs * 4, 2)  # room for all rows, and a budget
+    scheduler = Scheduler(pool, max_num_seqs, 1000, BLOCK_SIZE, STRIDE)
     scheduler.held = {}  # of each request, the tokens whose keys and values would be in the cache
     return scheduler
 
@@ -100,8 +100,8 @@ def test_each_text_is_as_by_hand_however_many_rows():
         [token, *range(length)]
         for token, length in zip(range(20, 30), (0, 3, 7, 8, 12, 1, 20, 6, 2, 9))
     ]
-    for max_rows in (1, 2, 3, 10, 20):
-        scheduler = build(max_rows)
+    for max_num_seqs in (1, 2, 3, 10, 20):
+        scheduler = build(max_num_seqs)
         requests = add(scheduler, *prompts, max_new_tokens=15)
         finish_all(scheduler)
         assert [request.output for request in requests] == [
@@ -109,7 +109,7 @@ def test_each_text_is_as_by_hand_however_many_rows():
         ]
 
 
-def test_no_more_than_max_rows_and_each_in_a_place_of_its_own():
+def test_no_more_than_max_num_seqs_and_each_in_a_place_of_its_own():
     scheduler = build(3)
     requests = add(scheduler, *([token] for token in range(10)))
     for count in range(1, 6):  # texts of several lengths, so that rows change hands at all times

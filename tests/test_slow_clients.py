@@ -40,7 +40,7 @@ def test_a_client_that_does_not_read_is_cut_off(tiny_llama, monkeypatch, body):
     """Its texts count until then."""
     monkeypatch.setattr(serve.Protocol, "seconds", 1)
     most = 1 if body is STREAM else 960
-    with serving(lambda: small_engine(tiny_llama, max_rows=1), max_waiting=most - 1) as door:
+    with serving(lambda: small_engine(tiny_llama, max_num_seqs=1), max_waiting=most - 1) as door:
         with not_reading(door, body):
             assert door.thread.unfinished == most
             assert door.post(PATH, {"max_tokens": 1})[0] == 429

@@ -174,7 +174,7 @@ def test_texts_of_the_engine_are_their_own(build, dtype, page_size):
 def test_a_shared_prefix_is_that_of_its_own_run(build, dtype):
     model = build()
     prompt = random_tokens(13)
-    options = {"page_size": 4, "max_rows": 1, "cache_dtype": dtype}
+    options = {"page_size": 4, "max_num_seqs": 1, "cache_dtype": dtype}
     params = request_params(3, max_new_tokens=4, temperature=0.8)
     engine, requests = make_engine(model, [prompt] * 3, params, **options)
     finish(engine)
@@ -193,13 +193,19 @@ def test_drafts_change_no_text(build, tiny, dtype, drafts):
     if drafts == "model":
         drafter = PagedDrafter(tiny(n_layer=1), model, 3, 4, dtype)
         assert drafter.cache.storage.dtype == dtype
-    write(model, drafter, max_rows=3, page_size=4, cache_dtype=dtype)
+    write(model, drafter, max_num_seqs=3, page_size=4, cache_dtype=dtype)
 
 
 @DTYPES
 def test_layers_with_a_window_have_small_pages_too(tiny_gemma, dtype):
     model = tiny_gemma(windows=(5, None, 8), block_size=200)
-    options = {"page_size": 4, "num_pages": 60, "max_rows": 3, "budget": 16, "cache_dtype": dtype}
+    options = {
+        "page_size": 4,
+        "num_pages": 60,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 16,
+        "cache_dtype": dtype,
+    }
     engine, requests = make_greedy(model, [3, 70, 9], 30, **options)
     assert [storage.dtype for storage in engine.cache.storages] == [dtype, dtype]
     finish(engine)
@@ -212,7 +218,9 @@ def test_layers_with_a_window_have_small_pages_too(tiny_gemma, dtype):
 def test_nothing_reads_what_a_page_held_before(build, dtype):
     """All its bytes are 255: in float16 NaN, in int8 with a scale that is NaN."""
     model = build()
-    engine, requests = make_greedy(model, [3, 14, 6], 9, page_size=4, max_rows=2, cache_dtype=dtype)
+    engine, requests = make_greedy(
+        model, [3, 14, 6], 9, page_size=4, max_num_seqs=2, cache_dtype=dtype
+    )
     engine.cache.storage.view(torch.uint8).fill_(255)
     finish(engine)
     prompts = [request.tokens[: request.prompt_length] for request in requests]

@@ -165,7 +165,13 @@ def test_texts_of_the_engine_are_their_own(request, compiled, attended, family, 
     model = of_kind(request.getfixturevalue(family)(dtype=torch.float32), weights)
     prompts = [random_tokens(length, seed=length) for length in (3, 14, 1, 9, 14)]
     params = request_params(len(prompts), max_new_tokens=18, temperature=0.8)
-    options = {"max_rows": 4, "page_size": 4, "num_pages": 12, "budget": 7, "cache_dtype": dtype}
+    options = {
+        "max_num_seqs": 4,
+        "page_size": 4,
+        "num_pages": 12,
+        "max_num_batched_tokens": 7,
+        "cache_dtype": dtype,
+    }
     engine, requests = make_engine(model, prompts, params, **options)
     for storage in engine.cache.storages:
         storage.view(torch.uint8).fill_(255)
@@ -178,7 +184,13 @@ def test_texts_of_the_engine_are_their_own(request, compiled, attended, family, 
 @DTYPES
 def test_layers_with_a_window_have_pages_of_their_own(tiny_gemma, compiled, attended, dtype):
     model = native(tiny_gemma(windows=(5, None, 8), block_size=200, dtype=torch.float32))
-    options = {"page_size": 4, "num_pages": 60, "max_rows": 3, "budget": 16, "cache_dtype": dtype}
+    options = {
+        "page_size": 4,
+        "num_pages": 60,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 16,
+        "cache_dtype": dtype,
+    }
     engine, requests = make_greedy(model, [3, 70, 9, 30], 40, **options)
     assert len(engine.cache.storages) == 2
     finish(engine)

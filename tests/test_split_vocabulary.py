@@ -40,7 +40,16 @@ def test_what_crosses(engine_cli, tmp_path):
     prompts = "A big ball, a red ball, a", "A big ball, a red ball and"
     arguments = ["--model", LLAMA, "--prompt", prompts[0], "--prompt", prompts[1]]
     arguments += ["--max-new-tokens", 14, "--dtype", "int8", "--draft", "lookup", "--gamma", 3]
-    arguments += ["--num-pages", 14, "--page-size", 2, "--max-rows", 2, "--budget", 6]
+    arguments += [
+        "--num-pages",
+        14,
+        "--page-size",
+        2,
+        "--max-num-seqs",
+        2,
+        "--max-num-batched-tokens",
+        6,
+    ]
     _, out, err = engine_cli(*arguments, "--backend", "torch")
     work = err.splitlines()[-1]  # all that an engine does
     assert " 0 shared" not in work and " 0 preempt" not in work and " of 0 drafts" not in work

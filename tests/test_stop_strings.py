@@ -109,8 +109,8 @@ def test_each_text_is_its_own_run_cut_at_its_own_stop_strings(model, data, rows,
     drafter = draw(st.sampled_from([None, LookupDrafter(), PagedDrafter(model, model)]), "drafter")
     options = {"page_size": size, "drafter": drafter, "gamma": draw(st.integers(1, 5), "gamma")}
     options["num_pages"] = draw(st.integers(-(-16 // size), 3 * -(-16 // size)), "num_pages")
-    options["max_rows"] = draw(st.integers(1, 4), "max_rows")
-    options["budget"] = draw(st.integers(1, 40), "budget")
+    options["max_num_seqs"] = draw(st.integers(1, 4), "max_num_seqs")
+    options["max_num_batched_tokens"] = draw(st.integers(1, 40), "max_num_batched_tokens")
     engine = make(model, **options)
     requests = []
     wanted = []

@@ -171,7 +171,7 @@ def test_the_engine_writes_the_texts_of_own_runs(tiny, compiled, in_c):
     fields[4] |= {"temperature": 1.0}
     params = [params_of(FREE | own, 6)[row] for row, own in enumerate(fields)]
     options = {"drafter": PagedDrafter(model, model), "gamma": 5}
-    options |= {"max_rows": 4, "page_size": 4, "num_pages": 12, "budget": 9}
+    options |= {"max_num_seqs": 4, "page_size": 4, "num_pages": 12, "max_num_batched_tokens": 9}
     engine, requests = make_engine(model, prompts, params, **options)
     finish(engine)
     assert [request.output for request in requests] == own_texts(model, prompts, params)
@@ -188,7 +188,7 @@ def test_a_model_that_drafts_for_itself_has_each_draft_accepted(tiny):
 
     model = tiny(seed=2)
     fields = {"max_new_tokens": 15, "min_tokens": 15, "stop_token_ids": tuple(range(20))}
-    options = {"drafter": PagedDrafter(model, model), "max_rows": 3}
+    options = {"drafter": PagedDrafter(model, model), "max_num_seqs": 3}
     engine, requests = make_engine(model, [[1], [2, 3], [4]], params_of(fields, 3), **options)
     finish(engine)
     assert engine.accepted == engine.drafted > 0

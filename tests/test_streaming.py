@@ -35,7 +35,7 @@ def test_16_clients_have_the_texts_of_the_engine(tiny_llama):
     bodies = [BODIES[row % 4] for row in range(16)]
 
     def make():
-        return small_engine(tiny_llama, max_rows=6, drafter=LookupDrafter())
+        return small_engine(tiny_llama, max_num_seqs=6, drafter=LookupDrafter())
 
     with serving(make) as door, ThreadPoolExecutor(16) as pool:
 

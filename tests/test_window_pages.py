@@ -132,7 +132,7 @@ TEXT = st.tuples(st.integers(0, 2), st.integers(1, 50), st.integers(1, 40))
     texts=st.lists(TEXT, min_size=1, max_size=6),
     page_size=st.sampled_from([1, 3, 4]),
     pages=st.integers(45, 120),
-    budget=st.sampled_from([3, 16, 100]),
+    max_num_batched_tokens=st.sampled_from([3, 16, 100]),
     drafts=st.booleans(),
 )
 @settings(max_examples=15)
@@ -147,8 +147,12 @@ def test_still_any_texts_are_those_of_their_own_runs(
     model = MODELS[backend]
     prompts = [random_tokens(length, 5, seed=seed) for seed, length, _ in texts]
     params = [request_params(1, max_new_tokens=count)[0] for _, _, count in texts]
-    options = {"num_pages": -(-pages // page_size), "page_size": page_size, "budget": budget}
-    options["max_rows"] = 3
+    options = {
+        "num_pages": -(-pages // page_size),
+        "page_size": page_size,
+        "max_num_batched_tokens": budget,
+    }
+    options["max_num_seqs"] = 3
     if drafts:
         options["drafter"] = LookupDrafter()
     engine, requests = make_engine(model, prompts, params, **options)

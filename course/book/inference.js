@@ -73,7 +73,7 @@ class Model {
     this.cache = this.allocate(4 * n_layer * 2 * n_kv_head * block_size * head_dim);
     const floats = exports.work_floats(weights.model, BigInt(block_size), 1);
     this.work = this.allocate(4 * Number(floats));
-    this.kept = this.allocate(4 * MOST_ROWS * vocab_size);
+    this.kept = this.allocate(4 * MAX_ROWS * vocab_size);
     this.lists = this.allocate(8 * 4 * block_size);
     this.pass = this.allocate(104);
     this.page = this.allocate(8); // the cache is a single page, number 0
@@ -121,7 +121,7 @@ class Model {
   }
 }
 
-const MOST_ROWS = 17; // 16 drafts and the token after them
+const MAX_ROWS = 17; // 16 drafts and the token after them
 
 // 15-kv-cache-fix: where the window on a text begins. It moves by a stride, when it must.
 function windowStart(length, blockSize, stride = Math.max(1, Math.floor(blockSize / 2))) {

@@ -33,7 +33,7 @@ def record_adapter(prompt: str) -> Record:
                 passes.append((count, list(range(count)) if rows is None else rows.tolist()))
 
     hook = model.layers[0].register_forward_pre_hook(look)
-    engine = Engine(model, max_rows=3)
+    engine = Engine(model, max_num_seqs=3)
     names = ("", NAME, "")
     requests = [engine.add(ids, SamplingParams(COUNT), "", name) for name in names]
     while engine.busy:

@@ -24,7 +24,7 @@ def record_batches(prompt: str, rows: int = 3) -> Record:
         part = params[first : first + rows]
         for step in generate(model, [ids] * len(part), part):
             static.append([None if id is None else first + row for row, id in enumerate(step, 1)])
-    run = runs.play(Engine(model, max_rows=rows), [Arrival(0, ids, each) for each in params])
+    run = runs.play(Engine(model, max_num_seqs=rows), [Arrival(0, ids, each) for each in params])
     continuous = []
     places = [None] * rows
     for frame in run.frames:

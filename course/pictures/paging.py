@@ -72,7 +72,7 @@ def record_pool(prompt: str) -> Pool:
     ids = runs.encode(prompt, 6)
     lengths = (4, 14, 12, 9)
     num_pages = 2 + sum(page_count(len(ids) + length - 1, PAGE) for length in lengths[1:])
-    engine = Engine(runs.load(), max_rows=3, num_pages=num_pages, page_size=PAGE)
+    engine = Engine(runs.load(), max_num_seqs=3, num_pages=num_pages, page_size=PAGE)
     arrivals = [  # with a salt each: none finds the pages of another one
         Arrival(0, ids, drawing(length, seed), str(seed)) for seed, length in enumerate(lengths)
     ]
@@ -112,7 +112,7 @@ def record_sharing(prompt: str) -> Pool:
     """A text, and once its prompt is computed three more with the same prompt."""
     ids = runs.encode(prompt, 60)
     num_pages = 4 * page_count(len(ids) + 9, PAGE)
-    engine = Engine(runs.load(), max_rows=4, num_pages=num_pages, page_size=PAGE)
+    engine = Engine(runs.load(), max_num_seqs=4, num_pages=num_pages, page_size=PAGE)
     arrivals = [Arrival(min(seed, 1), ids, drawing(9, seed)) for seed in range(4)]
     run = runs.play(engine, arrivals, "pages", "sharing")
     saved = []
@@ -160,7 +160,7 @@ def draw_sharing(record: Pool) -> scene.Scene:
 def record_preemption(prompt: str) -> Run:
     """Four texts that need more pages than there are."""
     ids = runs.encode(prompt, 12)
-    engine = Engine(runs.load(), max_rows=4, num_pages=10, page_size=PAGE)
+    engine = Engine(runs.load(), max_num_seqs=4, num_pages=10, page_size=PAGE)
     arrivals = [  # with a salt each: none finds the pages of another one
         Arrival(after, ids, drawing(length, seed), str(seed))
         for seed, (after, length) in enumerate(((0, 16), (0, 14), (3, 13), (5, 12)))
@@ -297,7 +297,7 @@ def record_budgets(prompt: str, budgets: tuple[int, int] = (512, 8)) -> Record:
     played = []
     first = []
     for budget in budgets:
-        engine = Engine(runs.load(), max_rows=3, num_pages=18, budget=budget)
+        engine = Engine(runs.load(), max_num_seqs=3, num_pages=18, max_num_batched_tokens=budget)
         run = runs.play(engine, arrivals, "pages")
         played.append(run)
         rows = [row_of(frame, 3) for frame in run.frames]

@@ -30,7 +30,7 @@ def record_sides(prompt: str, rows: int = 2) -> list[Record]:
 
 def side_by_side(ids: list[int], count: int, rows: int) -> Record:
     """Requests, by number from 1, in one or several engines."""
-    engines = [Engine(runs.load(NAME), max_rows=rows) for _ in range(count)]
+    engines = [Engine(runs.load(NAME), max_num_seqs=rows) for _ in range(count)]
     requests = [
         engines[seed % count].add(ids, SamplingParams(length, True, temperature=1.0, seed=seed))
         for seed, length in enumerate(LENGTHS)
@@ -96,7 +96,7 @@ def record_routing(prompt: str) -> dict[str, list[Record]]:
 
 def route(asked: list[tuple[int, list[int]]], by_prefix: bool) -> list[Record]:
     model = runs.load(NAME)
-    engines = [Engine(model, max_rows=8, num_pages=96, page_size=PAGE) for _ in range(ENGINES)]
+    engines = [Engine(model, max_num_seqs=8, num_pages=96, page_size=PAGE) for _ in range(ENGINES)]
     prefixes = Prefixes(model.config.block_size, None, PAGE, 96, 8)
     prefixes.keep(set(range(ENGINES)))
     sent = []
@@ -153,7 +153,7 @@ def draw_routing(record: dict[str, list[Record]]) -> scene.Scene:
 # scaling
 
 
-OPTIONS = "--replicas 1 --max-replicas 3 --max-rows 4 --scale-seconds 5"
+OPTIONS = "--replicas 1 --max-replicas 3 --max-num-seqs 4 --scale-seconds 5"
 CLIENTS = [2] * 10 + [11] * 25 + [2] * 25  # in each second, each with one request at a time
 TOKENS = 5
 
@@ -163,7 +163,9 @@ def record_scaling(prompt: str) -> Record:
     args = serve_ray.make_parser().parse_args(OPTIONS.split())
     settings = serve_ray.scaling(args)
     model = runs.load("stories-draft")
-    engines = [Engine(model, max_rows=args.max_rows) for _ in range(settings["max_replicas"])]
+    engines = [
+        Engine(model, max_num_seqs=args.max_num_seqs) for _ in range(settings["max_replicas"])
+    ]
     asked: list[Request] = []
     over = []
     counts = deque(maxlen=int(settings["look_back_period_s"]))

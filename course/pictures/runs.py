@@ -181,11 +181,13 @@ def play(engine: Engine, arrivals: list[Arrival], *shows: str) -> Run:
         drafts.append({stage.texts[work.request].number: work.drafts for work in engine.works})
     scheduler = engine.scheduler
     setup = {
-        "max_rows": scheduler.max_rows,
+        "max_num_seqs": scheduler.max_num_seqs,
         "num_pages": scheduler.pool.num_pages,
         "page_size": scheduler.pool.page_size,
         "block_size": scheduler.block_size,
-        "budget": min(scheduler.budget, max(work_of(frame, 0) for frame in stage.frames)),
+        "max_num_batched_tokens": min(
+            scheduler.token_budget, max(work_of(frame, 0) for frame in stage.frames)
+        ),
         "gamma": engine.gamma if engine.drafter else 0,
         "recorded": True,
         "shows": shows,

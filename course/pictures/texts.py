@@ -89,7 +89,7 @@ def draw_held(record: Record) -> scene.Scene:
 
 def record_chances(prompt: str, count: int = 16) -> Record:
     ids = runs.encode(prompt, 100)
-    engine = Engine(runs.load(), max_rows=1)
+    engine = Engine(runs.load(), max_num_seqs=1)
     request = engine.add(ids, SamplingParams(count, temperature=1.0, seed=5, logprobs=1))
     while engine.busy:
         engine.step()

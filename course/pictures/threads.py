@@ -76,7 +76,7 @@ def serve(clients: list[Client], rows: int, stop: int | None = None, **bounds) -
     """Until each client has its text or an error. stop: the step after which the thread ends."""
 
     async def main() -> None:
-        thread = Stepped(Engine(runs.load("stories-llama"), max_rows=rows), **bounds)
+        thread = Stepped(Engine(runs.load("stories-llama"), max_num_seqs=rows), **bounds)
         coming = list(clients)
         tasks = []
         while coming or not all(task.done() for task in tasks):

@@ -112,7 +112,7 @@ def record_pages(prompt: str, windows: tuple = ()) -> list[Record]:
     ids = runs.encode(prompt, 40)
     model = Llama(LlamaConfig(n_layer=len(windows), windows=windows))
     model.init_weights(0.1, torch.Generator().manual_seed(0))
-    engine = Engine(model, max_rows=1, budget=64, page_size=PAGE)
+    engine = Engine(model, max_num_seqs=1, max_num_batched_tokens=64, page_size=PAGE)
     request = engine.add(ids, SamplingParams(LENGTH - len(ids), ignore_eos=True))
     found = []
     while engine.busy:

@@ -6,10 +6,10 @@ from engine.engine import Engine
 from errors import UserError
 
 NO_COUNTS = {
-    "max_rows": (0, -1, True, 1.0, "2", None),
+    "max_num_seqs": (0, -1, True, 1.0, "2", None),
     "num_pages": (0, -3, 1.5, True, "4"),
     "page_size": (0, -3, 1.5, True, "4"),
-    "budget": (0, -1, True, 2.5, "8"),
+    "max_num_batched_tokens": (0, -1, True, 2.5, "8"),
 }
 REFUSED = [(name, value, "an integer >= 1") for name in NO_COUNTS for value in NO_COUNTS[name]]
 REFUSED += [("gamma", value, "an integer from 1 to 16") for value in (-1, 0, 17, 2.5, True, "3")]
@@ -34,18 +34,18 @@ def test_more_than_memory(tiny, options):
 LINES = [
     ("--num-beams 2 --no-cache", "unrecognized arguments: --num-beams 2 --no-cache"),
     ("--stride 65", "stride is 65; it must be an integer from 1 to block_size = 64"),
-    ("--max-rows 0", "max_rows is 0; it must be an integer >= 1"),
-    ("--max-rows x", "argument --max-rows: invalid int value: 'x'"),
+    ("--max-num-seqs 0", "max_num_seqs is 0; it must be an integer >= 1"),
+    ("--max-num-seqs x", "argument --max-num-seqs: invalid int value: 'x'"),
     ("--page-size 0", "page_size is 0; it must be an integer >= 1"),
     (f"--page-size {10**12}", f"1 pages of {10**12} positions do not fit in memory"),
     ("--num-pages 0", "num_pages is 0; it must be an integer >= 1"),
     ("--num-pages 2 --page-size 4", " pages; there are 2 pages of 4"),
     (f"--num-pages {10**12}", f"{10**12} pages of 16 positions do not fit in memory"),
-    ("--budget 0", "budget is 0; it must be an integer >= 1"),
+    ("--max-num-batched-tokens 0", "max_num_batched_tokens is 0; it must be an integer >= 1"),
     ("--gamma 3", ": error: --gamma is for --draft only"),
     ("--draft lookup --gamma 0", "gamma is 0; it must be an integer from 1 to 16"),
     ("--draft missing", ": error: unknown model 'missing': "),
-    ("--draft itself --max-rows 0", ": error: max_rows is 0; it must be an integer >= 1"),
+    ("--draft itself --max-num-seqs 0", ": error: max_num_seqs is 0; it must be an integer >= 1"),
     ("--draft itself --page-size 0", ": error: page_size is 0; it must be an integer >= 1"),
     ("--draft other", "need the same vocabulary"),
     ("--logprobs 21", "logprobs is 21; it must be None or an integer from 0 to 20\n"),

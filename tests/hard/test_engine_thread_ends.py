@@ -39,7 +39,7 @@ def test_the_thread_ends_if_nobody_waits_for_its_engine(tiny_llama, capfd, fails
 
     def make():
         assert made.wait(60)
-        return small_engine(tiny_llama, max_rows=0 if fails else 1)
+        return small_engine(tiny_llama, max_num_seqs=0 if fails else 1)
 
     async def main(waits):
         thread = EngineThread(make)

@@ -110,12 +110,12 @@ class Histories(RuleBasedStateMachine):
 
         self.model = self.make(architecture)
         self.stride = data.draw(st.sampled_from([None, 1, 5, 12]))
-        self.max_rows = data.draw(st.integers(1, 5))
-        options = {"max_rows": self.max_rows}
+        self.max_num_seqs = data.draw(st.integers(1, 5))
+        options = {"max_num_seqs": self.max_num_seqs}
         options["page_size"] = data.draw(st.integers(1, 4))
         smallest = -(-BLOCK_SIZE // options["page_size"])  # pages for a whole window
         options["num_pages"] = smallest + data.draw(st.integers(0, 2 * smallest))
-        options["budget"] = data.draw(st.integers(1, 20))
+        options["max_num_batched_tokens"] = data.draw(st.integers(1, 20))
         options["gamma"] = data.draw(st.integers(1, 5))
         self.cache_dtype = options["cache_dtype"] = data.draw(st.sampled_from(self.cache_dtypes))
         draft = data.draw(st.sampled_from([None, "lookup", "GPT-2", "Llama"]))
@@ -124,7 +124,9 @@ class Histories(RuleBasedStateMachine):
         elif draft:  # a smaller one, or the target itself
             n_layer = data.draw(st.integers(1, 2))
             made = self.make(draft, n_layer, data.draw(st.sampled_from([5, BLOCK_SIZE])))
-            options["drafter"] = PagedDrafter(made, self.model, self.max_rows, options["page_size"])
+            options["drafter"] = PagedDrafter(
+                made, self.model, self.max_num_seqs, options["page_size"]
+            )
         options["encoding"] = Letters()
         self.engine = Engine(self.model, stride=self.stride, **options)
         self.base = base
@@ -157,7 +159,7 @@ class Histories(RuleBasedStateMachine):
         for event in step(self.engine):
             assert event.error is None
             entries[event.request].tokens.extend(event.tokens)
-        assert len(self.engine.scheduler.running) <= self.max_rows
+        assert len(self.engine.scheduler.running) <= self.max_num_seqs
         for request, text in before.items():
             assert request.text.startswith(text)
 

@@ -47,7 +47,7 @@ def test_a_text_that_fails_is_counted_too(start, tiny):
 
 def test_who_was_computed_and_waits_is_in_the_frame(start, monkeypatch):
     monkeypatch.setattr(live, "PERIOD", 1e6)
-    monkeypatch.setattr(live, "MOST_WAITING", 0)
+    monkeypatch.setattr(live, "MAX_WAITING", 0)
     door = start(num_pages=8, page_size=4)
     frames = watch(door)
     waited = []
@@ -81,7 +81,7 @@ def test_a_pass_that_fails_leaves_no_works(tiny):
 
 
 def test_who_does_not_read_is_cut_off(start, monkeypatch):
-    monkeypatch.setattr(live, "MOST_LATE", 3)
+    monkeypatch.setattr(live, "MAX_LATE", 3)
     door = start()
     found = live_of(door)
 

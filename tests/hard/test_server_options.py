@@ -45,7 +45,7 @@ def test_what_is_wrong_is_one_line(run_main, monkeypatch, script, option, error)
 @pytest.mark.parametrize(
     "main, option, words",
     [
-        (serve.main, "--max-rows=0", "error: max_rows is 0; it must be an integer >= 1\n"),
+        (serve.main, "--max-num-seqs=0", "error: max_num_seqs is 0; it must be an integer >= 1\n"),
         (serve.main, "--model=.", "error: .: no config.json in this directory\n"),
         (serve.main, "--model=nowhere/x/y", "unknown model 'nowhere/x/y'"),
         (serve_ray.main, "--routing=luck", "--routing: invalid choice: 'luck' (choose from"),

@@ -12,7 +12,7 @@ BODIES = [
     {"prompt": [seed, 7], "seed": seed, "max_tokens": 60 + seed, "ignore_eos": True}
     for seed in range(40)
 ]
-OPTIONS = ["--replicas", 1, "--max-replicas", 3, "--max-rows", 2, "--scale-seconds", 1]
+OPTIONS = ["--replicas", 1, "--max-replicas", 3, "--max-num-seqs", 2, "--scale-seconds", 1]
 REPLICA = "ray::ServeReplica:default:Replica"
 
 

@@ -111,7 +111,7 @@ def test_the_engine_writes_the_same(ours, encoding, expected):
 
     params = [SamplingParams(max_new_tokens=LENGTH)] * 8
     prompts = 2 * list(map(list, expected))
-    engine = Engine(ours, max_rows=8, encoding=encoding)
+    engine = Engine(ours, max_num_seqs=8, encoding=encoding)
     found = [list(tokens) for tokens, *_ in results_of(engine, prompts, params)]
     assert found == 2 * list(expected.values())
 
