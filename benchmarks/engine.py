@@ -329,12 +329,15 @@ def prefix(bench: Bench) -> None:
     draw = random.Random(0)
     first = draw.choices(ids, k=bench.args.long_prompt)
     prompts = [first + draw.choices(ids, k=NEW) for _ in range(rows)]
-    salts = {"not shared": [str(row) for row in range(rows)], "shared": [""] * rows}
+    cache_salts = {"not shared": [str(row) for row in range(rows)], "shared": [""] * rows}
     for repeat in range(bench.args.repeats):
         baseline = None
-        for mode, each in salts.items():
+        for mode, each in cache_salts.items():
             engine = Engine(bench.model, rows, page_size=PAGE)
-            added = [engine.add(prompt, greedy(NEW), salt) for prompt, salt in zip(prompts, each)]
+            added = [
+                engine.add(prompt, greedy(NEW), cache_salt)
+                for prompt, cache_salt in zip(prompts, each)
+            ]
             seconds = start(engine, added)
             list(steps(engine))  # to the end
             texts = [request.output for request in added]

@@ -21,12 +21,11 @@ from errors import UserError
 class PagedCache:
     """Pages of keys and values. A text's positions lie in pages anywhere; `arrange` is told which.
 
-    storage: (n_layer, 2, num_pages, n_kv_head, page_size, stored_width of head_dim). window_pages:
-    the pages that layers with a window have of their own, in a second of `storages`; None: all
-    layers share one. dtype: of the storages; None: the model's.
-    Raises UserError if they do not fit in memory.
-    After Kwon et al. 2023 (2309.06180), "Efficient memory management for large language model
-    serving with PagedAttention".
+    storage: (n_layer, 2, num_pages, n_kv_head, page_size, stored_width of head_dim).
+    num_sliding_pages: the pages that layers with a window have of their own, in a second of
+    `storages`; None: all layers share one. dtype: of the storages; None: the model's. Raises
+    UserError if they do not fit in memory. After Kwon et al. 2023 (2309.06180), "Efficient memory
+    management for large language model serving with PagedAttention".
     """
 
     def __init__(
@@ -34,17 +33,17 @@ class PagedCache:
         model,
         num_pages: int,
         page_size: int,
-        window_pages: int | None = None,
+        num_sliding_pages: int | None = None,
         dtype: torch.dtype | None = None,
     ):
         config = model.config
         dtype = dtype or model.dtype
         self.windows = layer_windows(config)
-        self.kinds = layer_kinds(config, window_pages is not None)
+        self.kinds = layer_kinds(config, num_sliding_pages is not None)
         rest = model.n_kv_head, page_size, stored_width(config.head_dim, dtype)
         shapes = [(self.kinds.count(0), 2, num_pages, *rest)]
-        if window_pages is not None:
-            shapes.append((self.kinds.count(1), 2, window_pages, *rest))
+        if num_sliding_pages is not None:
+            shapes.append((self.kinds.count(1), 2, num_sliding_pages, *rest))
         options = {"dtype": dtype, "device": model.device}
         try:
             self.storages = [torch.empty(shape, **options) for shape in shapes]

@@ -118,12 +118,12 @@ class PagedDrafter:
         window = text[window_start(len(text), self.block_size, self.stride) :]
         known = shared_length(held.tokens, window[:-1])
         del held.tokens[known:]
-        self.pool.grow(held.pages, len(window))
+        self.pool.allocate(held.pages, len(window))
         return Span(held.pages, known, window[known:])
 
     def forget(self, request: Request) -> None:
         """Give back the pages of a request."""
-        self.pool.shrink(self.held.pop(request).pages, 0)
+        self.pool.free_after(self.held.pop(request).pages, 0)
 
 
 TRIAL = 16  # steps of each way; after as many more it is decided again

@@ -10,7 +10,7 @@ from cache import check_stride, layer_windows, shared_length
 from constraints import make_matcher
 from engine.cache import PagedCache
 from engine.drafter import Drafter, Trials
-from engine.pages import PagePool, default_pages, salted, window_pages
+from engine.pages import PagePool, default_num_pages, salt_with_adapter, sliding_page_count
 from engine.request import Event, Request, make_request
 from engine.scheduler import LIMITS, Scheduler, Work
 from errors import UserError, check_limits, means_no_memory, memory_for
@@ -34,16 +34,14 @@ class Engine:
     With int8 weights rounding may change a text where torch attends, as int8.py says. Where C
     computes the whole pass, all texts are those of `generate` bit for bit.
     max_num_seqs: how many are computed in one step, at most. num_pages: the cache, in pages of
-    page_size positions; None: as `default_pages`. Where some layers have a window and others see
-    all, those with a window have pages of their own, `window_pages` if these are fewer. budget:
-    tokens in one step, at most. stride, cache_dtype: as in `generate`.
+    page_size positions; None: as `default_num_pages`. Where some layers have a window and others
+    see all, those with a window have pages of their own, `sliding_page_count` if these are fewer.
+    max_num_batched_tokens: tokens in one step, at most. stride, cache_dtype: as in `generate`.
     drafter: proposes up to gamma tokens, 1 to 16, to follow each text. trials: decide in which
-    steps, by what they took; None: in each.
-    encoding: makes text of tokens; None if only tokens are wanted.
-    Only one thread at a time may use it. Raises UserError for a value out of range, or if the cache
-    does not fit in memory.
-    After Yu et al. 2022, "Orca: A distributed serving system for transformer-based generative
-    models".
+    steps, by what they took; None: in each. encoding: makes text of tokens; None if only tokens are
+    wanted. Only one thread at a time may use it. Raises UserError for a value out of range, or if
+    the cache does not fit in memory. After Yu et al. 2022, "Orca: A distributed serving system for
+    transformer-based generative models".
     """
 
     def __init__(
@@ -70,19 +68,21 @@ class Engine:
         block_size = model.config.block_size
         if num_pages is None:
             itemsize = cache_dtype.itemsize if cache_dtype else 4
-            num_pages = default_pages(max_num_seqs, block_size, page_size, itemsize)
+            num_pages = default_num_pages(max_num_seqs, block_size, page_size, itemsize)
         check_limits(LIMITS, num_pages=num_pages)
         self.model = model
         windows = layer_windows(model.config)
         window = max((window for window in windows if window), default=None)
-        own_pages = None  # of layers with a window, if they need fewer than those that see all
+        num_sliding_pages = None  # of layers with a window, if these need fewer
         if window and None in windows:
-            own_pages = window_pages(max_num_seqs, max_num_batched_tokens, window, page_size)
-            if own_pages >= num_pages:
-                own_pages = window = None
-        self.cache = PagedCache(model, num_pages, page_size, own_pages, cache_dtype)
+            num_sliding_pages = sliding_page_count(
+                max_num_seqs, max_num_batched_tokens, window, page_size
+            )
+            if num_sliding_pages >= num_pages:
+                num_sliding_pages = window = None
+        self.cache = PagedCache(model, num_pages, page_size, num_sliding_pages, cache_dtype)
         pool = PagePool(num_pages, page_size)
-        windowed = PagePool(own_pages, page_size) if own_pages else None
+        windowed = PagePool(num_sliding_pages, page_size) if num_sliding_pages else None
         stride = check_stride(stride, block_size)
         self.scheduler = Scheduler(
             pool, max_num_seqs, max_num_batched_tokens, block_size, stride, window, windowed
@@ -99,27 +99,26 @@ class Engine:
         self.chosen = 0  # tokens that passes gave; those that had to follow came without one
 
     def add(
-        self, prompt: list[int], params: SamplingParams, salt: str = "", adapter: str = ""
+        self, prompt: list[int], params: SamplingParams, cache_salt: str = "", adapter: str = ""
     ) -> Request:
         """Queue a text: token ids, of which none means the BOS token.
 
-        salt: computed prefixes are shared among requests of one salt only; the time to the first
-        token tells whether somebody else had the same. adapter: the name of one that the model has
-        for this text; with another one keys and values are others, so they are not shared.
-        Draws without a seed get a random one. A request for no new tokens is over at once, without
-        an event.
-        Raises UserError for an id out of range, a salt that is no string, an unknown adapter, stop
-        strings or a constraint without an encoding, as `make_matcher`, and if the text can never
-        fit into the cache.
+        cache_salt: computed prefixes are shared among requests of one cache_salt only; the time to
+        the first token tells whether somebody else had the same. adapter: the name of one that the
+        model has for this text; with another one keys and values are others, so they are not
+        shared. Draws without a seed get a random one. A request for no new tokens is over at once,
+        without an event. Raises UserError for an id out of range, a cache_salt that is no string,
+        an unknown adapter, stop strings or a constraint without an encoding, as `make_matcher`, and
+        if the text can never fit into the cache.
         """
-        if not isinstance(salt, str):
-            raise UserError(f"salt is {salt!r}; it must be a string")
+        if not isinstance(cache_salt, str):
+            raise UserError(f"cache_salt is {cache_salt!r}; it must be a string")
         check_adapter(self.model, adapter)
         if params.stop and self.encoding is None:
             raise UserError("an engine without an encoding does not know stop strings")
         request = make_request(prompt, params, self.model.config)
         request.adapter = adapter
-        request.salt = salted(salt, adapter)
+        request.cache_salt = salt_with_adapter(cache_salt, adapter)
         request.matcher = make_matcher(params, self.encoding, self.model.config)
         if self.encoding is not None:
             silent = ending_ids(params, self.model.config.eos_token_ids) + params.silent_ids

@@ -20,7 +20,7 @@ class Request:
     prompt_length: int
     params: SamplingParams
     adapter: str = ""  # that the model has for it
-    salt: str = ""  # it shares pages with requests of the same salt only
+    cache_salt: str = ""  # it shares pages with requests of the same cache_salt only
     finish_reason: str | None = None  # "stop", "length", "abort" or "error", once it is over
     start: int = 0  # the window on its text begins here
     # How many positions of the window have their keys and values in the cache;
@@ -30,7 +30,7 @@ class Request:
     pages: list[int | None] = field(default_factory=list)
     # The same of layers with a window, if these have pages of their own.
     windowed: list[int | None] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)  # of its published pages
+    page_hashes: list[bytes] = field(default_factory=list)  # of its cached pages
     drafts: list[int] = field(default_factory=list)  # guesses at its next tokens
     matcher: Matcher | None = None  # says which tokens may follow; None: all may
     masked: tuple = ([], None)  # the last text that it was asked for, and what it said

@@ -100,7 +100,7 @@ class Scheduler:
             return
         pool = self.pool
         longest = min(len(request.tokens) + request.params.max_new_tokens - 1, self.block_size)
-        needed = pool.count(longest)
+        needed = pool.page_count(longest)
         if needed > pool.num_pages:
             allowed = f"there are {pool.num_pages} pages of {pool.page_size}"
             raise UserError(f"a text of up to {longest} positions needs {needed} pages; {allowed}")
@@ -116,7 +116,7 @@ class Scheduler:
             request = self.running[len(works)]
             younger = len(self.running) - len(works) - 1
             tokens = request.lacking[: token_budget - younger]  # a token is left for each of them
-            if not self.grow(request, len(tokens)):
+            if not self.allocate(request, len(tokens)):
                 # Perhaps the request itself, but never the oldest: it fits alone.
                 self.preempt(self.running[-1])
                 continue
@@ -137,20 +137,22 @@ class Scheduler:
         result = []
         for request, tokens, _ in works:
             drafts = request.drafts[:token_budget]
-            while drafts and not self.grow(request, len(tokens) + len(drafts), len(drafts)):
+            while drafts and not self.allocate(request, len(tokens) + len(drafts), len(drafts)):
                 drafts.pop()
             token_budget -= len(drafts)
             result.append(Work(request, tokens + drafts, drafts))
         return result
 
-    def grow(self, request: Request, count: int, drafts: int = 0) -> bool:
+    def allocate(self, request: Request, count: int, drafts: int = 0) -> bool:
         """Take pages for the window of a request and drafts; False if too few are free.
 
         Layers with pages of their own take those of the next `count` positions.
         """
-        if not self.pool.grow(request.pages, request.length + drafts):
+        if not self.pool.allocate(request.pages, request.length + drafts):
             return False
-        return not self.windowed or self.windowed.grow(request.windowed, request.computed + count)
+        return not self.windowed or self.windowed.allocate(
+            request.windowed, request.computed + count
+        )
 
     def admit(self, request: Request, token_budget: int) -> bool:
         """Give a waiting request pages for its window; False if too few are free.
@@ -160,23 +162,23 @@ class Scheduler:
         tokens = request.window[:-1]  # not the last: its logits are wanted
         shared = []
         for pool, window in self.kinds:
-            shared.append(pool.find(tokens, request.salt, window))
+            shared.append(pool.find_cached(tokens, request.cache_salt, window))
             tokens = tokens[: len(shared[-1]) * pool.page_size]
         count = min(token_budget, request.length - len(tokens))
         ends = request.length, len(tokens) + count
         for (pool, _), found, end in zip(self.kinds, shared, ends):
             del found[len(shared[-1]) :]
             # Found pages that are free do not count as free.
-            free = pool.available - sum(page in pool.returned for page in found)
-            if pool.count(end) - len(found) > free:
+            free = pool.num_free_pages - sum(page in pool.free_pages for page in found)
+            if pool.page_count(end) - len(found) > free:
                 return False
         for (pool, _), table, found in zip(self.kinds, request.tables, shared):
-            pool.hold([page for page in found if page is not None])
+            pool.acquire([page for page in found if page is not None])
             table += found
         request.computed = len(tokens)
         self.looked_up += request.length
         self.shared += request.computed
-        return self.grow(request, count)
+        return self.allocate(request, count)
 
     def preempt(self, request: Request) -> None:
         """Take all pages of a running request; it is the first to run again, and computed anew."""
@@ -189,9 +191,9 @@ class Scheduler:
     def forget(self, request: Request) -> None:
         """Give back the pages of a request, with all that was computed."""
         for (pool, _), table in zip(self.kinds, request.tables):
-            pool.shrink(table, 0)
+            pool.free_after(table, 0)
         request.computed = 0
-        request.digests = []
+        request.page_hashes = []
         request.drafts = []
 
     def advance(self, work: Work, tokens: list[int], accepted: int = 0) -> None:
@@ -204,16 +206,16 @@ class Scheduler:
         request.computed += len(work.tokens) - len(work.drafts) + accepted
         request.tokens += tokens
         request.drafts = []
-        known = request.digests
+        known = request.page_hashes
         filled = request.computed // self.pool.page_size > len(known)
         for (pool, window), table in zip(self.kinds, request.tables):
             if filled:  # a page
-                request.digests = known[:]
+                request.page_hashes = known[:]
                 computed = request.window[: request.computed]
-                pool.publish(table, request.digests, computed, request.salt)
-            pool.shrink(table, request.length)  # refused drafts may have taken more
+                pool.cache_pages(table, request.page_hashes, computed, request.cache_salt)
+            pool.free_after(table, request.length)  # refused drafts may have taken more
             if window is not None:
-                pool.drop(table, first_seen(request.computed, window))
+                pool.free_before(table, first_seen(request.computed, window))
         self.move_window(request)
 
     def move_window(self, request: Request) -> None:

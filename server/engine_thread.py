@@ -225,7 +225,7 @@ class EngineThread:
         self,
         prompts: list[list[int]],
         params: list[SamplingParams],
-        salt: str = "",
+        cache_salt: str = "",
         name: str = "",
         adapter: str = "",
     ) -> AsyncIterator[dict[int, Update]]:
@@ -247,7 +247,9 @@ class EngineThread:
             if params and params[0].form:  # one for all; the engine's thread compiles none
                 known = params[0], self.encoding, self.config
                 call.matcher = await in_pool(compile_form, *known)
-            self.commands.put(functools.partial(self.add, call, prompts, params, salt, adapter))
+            self.commands.put(
+                functools.partial(self.add, call, prompts, params, cache_salt, adapter)
+            )
             while call.left or call.updates:
                 await call.changed.wait()
                 updates = call.fetch()
@@ -328,7 +330,7 @@ class EngineThread:
         call: Call,
         prompts: list[list[int]],
         params: list[SamplingParams],
-        salt: str,
+        cache_salt: str,
         adapter: str,
     ) -> None:
         """Queue the texts of a call, all or none."""
@@ -336,7 +338,7 @@ class EngineThread:
         budget = Budget()
         try:
             for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-                request = self.engine.add(prompt, own, salt, adapter)
+                request = self.engine.add(prompt, own, cache_salt, adapter)
                 if isinstance(request.matcher, GrammarMatcher):
                     request.matcher = TimedMatcher(request.matcher, budget)
                 call.requests.append(request)

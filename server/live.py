@@ -201,7 +201,7 @@ class Live:
             "waiting": [self.row(request) for request in waiting],
             "over": self.over,
             "preempted": self.preempted,
-            "cached": [page for page in pool.returned if page in pool.digest_of],
+            "cached": [page for page in pool.free_pages if page in pool.page_to_hash],
         }
 
     def row(self, request: Request) -> Frame:

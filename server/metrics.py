@@ -75,7 +75,10 @@ class Metrics:
         gauges = {
             "num_requests_running": (len(scheduler.running), "Requests that run."),
             "num_requests_waiting": (len(scheduler.waiting), "Requests that wait."),
-            "kv_cache_usage_perc": (len(pool.holders) / pool.num_pages, "Pages in use; 1 is all."),
+            "kv_cache_usage_perc": (
+                len(pool.ref_counts) / pool.num_pages,
+                "Pages in use; 1 is all.",
+            ),
         }
         counters = {
             "num_preemptions": (scheduler.preemptions, "Times that a request lost its pages."),

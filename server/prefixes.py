@@ -4,13 +4,13 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable
 
 from cache import check_stride, window_start
-from engine.pages import default_pages, digest, root
+from engine.pages import default_num_pages, hash_page, root_hash
 
 
 class Prefixes:
     """What each replica has been sent, and what it writes now.
 
-    All but block_size are options of the replicas' engines. itemsize: as of `default_pages`.
+    All but block_size are options of the replicas' engines. itemsize: as of `default_num_pages`.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class Prefixes:
         self.block_size = block_size
         self.stride = check_stride(stride, block_size)
         self.page_size = page_size
-        self.most = num_pages or default_pages(max_num_seqs, block_size, page_size, itemsize)
+        self.most = num_pages or default_num_pages(max_num_seqs, block_size, page_size, itemsize)
         self.max_num_seqs = max_num_seqs
         # The names of each replica's pages, in LRU order: those asked for last at the end.
         self.pages: dict[Hashable, OrderedDict[bytes, None]] = {}
@@ -36,13 +36,15 @@ class Prefixes:
         self.pages = {each: self.pages.get(each, OrderedDict()) for each in replicas}
         self.calls = {call: at for call, at in self.calls.items() if at[0] in replicas}
 
-    def order(self, replicas: list, prompts: list[list[int]], salt: str) -> list:
+    def order(self, replicas: list, prompts: list[list[int]], cache_salt: str) -> list:
         """The replicas for a call, the best one first.
 
         A page that it has counts for a replica, and a text that it writes against it. Where no row
         is free, pages do not count. Among equals the one that has the fewest pages comes first.
         """
-        names = self.names(prompts, salt, 1)  # the last token is computed: its logits are wanted
+        names = self.names(
+            prompts, cache_salt, 1
+        )  # the last token is computed: its logits are wanted
         texts = Counter()
         for replica, count in self.calls.values():
             texts[replica] += count
@@ -56,13 +58,13 @@ class Prefixes:
 
         return sorted(replicas, key=rank)
 
-    def sent(self, replica, call: str, prompts: list[list[int]], salt: str) -> None:
+    def sent(self, replica, call: str, prompts: list[list[int]], cache_salt: str) -> None:
         """A call of this name is with a replica, and no other."""
         if replica not in self.pages:  # it has ended meanwhile
             return
         self.calls[call] = replica, len(prompts)
         known = self.pages[replica]
-        for name in reversed(self.names(prompts, salt)):  # no page outlives the one before it
+        for name in reversed(self.names(prompts, cache_salt)):  # no page outlives the one before it
             known[name] = None
             known.move_to_end(name)
         while len(known) > self.most:
@@ -73,13 +75,13 @@ class Prefixes:
         if self.calls.get(call, (None, 0))[0] == replica:
             del self.calls[call]
 
-    def names(self, prompts: list[list[int]], salt: str, less: int = 0) -> list[bytes]:
+    def names(self, prompts: list[list[int]], cache_salt: str, less: int = 0) -> list[bytes]:
         """Names of the full pages of all prompts' windows, less their last tokens, each once."""
         names = {}
         for prompt in prompts:
             window = prompt[window_start(len(prompt), self.block_size, self.stride) :]
-            name = root(salt)
+            name = root_hash(cache_salt)
             for end in range(self.page_size, len(window) - less + 1, self.page_size):
-                name = digest(name, window[end - self.page_size : end])
+                name = hash_page(name, window[end - self.page_size : end])
                 names[name] = None
         return list(names)

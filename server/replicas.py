@@ -39,13 +39,13 @@ class Replica:
         self,
         prompts: list[list[int]],
         params: list[SamplingParams],
-        salt: str,
+        cache_salt: str,
         name: str,
         adapter: str,
     ) -> AsyncIterator[dict[int, Update] | Exception]:
         """Yield what `EngineThread.generate` yields; an error comes last, or Ray would wrap it."""
         try:
-            updates = self.thread.generate(prompts, params, salt, name, adapter)
+            updates = self.thread.generate(prompts, params, cache_salt, name, adapter)
             async with contextlib.aclosing(updates):
                 async for update in updates:
                     yield update
@@ -121,12 +121,12 @@ class Replicas:
         self,
         prompts: list[list[int]],
         params: list[SamplingParams],
-        salt: str = "",
+        cache_salt: str = "",
         name: str = "",
         adapter: str = "",
     ) -> AsyncIterator[dict[int, Update]]:
         """Yield what `EngineThread.generate` yields: all texts of a call come from one replica."""
-        updates = self.handle.generate.remote(prompts, params, salt, name, adapter)
+        updates = self.handle.generate.remote(prompts, params, cache_salt, name, adapter)
         try:
             while True:
                 try:

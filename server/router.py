@@ -2,14 +2,14 @@
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from engine.pages import salted
+from engine.pages import salt_with_adapter
 from server.prefixes import Prefixes
 
 
 def sent_by(request: PendingRequest) -> tuple[list[list[int]], str]:
-    """The prompts of a call, and the salt that an engine gives them."""
-    prompts, _, salt, _, adapter = request.args
-    return prompts, salted(salt, adapter)
+    """The prompts of a call, and the cache_salt that an engine gives them."""
+    prompts, _, cache_salt, _, adapter = request.args
+    return prompts, salt_with_adapter(cache_salt, adapter)
 
 
 class PrefixRouter(RequestRouter):
@@ -31,22 +31,22 @@ class PrefixRouter(RequestRouter):
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """Where Ray is to try first, second, ...: the next one if a replica takes no more."""
-        prompts, salt = sent_by(pending_request)
+        prompts, cache_salt = sent_by(pending_request)
         call = pending_request.metadata.internal_request_id
         present = {replica.replica_id: replica for replica in candidate_replicas}
-        order = self.prefixes.order(list(present), prompts, salt)
+        order = self.prefixes.order(list(present), prompts, cache_salt)
         first = order[0]
-        self.prefixes.sent(first, call, prompts, salt)  # the next choice counts it already
+        self.prefixes.sent(first, call, prompts, cache_salt)  # the next choice counts it already
         future = pending_request.future
         future.add_done_callback(lambda _: future.cancelled() and self.prefixes.done(first, call))
         return [[present[each]] for each in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, _) -> None:
         """Perhaps it is not with the first one, and perhaps it is over."""
-        prompts, salt = sent_by(pending_request)
+        prompts, cache_salt = sent_by(pending_request)
         call = pending_request.metadata.internal_request_id
         if self.prefixes.calls.get(call, (replica_id, 0))[0] != replica_id:
-            self.prefixes.sent(replica_id, call, prompts, salt)
+            self.prefixes.sent(replica_id, call, prompts, cache_salt)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         self.prefixes.done(replica_id, internal_request_id)

@@ -122,25 +122,29 @@ def check_passes(cache, block_size: int = 16) -> list[list[int]]:
 
 
 def check_pages(engine) -> None:
-    """Each page is free or counts its holders, and no text holds a page too many or too few."""
+    """Each page is free or counts its references, and no text holds a page too many or too few."""
     scheduler = engine.scheduler
     for number, (pool, window) in enumerate(scheduler.kinds):
         held = collections.Counter()
         for request in scheduler.running:
             pages = request.tables[number]
-            assert pool.count(request.computed) <= len(pages) <= pool.count(request.length)
+            assert (
+                pool.page_count(request.computed) <= len(pages) <= pool.page_count(request.length)
+            )
             unseen = first_seen(request.computed, window) // pool.page_size
             assert pages[:unseen] == [None] * unseen
             table = pages[unseen:]
             assert None not in table and len(set(table)) == len(table)
-            # Only pages that are full are published: the others are written.
-            assert not pool.digest_of.keys() & pages[request.computed // pool.page_size :]
+            # Only pages that are full are cached: the others are written.
+            assert not pool.page_to_hash.keys() & pages[request.computed // pool.page_size :]
             held.update(table)
-        assert pool.holders == held
-        assert sorted([*held, *pool.returned]) == list(range(pool.begun))
-        assert pool.available + len(held) == pool.num_pages
-        assert pool.digest_of == {page: digest for digest, page in pool.published.items()}
-        assert len(pool.digest_of) == len(pool.published)
+        assert pool.ref_counts == held
+        assert sorted([*held, *pool.free_pages]) == list(range(pool.first_unused))
+        assert pool.num_free_pages + len(held) == pool.num_pages
+        assert pool.page_to_hash == {
+            page: page_hash for page_hash, page in pool.hash_to_page.items()
+        }
+        assert len(pool.page_to_hash) == len(pool.hash_to_page)
     for request in scheduler.waiting:
         assert not (any(request.tables) or request.computed)
 
@@ -161,7 +165,7 @@ def finish(engine) -> list[list]:
     while engine.busy:
         steps.append(step(engine))
         assert len(steps) < 2000, "requests that never end"
-    assert all(pool.available == pool.num_pages for pool, _ in engine.scheduler.kinds)
+    assert all(pool.num_free_pages == pool.num_pages for pool, _ in engine.scheduler.kinds)
     return steps
 
 

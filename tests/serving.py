@@ -164,7 +164,7 @@ def is_free(owner) -> bool:
     """Whether nothing is left to do, and nothing is held. owner: of an EngineThread."""
     scheduler = owner.thread.engine.scheduler
     idle = not scheduler.running and not scheduler.waiting and not owner.thread.calls
-    return idle and scheduler.pool.available == scheduler.pool.num_pages
+    return idle and scheduler.pool.num_free_pages == scheduler.pool.num_pages
 
 
 def request_of(path: str, body: dict) -> bytes:

@@ -81,10 +81,10 @@ def test_each_model_writes_its_own_texts(door, tiny_llama):
 def test_prefixes_are_shared_within_a_model(door):
     scheduler = door.thread.engine.scheduler
     prompt = list(range(40))
-    for salt in ("", "x", "\0a\0"):
+    for cache_salt in ("", "x", "\0a\0"):
         for name in NAMES:
             before = scheduler.shared
-            body = {"prompt": prompt, "model": name, "max_tokens": 1, "cache_salt": salt}
+            body = {"prompt": prompt, "model": name, "max_tokens": 1, "cache_salt": cache_salt}
             assert door.post(PATH, body)[0] == 200
             assert scheduler.shared - before == (32 if name == "small" else 0)
 
@@ -163,10 +163,14 @@ def test_calls_with_different_adapters_have_no_prefix_in_common(monkeypatch):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**dict.fromkeys(names, object)))
     router = runpy.run_path(str(ROOT / "server" / "router.py"))
     assert "sent_by" in router
-    calls = [([[1]], "params", salt, "name", adapter) for salt in "xy" for adapter in ("", "a")]
+    calls = [
+        ([[1]], "params", cache_salt, "name", adapter)
+        for cache_salt in "xy"
+        for adapter in ("", "a")
+    ]
     found = [router["sent_by"](SimpleNamespace(args=args)) for args in calls]
     assert [prompts for prompts, _ in found] == [[[1]]] * 4
-    assert found[0][1] == "x" and len({salt for _, salt in found}) == 4
+    assert found[0][1] == "x" and len({cache_salt for _, cache_salt in found}) == 4
 
 
 def test_the_server_reads_its_adapters(run_main):

@@ -266,7 +266,7 @@ def test_refused_drafts_evict_nothing_that_can_be_found(model):
     engine, (first,) = make_engine(model, PROMPTS[1:2], greedy(6), **options)
     for _ in range(2):
         finish(engine)
-        assert len(engine.scheduler.pool.find(first.tokens[:14], "")) == 14
+        assert len(engine.scheduler.pool.find_cached(first.tokens[:14], "")) == 14
         engine.add(PROMPTS[0], greedy(12))
     assert engine.drafted > 20
 

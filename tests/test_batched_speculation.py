@@ -127,9 +127,9 @@ def test_a_draft_model_gives_the_pages_of_finished_texts_back(model, tiny):
         step(engine)
         assert len(drafter.held) <= 3
         held = [page for kept in drafter.held.values() for page in kept.pages]
-        assert sorted([*held, *drafter.pool.returned]) == list(range(drafter.pool.begun))
+        assert sorted([*held, *drafter.pool.free_pages]) == list(range(drafter.pool.first_unused))
     assert drafter.propose([], []) == []
-    assert drafter.pool.available == drafter.pool.num_pages == 3 and not drafter.held
+    assert drafter.pool.num_free_pages == drafter.pool.num_pages == 3 and not drafter.held
 
 
 @pytest.mark.parametrize(

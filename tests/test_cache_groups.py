@@ -33,7 +33,7 @@ def run(engine) -> list[int]:
     most = [0 for _ in engine.scheduler.kinds]
     while engine.busy:
         step(engine)
-        held = [len(pool.holders) for pool, _ in engine.scheduler.kinds]
+        held = [len(pool.ref_counts) for pool, _ in engine.scheduler.kinds]
         most = list(map(max, most, held))
     return most
 
@@ -102,9 +102,9 @@ def test_a_prefix_is_shared_if_the_pages_of_both_kinds_are_there(tiny_gemma, com
     finish(engine)
     (_, _), (windowed, _) = engine.scheduler.kinds
     taken = []
-    assert windowed.grow(taken, 4 * windowed.num_pages)  # others take what the window needs
-    windowed.shrink(taken, 0)
-    assert len(engine.scheduler.pool.find(prompt, "")) == 25
+    assert windowed.allocate(taken, 4 * windowed.num_pages)  # others take what the window needs
+    windowed.free_after(taken, 0)
+    assert len(engine.scheduler.pool.find_cached(prompt, "")) == 25
     third = engine.add(prompt, params[0])
     finish(engine)
     assert engine.scheduler.shared == 104
@@ -127,7 +127,15 @@ MODELS = {}
 )
 @settings(max_examples=8)
 def test_any_texts_are_those_of_their_own_runs(
-    tiny_windows, compiled, backend, texts, page_size, positions, budget, drafts, aborted
+    tiny_windows,
+    compiled,
+    backend,
+    texts,
+    page_size,
+    positions,
+    max_num_batched_tokens,
+    drafts,
+    aborted,
 ):
     """They share beginnings, are preempted, cut into chunks, drafted, and outgrow block_size.
 
@@ -144,16 +152,16 @@ def test_any_texts_are_those_of_their_own_runs(
     options = {
         "num_pages": positions // page_size,
         "page_size": page_size,
-        "max_num_batched_tokens": budget,
+        "max_num_batched_tokens": max_num_batched_tokens,
     }
     options |= {"max_num_seqs": 3}
     if drafts:
         options["drafter"] = LookupDrafter() if drafts == "lookup" else PagedDrafter(draft, model)
     engine, requests = make_engine(model, prompts, params, **options)
     (_, _), (windowed, _) = engine.scheduler.kinds
-    grow = windowed.grow
+    allocate = windowed.allocate
     refused = []
-    windowed.grow = lambda *arguments: grow(*arguments) or refused.append(arguments)
+    windowed.allocate = lambda *arguments: allocate(*arguments) or refused.append(arguments)
     for _ in range(aborted):
         if engine.busy:
             step(engine)

@@ -201,7 +201,7 @@ def test_nan_in_a_chunk_is_not_shared(broken):
     """Another request finds the chunks before it, and computes the broken one itself."""
     engine, requests = make_greedy(broken, [20], 2, page_size=4, max_num_batched_tokens=4)
     assert [len(events) for events in finish(engine)] == [0, 0, 1]
-    assert requests[0].finish_reason == "error" and len(engine.scheduler.pool.published) == 2
+    assert requests[0].finish_reason == "error" and len(engine.scheduler.pool.hash_to_page) == 2
     late = engine.add(random_tokens(20), greedy(4))
     assert step(engine)[0].finish_reason == "error" and late.output == []
     assert engine.scheduler.shared == 8 and engine.positions == 12 + 4

@@ -349,7 +349,7 @@ def test_a_text_takes_the_pages_of_its_positions_and_no_more(tiny, page_size):
         request = engine.add(prompt_of(length), greedy(max_new_tokens))
         finish(engine)
         check_texts(model, [request])
-        assert engine.scheduler.pool.begun == pages
+        assert engine.scheduler.pool.first_unused == pages
         if pages > 1:
             with pytest.raises(UserError) as raised:
                 less = engine_of(model, page_size, num_pages=pages - 1)
@@ -389,7 +389,7 @@ def test_pages_come_back_after_an_abort(tiny):
     assert len(requests[0].pages) == 4
     engine.abort(requests[0])
     check_pages(engine)
-    assert engine.scheduler.pool.available == 4
+    assert engine.scheduler.pool.num_free_pages == 4
     assert letters(engine, requests) == ["C"] * 4
     check_texts(model, requests)
 
@@ -418,5 +418,5 @@ def test_ten_million_pages_take_no_time_and_no_memory_before_they_are_used(tiny)
         engine.step()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 10**7 and engine.scheduler.pool.available == 10**7
+    assert peak < 10**7 and engine.scheduler.pool.num_free_pages == 10**7
     check_texts(model, [request])

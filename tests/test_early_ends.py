@@ -29,7 +29,7 @@ async def is_idle(thread) -> bool:
     pool = scheduler.pool
 
     def look():
-        free = pool.available == pool.num_pages
+        free = pool.num_free_pages == pool.num_pages
         return free and not thread.engine.busy and not thread.texts
 
     return await in_thread(thread, look) and not thread.calls

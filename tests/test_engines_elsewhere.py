@@ -112,8 +112,8 @@ def test_keys_queues_and_hosts_are_those_of_the_command_line(model):
 
 def test_a_salt_reaches_the_engine(model):
     with serving_replicas(parse(model), 1) as (door, (replica,)):
-        for salt, shared in (("x", 0), ("x", 8), ("y", 8)):
-            assert door.post(PATH, {"prompt": [7] * 9, "cache_salt": salt})[0] == 200
+        for cache_salt, shared in (("x", 0), ("x", 8), ("y", 8)):
+            assert door.post(PATH, {"prompt": [7] * 9, "cache_salt": cache_salt})[0] == 200
             assert replica.thread.engine.scheduler.shared == shared
 
 

@@ -34,10 +34,10 @@ def check_pages(frame, engine) -> None:
     for row in frame["running"]:
         for page in set(row["pages"]) - {None}:
             owners.setdefault(page, []).append(row["number"])
-    assert {page: len(rows) for page, rows in owners.items()} == pool.holders
+    assert {page: len(rows) for page, rows in owners.items()} == pool.ref_counts
     tables = [request.pages for request in engine.scheduler.running]
     assert [row["pages"] for row in frame["running"]] == tables
-    cached = {page for page in pool.digest_of if page not in pool.holders}
+    cached = {page for page in pool.page_to_hash if page not in pool.ref_counts}
     assert sorted(frame["cached"]) == sorted(cached)
 
 

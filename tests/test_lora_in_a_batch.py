@@ -128,10 +128,10 @@ def test_prefixes_are_shared_with_one_adapter_only(build):
     prompt = random_tokens(12)
     seen = set()
     for adapter in ("", "a", "b", "ab"):
-        for salt in ("", "a", "b", "\0", "\0a\0", "\0\0", "\0a\0b"):
+        for cache_salt in ("", "a", "b", "\0", "\0a\0", "\0\0", "\0a\0b"):
             for again in (False, True):
                 before = engine.scheduler.shared
-                request = engine.add(prompt, params_of(9, 1), salt, adapter)
+                request = engine.add(prompt, params_of(9, 1), cache_salt, adapter)
                 finish(engine)
                 assert engine.scheduler.shared - before == 8 * again
                 assert request.output == own_text(model, request)

@@ -22,47 +22,47 @@ def test_so_many_positions_need_so_many_pages(page_size):
 
     for length in range(50):
         pages = len({position // page_size for position in range(length)})
-        assert pool.count(length) == page_count(length, page_size) == pages
+        assert pool.page_count(length) == page_count(length, page_size) == pages
 
 
 def test_a_table_grows_to_the_pages_of_its_positions():
     pool = new_pool(9)
     pages = []
     for length, count in ((0, 0), (1, 1), (4, 1), (5, 2), (5, 2), (16, 4), (2, 4)):
-        assert pool.grow(pages, length)
+        assert pool.allocate(pages, length)
         assert pages == list(range(count))
-        assert (pool.available, pool.begun) == (9 - count, count)
+        assert (pool.num_free_pages, pool.first_unused) == (9 - count, count)
 
 
 def test_where_too_few_are_free_none_is_taken():
     pool = new_pool(3)
     first, second = [], []
-    assert pool.grow(first, 8) and not pool.grow(second, 8)
-    assert (first, second, pool.available) == ([0, 1], [], 1)
-    assert not pool.grow(first, 17) and pool.grow(first, 12)
-    assert (first, pool.available) == ([0, 1, 2], 0)
-    assert pool.grow(first, 12) and not pool.grow(second, 1)
+    assert pool.allocate(first, 8) and not pool.allocate(second, 8)
+    assert (first, second, pool.num_free_pages) == ([0, 1], [], 1)
+    assert not pool.allocate(first, 17) and pool.allocate(first, 12)
+    assert (first, pool.num_free_pages) == ([0, 1, 2], 0)
+    assert pool.allocate(first, 12) and not pool.allocate(second, 1)
 
 
 def test_a_table_gives_back_what_is_behind_its_positions():
     pool = new_pool(5)
     pages = []
-    pool.grow(pages, 17)
-    pool.shrink(pages, 9)
-    assert (pages, pool.available, sorted(pool.returned)) == ([0, 1, 2], 2, [3, 4])
-    pool.shrink(pages, 20)
+    pool.allocate(pages, 17)
+    pool.free_after(pages, 9)
+    assert (pages, pool.num_free_pages, sorted(pool.free_pages)) == ([0, 1, 2], 2, [3, 4])
+    pool.free_after(pages, 20)
     assert len(pages) == 3
-    pool.shrink(pages, 0)
-    assert (pages, pool.available) == ([], 5)
+    pool.free_after(pages, 0)
+    assert (pages, pool.num_free_pages) == ([], 5)
 
 
 def test_a_page_that_came_back_is_taken_before_one_that_was_never_used():
     pool = new_pool(9)
     first, second = [], []
-    pool.grow(first, 12)
-    pool.shrink(first, 4)
-    assert pool.grow(second, 12)
-    assert sorted(second) == [1, 2, 3] and pool.begun == 4
+    pool.allocate(first, 12)
+    pool.free_after(first, 4)
+    assert pool.allocate(second, 12)
+    assert sorted(second) == [1, 2, 3] and pool.first_unused == 4
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30)), max_size=40))
@@ -73,23 +73,23 @@ def test_each_page_is_free_or_in_one_table(history):
     for row, length in history:
         table = tables[row]
         before = list(table)
-        missing = pool.count(length) - len(before)
-        fits = missing <= pool.available
-        assert pool.grow(table, length) == fits
+        missing = pool.page_count(length) - len(before)
+        fits = missing <= pool.num_free_pages
+        assert pool.allocate(table, length) == fits
         assert table[: len(before)] == before
         assert len(table) - len(before) == (max(missing, 0) if fits else 0)
-        pool.shrink(table, length)
-        assert table[: pool.count(length)] == table
+        pool.free_after(table, length)
+        assert table[: pool.page_count(length)] == table
         held = [page for table in tables for page in table]
-        assert sorted([*held, *pool.returned]) == list(range(pool.begun))
-        assert pool.available + len(held) == pool.num_pages == 11
+        assert sorted([*held, *pool.free_pages]) == list(range(pool.first_unused))
+        assert pool.num_free_pages + len(held) == pool.num_pages == 11
 
 
 def test_ten_million_pages_take_no_memory_before_they_are_used():
     tracemalloc.start()
     pool = new_pool(10**7, 1)
     pages = []
-    pool.grow(pages, 9)
+    pool.allocate(pages, 9)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 10**7 and pool.available == 10**7 - 9
+    assert peak < 10**7 and pool.num_free_pages == 10**7 - 9

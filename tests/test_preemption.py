@@ -97,7 +97,7 @@ def test_a_preempted_request_is_the_first_to_run_again(tiny):
     assert letters(engine, requests, 1) == ["A"]
     assert list(engine.scheduler.waiting) == [b, c]
     # b needs three pages, and two are free. One of them would do for c.
-    assert engine.scheduler.pool.available == 2
+    assert engine.scheduler.pool.num_free_pages == 2
     assert letters(engine, requests) == ["A", "A", "BC", "BC", "BC", "C", "C"]
 
 

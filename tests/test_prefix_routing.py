@@ -24,12 +24,12 @@ def make(*replicas, **sizes):
     return prefixes
 
 
-def first(prefixes, *prompts, salt="", replicas="abc"):
-    return prefixes.order(list(replicas), list(prompts), salt)[0]
+def first(prefixes, *prompts, cache_salt="", replicas="abc"):
+    return prefixes.order(list(replicas), list(prompts), cache_salt)[0]
 
 
-def send(prefixes, replica, *prompts, salt="", over=True):
-    prefixes.sent(replica, replica, list(prompts), salt)
+def send(prefixes, replica, *prompts, cache_salt="", over=True):
+    prefixes.sent(replica, replica, list(prompts), cache_salt)
     if over:
         prefixes.done(replica, replica)
 
@@ -43,9 +43,9 @@ def test_a_prompt_goes_where_its_beginning_is():
     send(prefixes, "c", PROMPT[:8])
     assert prefixes.order(list("abc"), [PROMPT[:13] + [1, 2, 3]], "") == ["b", "c", "a"]
     assert first(prefixes, PROMPT[:7] + [60] * 9) == "c"  # one page: it knows the fewest
-    send(prefixes, "a", PROMPT, salt="x")  # another beginning
-    assert first(prefixes, PROMPT, salt="x") == "a"
-    assert first(prefixes, PROMPT, salt="y") == "c"
+    send(prefixes, "a", PROMPT, cache_salt="x")  # another beginning
+    assert first(prefixes, PROMPT, cache_salt="x") == "a"
+    assert first(prefixes, PROMPT, cache_salt="y") == "c"
 
 
 def test_the_last_token_is_computed_and_a_page_counts_when_it_is_full():
@@ -181,7 +181,7 @@ def test_a_router_knows_where_calls_are(monkeypatch):
 
     def choose(call, prompt):
         metadata = SimpleNamespace(internal_request_id=call)
-        args = [prompt], "params", "salt", "name", ""
+        args = [prompt], "params", "cache_salt", "name", ""
         request = SimpleNamespace(args=args, metadata=metadata, future=Future())
         return request, asyncio.run(router.choose_replicas([a, b], request))
 

@@ -16,8 +16,8 @@ def engine_of(model, page_size=4, **options):
     return make_engine(model, [], [], page_size=page_size, **options)[0]
 
 
-def add(engine, prompt, max_new_tokens=1, salt="", **params):
-    return engine.add(prompt, greedy(max_new_tokens, **params), salt)
+def add(engine, prompt, max_new_tokens=1, cache_salt="", **params):
+    return engine.add(prompt, greedy(max_new_tokens, **params), cache_salt)
 
 
 def finish(engine, requests):
@@ -26,10 +26,10 @@ def finish(engine, requests):
     check_texts(engine.model, requests)
 
 
-def shared(engine, prompt, max_new_tokens=1, salt=""):
+def shared(engine, prompt, max_new_tokens=1, cache_salt=""):
     """Write a text: how many of its positions were there. All others must have been computed."""
     before = engine.scheduler.shared, engine.positions
-    finish(engine, [add(engine, prompt, max_new_tokens, salt)])
+    finish(engine, [add(engine, prompt, max_new_tokens, cache_salt)])
     found = engine.scheduler.shared - before[0]
     computed = engine.positions - before[1]
     assert found + computed == len(prompt) + max_new_tokens - 1
@@ -44,16 +44,19 @@ def model(build):
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 4, 5, 16])
 def test_shared_or_not_the_texts_are_those_of_generate(model, page_size):
-    """Not shared: each with a salt of its own. All texts have one beginning."""
+    """Not shared: each with a cache_salt of its own. All texts have one beginning."""
     beginning = prompt_of(9, 9)
     counts = []
     prompts = [beginning + prompt_of(length, length) for length in (0, 2, 5, 9)]
     prompts += [beginning[:4], beginning[:7]]
-    for salts in (" " * 6, "abcdef"):
+    for cache_salts in (" " * 6, "abcdef"):
         engine = engine_of(model, page_size, max_num_seqs=3)
-        requests = [add(engine, prompt, 5, salt) for prompt, salt in zip(prompts, salts)]
+        requests = [
+            add(engine, prompt, 5, cache_salt) for prompt, cache_salt in zip(prompts, cache_salts)
+        ]
         requests += [
-            add(engine, prompts[row], 6, salts[row], temperature=1.0, seed=row) for row in range(6)
+            add(engine, prompts[row], 6, cache_salts[row], temperature=1.0, seed=row)
+            for row in range(6)
         ]
         finish(engine, requests)
         counts.append((engine.positions, engine.scheduler.shared))
@@ -130,9 +133,9 @@ def test_two_texts_of_one_step_do_not_share_what_is_not_computed_yet(build):
 def test_salts_part_what_is_shared(tiny):
     engine = engine_of(tiny())
     prompt = prompt_of(10)
-    for salt in ("", "a", "ab", "?", "\ud800", "\ud801", r"\ud800"):
-        assert shared(engine, prompt, salt=salt) == 0
-        assert shared(engine, prompt, salt=salt) == 8
+    for cache_salt in ("", "a", "ab", "?", "\ud800", "\ud801", r"\ud800"):
+        assert shared(engine, prompt, cache_salt=cache_salt) == 0
+        assert shared(engine, prompt, cache_salt=cache_salt) == 8
     assert shared(engine, prompt) == 8
 
 
@@ -157,11 +160,11 @@ def test_ids_are_not_mixed_up():
     pool = PagePool(len(ids), 2)
     pages = {}
     for part in ids:
-        assert pool.find([*part], "") == []
+        assert pool.find_cached([*part], "") == []
         pages[part] = []
-        assert pool.grow(pages[part], 2)
-        pool.publish(pages[part], [], [*part], "")
-    assert all(pool.find([*part, 5], "") == pages[part] for part in ids)
+        assert pool.allocate(pages[part], 2)
+        pool.cache_pages(pages[part], [], [*part], "")
+    assert all(pool.find_cached([*part, 5], "") == pages[part] for part in ids)
     assert sorted(page for (page,) in pages.values()) == [*range(len(ids))]
 
 
@@ -184,7 +187,7 @@ def test_what_was_found_again_is_evicted_later(tiny):
     third = prompt_of(5, 3)
     assert [shared(engine, prompt) for prompt in (first, second, first)] == [0, 0, 8]
     assert shared(engine, third) == 0
-    assert [len(engine.scheduler.pool.find(prompt, "")) for prompt in (first, second)] == [2, 1]
+    assert [len(engine.scheduler.pool.find_cached(each, "")) for each in (first, second)] == [2, 1]
 
 
 def test_pages_that_are_found_are_not_taken_for_the_rest_of_the_text(tiny):
@@ -193,7 +196,7 @@ def test_pages_that_are_found_are_not_taken_for_the_rest_of_the_text(tiny):
     prompt = prompt_of(5)
     assert shared(engine, prompt) == 0
     assert shared(engine, prompt_of(4, 1)) == 0
-    assert [*engine.scheduler.pool.returned][:2] == [1, 0]
+    assert [*engine.scheduler.pool.free_pages][:2] == [1, 0]
     assert shared(engine, prompt[:4] + [7, 8, 9]) == 4
 
 
@@ -282,7 +285,7 @@ def test_a_pass_that_did_not_end_publishes_nothing(build, error, go_on):
     request = add(engine, prompt_of(10), 4)
     with failing(engine.model, error), pytest.raises(error):
         step(engine)
-    assert not engine.scheduler.pool.published
+    assert not engine.scheduler.pool.hash_to_page
     if go_on:
         finish(engine, [request])
         assert shared(engine, prompt_of(10)) == 8
@@ -323,6 +326,6 @@ def test_a_salt_is_a_string(tiny):
     from errors import UserError
 
     engine = engine_of(tiny())
-    with pytest.raises(UserError, match="salt is None; it must be a string"):
+    with pytest.raises(UserError, match="cache_salt is None; it must be a string"):
         add(engine, [1], 2, None)
     assert not engine.busy

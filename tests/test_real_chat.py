@@ -113,7 +113,7 @@ def test_what_models_take_is_in_the_help(cli):
     ],
 )
 def test_long_windows_do_not_make_a_larger_cache(shape, expected):
-    assert pages.default_pages(*shape) == expected
+    assert pages.default_num_pages(*shape) == expected
 
 
 def test_an_engine_and_its_door_count_on_as_many_pages(tiny_llama):

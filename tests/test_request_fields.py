@@ -49,8 +49,8 @@ def test_a_seed_counts_modulo_2_to_the_64th(door):
 def test_a_salt_keeps_prefixes_apart(tiny_llama):
     with serving(lambda: small_engine(tiny_llama)) as door:
         shared = []
-        for salt in ("a", None, "a", "b", None):
-            body = {"prompt": "word " * 30, "max_tokens": 1, "cache_salt": salt}
+        for cache_salt in ("a", None, "a", "b", None):
+            body = {"prompt": "word " * 30, "max_tokens": 1, "cache_salt": cache_salt}
             door.post("/v1/completions", body)
             shared.append(door.thread.engine.scheduler.shared)
     assert shared[:2] == [0, 0] and shared[2] == shared[3] > 0 and shared[4] == 2 * shared[3]

@@ -27,8 +27,8 @@ def run(engine) -> int:
     most = 0
     while engine.busy:
         step(engine)
-        most = max(most, len(pool.holders))
-    assert pool.available == pool.num_pages
+        most = max(most, len(pool.ref_counts))
+    assert pool.num_free_pages == pool.num_pages
     return most
 
 
@@ -72,10 +72,10 @@ def test_a_prefix_is_found_without_its_first_pages(tiny_windows, compiled, backe
     finish(engine)
     pool = engine.scheduler.pool
     taken = []
-    assert pool.grow(taken, 4 * (pool.num_pages - 12))  # the first ones were given back first
-    assert pool.find(prompt[:-1], "") == []
-    assert [page is None for page in pool.find(prompt[:-1], "", 9)] == [True] * 12 + [False] * 2
-    pool.shrink(taken, 0)
+    assert pool.allocate(taken, 4 * (pool.num_pages - 12))  # the first ones were given back first
+    assert pool.find_cached(prompt[:-1], "") == []
+    assert [p is None for p in pool.find_cached(prompt[:-1], "", 9)] == [True] * 12 + [False] * 2
+    pool.free_after(taken, 0)
     before = engine.positions
     second = engine.add(prompt, params[1])
     third = engine.add(prompt + first.output[:8], params[2])
@@ -92,29 +92,29 @@ def test_the_longest_prefix_that_can_go_on():
     pool = PagePool(20, 4)
     tokens = list(range(40))
     pages = []
-    pool.grow(pages, 40)
-    digests = []
-    pool.publish(pages, digests, tokens, "")
+    pool.allocate(pages, 40)
+    page_hashes = []
+    pool.cache_pages(pages, page_hashes, tokens, "")
     for index in (1, 5, 9):  # as if others had taken them
-        del pool.digest_of[pages[index]]
-        del pool.published[digests[index]]
-    assert pool.find(tokens, "") == pages[:1]
+        del pool.page_to_hash[pages[index]]
+        del pool.hash_to_page[page_hashes[index]]
+    assert pool.find_cached(tokens, "") == pages[:1]
     # Position 36 sees 28 to 35 besides itself, in pages 7 and 8.
-    assert pool.find(tokens, "", 9) == [None] * 7 + pages[7:9]
+    assert pool.find_cached(tokens, "", 9) == [None] * 7 + pages[7:9]
     # With one more it sees 27, in page 6, and 26 to 13 with more; page 5 is gone.
-    assert pool.find(tokens, "", 10) == [None] * 6 + pages[6:9]
-    assert pool.find(tokens, "", 13) == [None] * 6 + pages[6:9]
-    assert pool.find(tokens, "", 14) == pages[:1]
-    assert pool.find(tokens, "", 1) == [None] * 10  # each sees itself alone
-    assert pool.find(tokens[:20], "", 9) == [None] * 3 + pages[3:5]
-    assert pool.find(tokens, "other", 9) == []
-    pool.drop(pages, 30)
+    assert pool.find_cached(tokens, "", 10) == [None] * 6 + pages[6:9]
+    assert pool.find_cached(tokens, "", 13) == [None] * 6 + pages[6:9]
+    assert pool.find_cached(tokens, "", 14) == pages[:1]
+    assert pool.find_cached(tokens, "", 1) == [None] * 10  # each sees itself alone
+    assert pool.find_cached(tokens[:20], "", 9) == [None] * 3 + pages[3:5]
+    assert pool.find_cached(tokens, "other", 9) == []
+    pool.free_before(pages, 30)
     assert pages[:7] == [None] * 7 and None not in pages[7:]
-    pool.drop(pages, 30)
-    pool.publish(pages, [], tokens, "")  # nothing of a page that is gone
-    assert None not in pool.published.values()
-    pool.shrink(pages, 0)
-    assert pages == [] and pool.available == 20
+    pool.free_before(pages, 30)
+    pool.cache_pages(pages, [], tokens, "")  # nothing of a page that is gone
+    assert None not in pool.hash_to_page.values()
+    pool.free_after(pages, 0)
+    assert pages == [] and pool.num_free_pages == 20
 
 
 def test_still_no_page_goes_back_where_a_layer_sees_all(tiny_windows):
@@ -137,7 +137,7 @@ TEXT = st.tuples(st.integers(0, 2), st.integers(1, 50), st.integers(1, 40))
 )
 @settings(max_examples=15)
 def test_still_any_texts_are_those_of_their_own_runs(
-    tiny_windows, compiled, backend, texts, page_size, pages, budget, drafts
+    tiny_windows, compiled, backend, texts, page_size, pages, max_num_batched_tokens, drafts
 ):
     """They share beginnings, are preempted, cut into chunks, drafted, and outgrow block_size."""
     from engine.drafter import LookupDrafter
@@ -150,7 +150,7 @@ def test_still_any_texts_are_those_of_their_own_runs(
     options = {
         "num_pages": -(-pages // page_size),
         "page_size": page_size,
-        "max_num_batched_tokens": budget,
+        "max_num_batched_tokens": max_num_batched_tokens,
     }
     options["max_num_seqs"] = 3
     if drafts:

@@ -73,7 +73,7 @@ def record_pool(prompt: str) -> Pool:
     lengths = (4, 14, 12, 9)
     num_pages = 2 + sum(page_count(len(ids) + length - 1, PAGE) for length in lengths[1:])
     engine = Engine(runs.load(), max_num_seqs=3, num_pages=num_pages, page_size=PAGE)
-    arrivals = [  # with a salt each: none finds the pages of another one
+    arrivals = [  # with a cache_salt each: none finds the pages of another one
         Arrival(0, ids, drawing(length, seed), str(seed)) for seed, length in enumerate(lengths)
     ]
     run = runs.play(engine, arrivals, "pages")
@@ -161,7 +161,7 @@ def record_preemption(prompt: str) -> Run:
     """Four texts that need more pages than there are."""
     ids = runs.encode(prompt, 12)
     engine = Engine(runs.load(), max_num_seqs=4, num_pages=10, page_size=PAGE)
-    arrivals = [  # with a salt each: none finds the pages of another one
+    arrivals = [  # with a cache_salt each: none finds the pages of another one
         Arrival(after, ids, drawing(length, seed), str(seed))
         for seed, (after, length) in enumerate(((0, 16), (0, 14), (3, 13), (5, 12)))
     ]

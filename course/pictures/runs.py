@@ -124,7 +124,7 @@ class Arrival(NamedTuple):
     after: int
     prompt: list[int]
     params: SamplingParams
-    salt: str = ""
+    cache_salt: str = ""
 
 
 class Run(NamedTuple):

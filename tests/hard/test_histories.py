@@ -138,17 +138,17 @@ class Histories(RuleBasedStateMachine):
         prompt=PROMPTS,
         shared=st.integers(0, 10),
         change=CHANGES,
-        salt=st.sampled_from("aab"),
+        cache_salt=st.sampled_from("aab"),
         stop=STOPS,
         logprobs=st.sampled_from([None, 0, 2]),
     )
-    def add(self, prompt, shared, change, salt, stop, logprobs):
+    def add(self, prompt, shared, change, cache_salt, stop, logprobs):
         from sampling import SamplingParams
 
         params = self.base | change | {"stop": stop, "logprobs": logprobs}
         params["min_tokens"] = min(params["min_tokens"], params["max_new_tokens"])
         prompt = self.prefix[:shared] + prompt
-        request = self.engine.add(prompt, SamplingParams(**params), salt)
+        request = self.engine.add(prompt, SamplingParams(**params), cache_salt)
         self.entries.append(Entry(request, prompt, params))
 
     @precondition(lambda self: self.engine.busy)
@@ -209,7 +209,7 @@ class Histories(RuleBasedStateMachine):
             assert request.output == (expected[: len(request.output)] if aborted else expected)
             assert text.startswith(request.text) if aborted else text == request.text
             self.check_logprobs(request)
-        assert self.engine.scheduler.pool.available == self.engine.scheduler.pool.num_pages
+        assert self.engine.scheduler.pool.num_free_pages == self.engine.scheduler.pool.num_pages
 
 
 TestHistories = Histories.TestCase
