@@ -16,7 +16,7 @@ class Span(NamedTuple):
     pages: list[int]  # of the text's cache, from position 0 on
     start: int  # the first position that is computed
     tokens: list[int]  # at start, start + 1, ...
-    windowed: list[int] | tuple = ()  # pages of layers with a window, where these have their own
+    sliding_pages: list[int] | tuple = ()  # of layers with a window, where these have their own
     adapter: str = ""  # that the model has for this text
 
 

@@ -321,7 +321,7 @@ class Grammar:
         matcher = self.matcher()
         output = []
         while len(output) < MAX_CHECKED:
-            token = only_token(matcher.checked(output))
+            token = single_allowed_token(matcher.checked(output))
             if token is None or token in self.vocabulary.ends:
                 break
             output.append(token)
@@ -418,7 +418,7 @@ def check_lark(source: str) -> None:
         raise UserError("the sign = is not supported in a grammar: of all options only lazy is")
 
 
-def only_token(allowed: torch.Tensor | None) -> int | None:
+def single_allowed_token(allowed: torch.Tensor | None) -> int | None:
     """The token of a mask that allows one; None for other masks, and without one."""
     if allowed is None or numpy.count_nonzero(allowed.numpy()) != 1:
         return None

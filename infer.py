@@ -42,7 +42,7 @@ from command_line import (
     with_seeds,
     write_texts,
 )
-from constraints import make_matcher, only_token
+from constraints import make_matcher, single_allowed_token
 from errors import UserError, check_limits
 from loading.load import parse_name
 from loading.tokenizer import Encoding, load_encoding
@@ -124,7 +124,7 @@ def generate(
                 finished, matchers, sequences, prompt_lengths
             )
         ]
-        next_tokens = [only_token(mask) for mask in allowed]
+        next_tokens = [single_allowed_token(mask) for mask in allowed]
         # Where each row has one way to go on, the model has no say. Its next pass computes several
         # positions.
         if any(token is None and not done for token, done in zip(next_tokens, finished)):

@@ -140,10 +140,16 @@ def run_engine(engine: Engine, asked: list[tuple], output: Output) -> None:
         finally:  # after Ctrl-C there is text that no event brought, and text that is held back
             for row, request in enumerate(requests):
                 output.texts[row] = shown[row] + request.text + request.stream.end()
-    shared = engine.scheduler.shared
-    computed = f"{engine.steps} steps, {engine.positions} positions computed, {shared} shared"
-    preemptions = f"{engine.scheduler.preemptions} preemptions"
-    drafts = f", {engine.accepted} of {engine.drafted} drafts accepted" if engine.drafter else ""
+    hits = engine.scheduler.prefix_cache_hits
+    computed = (
+        f"{engine.steps} steps, {engine.num_computed_tokens} positions computed, {hits} shared"
+    )
+    preemptions = f"{engine.scheduler.num_preemptions} preemptions"
+    drafts = (
+        f", {engine.num_accepted_tokens} of {engine.num_draft_tokens} drafts accepted"
+        if engine.drafter
+        else ""
+    )
     print(f"{computed}, {preemptions}{drafts}{total}", file=sys.stderr)
     if ranks := engine.model.runner.ranks:
         print(ranks.statistics(engine.steps), file=sys.stderr)

@@ -104,7 +104,7 @@ def generate_speculative(
         propose = drafter.propose
     while len(sequence) < end:
         start = window_start(len(sequence), config.block_size, stride)
-        # All positions of a pass see this window: none crosses a hop.
+        # All positions of a pass see this window: none crosses a context shift.
         room = start + config.block_size - len(sequence)
         count = min(gamma, room, end - len(sequence) - 1)
         drafts, q = propose(sequence, count, prompt_length)

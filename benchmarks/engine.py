@@ -341,10 +341,13 @@ def prefix(bench: Bench) -> None:
             seconds = start(engine, added)
             list(steps(engine))  # to the end
             texts = [request.output for request in added]
-            baseline = baseline or (engine.positions, seconds, texts)
+            baseline = baseline or (engine.num_computed_tokens, seconds, texts)
             check(mode, texts, baseline[2])
-            values = {"positions computed": engine.positions, "s to all first tokens": seconds}
-            values["x fewer positions"] = baseline[0] / engine.positions
+            values = {
+                "positions computed": engine.num_computed_tokens,
+                "s to all first tokens": seconds,
+            }
+            values["x fewer positions"] = baseline[0] / engine.num_computed_tokens
             values["x as fast"] = baseline[1] / seconds
             bench.write(mode, rows, repeat, values)
 
@@ -412,8 +415,8 @@ def waste(bench: Bench) -> None:
     for _ in steps(engine):
         for request in engine.scheduler.running:
             if request.output:  # its prompt is computed
-                paged.append(len(request.pages) * PAGE - request.computed)
-                whole.append(bench.model.config.block_size - request.computed)
+                paged.append(len(request.pages) * PAGE - request.num_computed_tokens)
+                whole.append(bench.model.config.block_size - request.num_computed_tokens)
     for mode, each in unused.items():
         values = {"unused positions a request, mean": statistics.mean(each)}
         values["unused, most"] = max(each)
@@ -525,7 +528,12 @@ def decode(engine: Engine, prompts: list, params: list) -> SimpleNamespace:
 
     def counts() -> tuple[int, ...]:
         tokens = sum(len(request.output) for request in added)
-        return engine.positions, engine.drafted, engine.accepted, tokens
+        return (
+            engine.num_computed_tokens,
+            engine.num_draft_tokens,
+            engine.num_accepted_tokens,
+            tokens,
+        )
 
     start(engine, added)
     before = counts()
@@ -534,12 +542,12 @@ def decode(engine: Engine, prompts: list, params: list) -> SimpleNamespace:
     passes = 0  # of a row each
     asked = 0  # steps that had drafts
     with stopwatch(engine.model, **methods) as seconds:
-        past = engine.drafted
+        drafted_before = engine.num_draft_tokens
         for time, events in steps(engine):
             times.append(time)
             passes += len(events)
-            asked += engine.drafted > past
-            past = engine.drafted
+            asked += engine.num_draft_tokens > drafted_before
+            drafted_before = engine.num_draft_tokens
     positions, drafted, accepted, tokens = (a - b for a, b in zip(counts(), before))
     return SimpleNamespace(
         texts=[request.output for request in added],

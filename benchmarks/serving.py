@@ -184,9 +184,9 @@ def alone(name: str, model: Model, args, rows: int, seed: str) -> dict[str, floa
             body = next(bodies)
             params = SamplingParams(max_new_tokens=body["max_tokens"], ignore_eos=True)
             requests.append(engine.add(encoding.encode(body["prompt"]), params))
-        before = engine.positions
+        before = engine.num_computed_tokens
         events = engine.step()
-        if engine.positions - before == len(events):
+        if engine.num_computed_tokens - before == len(events):
             plain.append(time.perf_counter() - now)
     tokens = sum(len(request.output) for request in requests)
     values = {"tokens/s": tokens / (now - began)}

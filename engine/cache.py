@@ -71,7 +71,7 @@ class PagedCache:
         begun = [[] for _ in self.storages]  # pages that get their first position
         for index, span in enumerate(spans):
             used = page_count(span.start + len(span.tokens), size)
-            tables = [table[:used] for table in (span.pages, span.windowed)]
+            tables = [table[:used] for table in (span.pages, span.sliding_pages)]
             for new, table in zip(begun, tables):
                 new += table[page_count(span.start, size) :]
             alike = len(span.tokens), used.bit_length()

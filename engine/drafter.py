@@ -12,7 +12,7 @@ from drafts import check_vocabularies, lookup
 from engine.cache import PagedCache
 from engine.pages import PagePool, page_count
 from engine.request import Request
-from engine.scheduler import LIMITS, Work
+from engine.scheduler import LIMITS, ScheduledRequest
 from errors import UserError, check_limits
 from model import Model
 from sampling import finite_rows
@@ -81,7 +81,7 @@ class PagedDrafter:
     @torch.inference_mode()
     def propose(self, requests: list[Request], counts: list[int]) -> list[list[int]]:
         for request in self.held.keys() - set(requests[: self.max_num_seqs]):
-            self.forget(request)
+            self.free(request)
         wanted = counts[: self.max_num_seqs]
         drafts = [[] for _ in requests]
         while rows := [row for row, count in enumerate(wanted) if len(drafts[row]) < count]:
@@ -92,7 +92,7 @@ class PagedDrafter:
             finite = finite_rows(logits)
             params = [request.params for request in drawing]
             lengths = [request.prompt_length for request in drawing]
-            masks = [request.mask(text) for request, text in zip(drawing, texts)]
+            masks = [request.token_mask(text) for request, text in zip(drawing, texts)]
             good = [
                 is_finite and not isinstance(mask, UserError)
                 for is_finite, mask in zip(finite, masks)
@@ -105,7 +105,7 @@ class PagedDrafter:
                     self.held[requests[row]].tokens.extend(span.tokens)
                     drafts[row].append(token)
                 else:
-                    self.forget(requests[row])
+                    self.free(requests[row])
                     wanted[row] = 0  # no more
         return drafts
 
@@ -121,7 +121,7 @@ class PagedDrafter:
         self.pool.allocate(held.pages, len(window))
         return Span(held.pages, known, window[known:])
 
-    def forget(self, request: Request) -> None:
+    def free(self, request: Request) -> None:
         """Give back the pages of a request."""
         self.pool.free_after(self.held.pop(request).pages, 0)
 
@@ -181,15 +181,15 @@ class Trials:
         self.asked = self.trial.drafts
         return self.asked
 
-    def note(self, works: list[Work], tokens: int) -> None:
-        """The step that began has computed these works, and chosen `tokens` tokens.
+    def note(self, scheduled: list[ScheduledRequest], tokens: int) -> None:
+        """The step that began has computed these requests, and chosen `tokens` tokens.
 
         A step in which a text comes in or a prompt is read does not count. Nor does the first one
         with drafts: in it a draft model reads all that was written without it.
         """
         seconds = time.perf_counter() - self.began
-        decodes = all(len(work.tokens) == len(work.drafts) + 1 for work in works)
-        if len(works) != self.rows or not decodes:
+        decodes = all(len(entry.tokens) == len(entry.drafts) + 1 for entry in scheduled)
+        if len(scheduled) != self.rows or not decodes:
             return
         if self.drafted or not self.asked:
             self.trial.note(self.asked, tokens, seconds)

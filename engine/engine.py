@@ -12,17 +12,17 @@ from engine.cache import PagedCache
 from engine.drafter import Drafter, Trials
 from engine.pages import PagePool, default_num_pages, salt_with_adapter, sliding_page_count
 from engine.request import Event, Request, make_request
-from engine.scheduler import LIMITS, Scheduler, Work
+from engine.scheduler import LIMITS, ScheduledRequest, Scheduler
 from errors import UserError, check_limits, means_no_memory, memory_for
 from loading.tokenizer import Encoding, StopStream
 from model import Model
 from sampling import NOT_FINITE, SamplingParams, ending_ids, finite_rows, token_logprob
 
-MAX_FORCED = 64  # tokens that a text gets in one step without a pass
+MAX_JUMP_FORWARD = 64  # tokens that a text gets in one step without a pass
 
 
-class Choice(NamedTuple):
-    """What a pass gives for one work: a token to follow each of its texts."""
+class SamplerOutput(NamedTuple):
+    """What a pass gives for one scheduled request: a token to follow each of its texts."""
 
     tokens: list[int]
     logits: torch.Tensor  # (len(tokens), vocab_size): what each was chosen from
@@ -71,32 +71,38 @@ class Engine:
             num_pages = default_num_pages(max_num_seqs, block_size, page_size, itemsize)
         check_limits(LIMITS, num_pages=num_pages)
         self.model = model
-        windows = layer_windows(model.config)
-        window = max((window for window in windows if window), default=None)
+        sliding_windows = layer_windows(model.config)
+        sliding_window = max(filter(None, sliding_windows), default=None)
         num_sliding_pages = None  # of layers with a window, if these need fewer
-        if window and None in windows:
+        if sliding_window and None in sliding_windows:
             num_sliding_pages = sliding_page_count(
-                max_num_seqs, max_num_batched_tokens, window, page_size
+                max_num_seqs, max_num_batched_tokens, sliding_window, page_size
             )
             if num_sliding_pages >= num_pages:
-                num_sliding_pages = window = None
+                num_sliding_pages = sliding_window = None
         self.cache = PagedCache(model, num_pages, page_size, num_sliding_pages, cache_dtype)
         pool = PagePool(num_pages, page_size)
-        windowed = PagePool(num_sliding_pages, page_size) if num_sliding_pages else None
+        sliding_pool = PagePool(num_sliding_pages, page_size) if num_sliding_pages else None
         stride = check_stride(stride, block_size)
         self.scheduler = Scheduler(
-            pool, max_num_seqs, max_num_batched_tokens, block_size, stride, window, windowed
+            pool,
+            max_num_seqs,
+            max_num_batched_tokens,
+            block_size,
+            stride,
+            sliding_window,
+            sliding_pool,
         )
         self.drafter = drafter
         self.gamma = gamma
         self.trials = trials if drafter else None
         self.encoding = encoding
-        self.works: list[Work] = []  # what the last step computed
+        self.scheduled: list[ScheduledRequest] = []  # what the last step computed
         self.steps = 0  # so far
-        self.positions = 0  # computed so far
-        self.drafted = 0
-        self.accepted = 0  # of these
-        self.chosen = 0  # tokens that passes gave; those that had to follow came without one
+        self.num_computed_tokens = 0  # computed so far
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0  # of these
+        self.num_sampled_tokens = 0  # from passes; those that had to follow came without one
 
     def add(
         self, prompt: list[int], params: SamplingParams, cache_salt: str = "", adapter: str = ""
@@ -148,24 +154,24 @@ class Engine:
         step goes on from there. With several ranks there is no next step, also without memory:
         some ranks would be inside a pass that others have left.
         """
-        self.works = []
-        chosen = self.chosen
-        self.draft()
-        works = self.scheduler.schedule()
-        if not works:
+        self.scheduled = []
+        sampled = self.num_sampled_tokens
+        self.propose_drafts()
+        scheduled = self.scheduler.schedule()
+        if not scheduled:
             return []
         try:
             with memory_for("the texts of this step"):
-                choices = self.compute(works)
+                outputs = self.compute(scheduled)
         except UserError as error:
-            return [self.fail(work.request, str(error)) for work in works]
-        events = [self.update(work, choice) for work, choice in zip(works, choices)]
+            return [self.fail(entry.request, str(error)) for entry in scheduled]
+        events = [self.update(entry, output) for entry, output in zip(scheduled, outputs)]
         events = [event for event in events if event]  # a chunk has none
         if self.trials:
-            self.trials.note(works, self.chosen - chosen)
+            self.trials.note(scheduled, self.num_sampled_tokens - sampled)
         return events
 
-    def draft(self) -> None:
+    def propose_drafts(self) -> None:
         """Ask for drafts for requests that lack nothing but their newest token, where they pay."""
         if self.drafter is None:
             return
@@ -174,13 +180,13 @@ class Engine:
             request.drafts = []  # those of a step that was interrupted
         if self.trials and not self.trials.drafts(len(running)):
             return
-        asking = [request for request in running if len(request.lacking) == 1]
+        asking = [request for request in running if len(request.uncomputed_tokens) == 1]
         counts = [
             min(
                 self.gamma,
                 # Each running request gets a token, so their number never exceeds the budget.
                 self.scheduler.token_budget - len(running),
-                # No pass crosses a hop: all of its positions see one window.
+                # No pass crosses a context shift: all of its positions see one window.
                 self.scheduler.block_size - request.length,
                 # The last token comes without a draft.
                 request.params.max_new_tokens - len(request.output) - 1,
@@ -194,77 +200,79 @@ class Engine:
                 return
             raise
         for request, count, tokens in zip(asking, counts, proposed, strict=True):
-            request.drafts = request.fitting(tokens[:count])
+            request.drafts = request.validate_drafts(tokens[:count])
 
-    def compute(self, works: list[Work]) -> list[Choice | UserError | None]:
-        """Run one pass over these works and choose.
+    def compute(self, scheduled: list[ScheduledRequest]) -> list[SamplerOutput | UserError | None]:
+        """Run one pass and choose.
 
         None where logits are not finite, the error where no token may follow.
         """
-        spans = [work.span for work in works]
-        keep = [len(work.drafts) + 1 for work in works]
+        spans = [entry.span for entry in scheduled]
+        keep = [len(entry.drafts) + 1 for entry in scheduled]
         runner = self.model.runner
         logits = runner.logits(self.model, self.cache, spans, keep)  # (sum of keep, vocab_size)
-        self.works = works
+        self.scheduled = scheduled
         self.steps += 1
-        self.positions += sum(len(work.tokens) for work in works)
+        self.num_computed_tokens += sum(len(entry.tokens) for entry in scheduled)
         finite = finite_rows(logits)
-        rows = [(work.request, text) for work in works for text in work.texts]
+        rows = [(entry.request, text) for entry in scheduled for text in entry.texts]
         params = [request.params for request, _ in rows]
         texts = [text for _, text in rows]
         lengths = [request.prompt_length for request, _ in rows]
-        masks = [own for work in works for own in work.masks()]
+        masks = [own for entry in scheduled for own in entry.token_masks()]
         allowed = [None if isinstance(mask, UserError) else mask for mask in masks]
         eos = self.model.config.eos_token_ids
         tokens = runner.choose(logits, params, texts, lengths, None, eos, allowed)
-        choices = []
+        outputs = []
         for end, own in zip(itertools.accumulate(keep), logits.split(keep)):
             part = slice(end - len(own), end)
-            stuck = [mask for mask in masks[part] if isinstance(mask, UserError)]
-            good = Choice(tokens[part], own) if all(finite[part]) else None
-            choices.append(stuck[0] if stuck else good)
-        return choices
+            errors = [mask for mask in masks[part] if isinstance(mask, UserError)]
+            good = SamplerOutput(tokens[part], own) if all(finite[part]) else None
+            outputs.append(errors[0] if errors else good)
+        return outputs
 
-    def update(self, work: Work, choice: Choice | UserError | None) -> Event | None:
-        """Give a request what was chosen for its work; a chunk has no event.
+    def update(
+        self, entry: ScheduledRequest, output: SamplerOutput | UserError | None
+    ) -> Event | None:
+        """Give a request what was chosen for it; a chunk has no event.
 
         None ends the request, also in a chunk: the pages that it wrote would be shared. An error
         in the work for this text alone ends it too.
         """
-        request = work.request
+        request = entry.request
         try:
-            if choice is None:
+            if output is None:
                 return self.fail(request, NOT_FINITE)
-            if isinstance(choice, UserError):
-                return self.fail(request, str(choice), of_form=True)
-            if work.complete:
-                return self.extend(work, choice)
-            self.scheduler.advance(work, [])
+            if isinstance(output, UserError):
+                return self.fail(request, str(output), constraint_failed=True)
+            if entry.complete:
+                return self.extend(entry, output)
+            self.scheduler.advance(entry, [])
             return None
         except Exception as error:  # of this text alone: the encoding is the caller's
             return self.fail(request, f"{type(error).__name__}: {error}")
 
-    def extend(self, work: Work, choice: Choice) -> Event:
+    def extend(self, entry: ScheduledRequest, output: SamplerOutput) -> Event:
         """Add to a text what follows it, and while that was drafted what follows the draft.
 
         Tokens that must follow come without a pass: the next one computes their positions, too.
-        There are at most MAX_FORCED of them, because all other texts wait for them.
+        There are at most MAX_JUMP_FORWARD of them, because all other texts wait for them.
         """
-        request = work.request
-        following, logits = choice
-        accepted = shared_length(following, work.drafts)
-        self.drafted += len(work.drafts)
-        self.accepted += accepted  # also where the text ends before the last of these
+        request = entry.request
+        following, logits = output
+        num_accepted = shared_length(following, entry.drafts)
+        self.num_draft_tokens += len(entry.drafts)
+        self.num_accepted_tokens += num_accepted  # also where the text ends earlier
         tokens = []
         text = ""
         stream = request.stream.copy() if request.stream else None
         reason = None
         ends = ending_ids(request.params, self.model.config.eos_token_ids)
-        chosen = iter(following[: accepted + 1])
+        sampled = iter(following[: num_accepted + 1])
         while reason is None:
-            token = next(chosen, None)
-            if token is None and len(tokens) <= accepted + MAX_FORCED:
-                token = request.forced(request.tokens + tokens)
+            token = next(sampled, None)
+            if token is None and len(tokens) <= num_accepted + MAX_JUMP_FORWARD:
+                token = request.jump_forward_token(request.tokens + tokens)
             if token is None:
                 break
             tokens.append(token)
@@ -274,12 +282,12 @@ class Engine:
                 reason = "stop"
             elif len(request.output) + len(tokens) == request.params.max_new_tokens:
                 reason = "length"
-        self.chosen += min(len(tokens), accepted + 1)
+        self.num_sampled_tokens += min(len(tokens), num_accepted + 1)
         logprobs = []
         if request.params.logprobs is not None:
             count = request.params.logprobs
             logprobs = [token_logprob(row, token, count) for row, token in zip(logits, tokens)]
-        self.scheduler.advance(work, tokens, min(len(tokens) - 1, accepted))
+        self.scheduler.advance(entry, tokens, min(len(tokens) - 1, num_accepted))
         request.text += text
         request.stream = stream
         request.logprobs += logprobs
@@ -287,10 +295,10 @@ class Engine:
             self.end(request, reason)
         return Event(request, tokens, reason)
 
-    def fail(self, request: Request, error: str, of_form: bool = False) -> Event:
-        """End a request that could not be computed. of_form: as in Event."""
+    def fail(self, request: Request, error: str, constraint_failed: bool = False) -> Event:
+        """End a request that could not be computed. constraint_failed: as in Event."""
         self.end(request, "error")
-        return Event(request, [], "error", error, of_form)
+        return Event(request, [], "error", error, constraint_failed)
 
     def end(self, request: Request, reason: str) -> None:
         """A request is over, and text that was held back is certain."""

@@ -116,12 +116,12 @@ class PagePool:
                 pages[index] = page
 
     def find_cached(
-        self, tokens: list[int], cache_salt: str, window: int | None = None
+        self, tokens: list[int], cache_salt: str, sliding_window: int | None = None
     ) -> list[int | None]:
         """The cached pages that hold the longest prefix of these tokens.
 
-        window: how many positions a token sees, itself included; None: all. Pages that the token
-        after the prefix does not see need not be there; they are None.
+        sliding_window: how many positions a token sees, itself included; None: all. Pages that the
+        token after the prefix does not see need not be there; they are None.
         """
         found = []
         run_length = 0  # how many of the last ones are there
@@ -132,11 +132,11 @@ class PagePool:
             page_hash = hash_page(page_hash, self.page_tokens(tokens, count - 1))
             found.append(self.hash_to_page.get(page_hash))
             run_length = 0 if found[-1] is None else run_length + 1
-            first = first_seen(count * self.page_size, window) // self.page_size
+            first = first_seen(count * self.page_size, sliding_window) // self.page_size
             if run_length >= count - first:
                 end = count
                 num_skipped = first
-            elif window is None:
+            elif sliding_window is None:
                 break
         return [None] * num_skipped + found[num_skipped:end]
 
@@ -155,20 +155,22 @@ def default_num_pages(max_num_seqs: int, block_size: int, page_size: int, itemsi
 
     itemsize: bytes of a number in the cache; with fewer than 4 there are more positions.
     """
-    window = page_count(block_size, page_size)
+    per_sequence = page_count(block_size, page_size)
     most = MAX_POSITIONS * 4 // itemsize
-    return min(max_num_seqs * window, max(window, page_count(most, page_size)))
+    return min(max_num_seqs * per_sequence, max(per_sequence, page_count(most, page_size)))
 
 
 def sliding_page_count(
-    max_num_seqs: int, max_num_batched_tokens: int, window: int, page_size: int
+    max_num_seqs: int, max_num_batched_tokens: int, sliding_window: int, page_size: int
 ) -> int:
     """Return enough pages for what max_num_seqs texts see in a window, with a step's tokens.
 
     n positions lie in at most (n + 2 * page_size - 2) // page_size pages. Of each text that is its
     share of the budget and window - 1 before it.
     """
-    return (max_num_batched_tokens + max_num_seqs * (window - 1 + 2 * page_size - 2)) // page_size
+    return (
+        max_num_batched_tokens + max_num_seqs * (sliding_window - 1 + 2 * page_size - 2)
+    ) // page_size
 
 
 def salt_with_adapter(cache_salt: str, adapter: str) -> str:

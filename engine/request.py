@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from constraints import Matcher, only_token
+from constraints import Matcher, single_allowed_token
 from errors import UserError
 from loading.tokenizer import StopStream
 from sampling import SamplingParams, TokenLogprob, check_ids
@@ -24,16 +24,16 @@ class Request:
     finish_reason: str | None = None  # "stop", "length", "abort" or "error", once it is over
     start: int = 0  # the window on its text begins here
     # How many positions of the window have their keys and values in the cache;
-    # num_computed_tokens in vLLM.
-    computed: int = 0
-    # Where they are, page after page; elsewhere called the block table. None: before all windows.
+    # as in vLLM.
+    num_computed_tokens: int = 0
+    # Where they are, page after page; that is its page table. None: before all windows.
     pages: list[int | None] = field(default_factory=list)
     # The same of layers with a window, if these have pages of their own.
-    windowed: list[int | None] = field(default_factory=list)
+    sliding_pages: list[int | None] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)  # of its cached pages
     drafts: list[int] = field(default_factory=list)  # guesses at its next tokens
     matcher: Matcher | None = None  # says which tokens may follow; None: all may
-    masked: tuple = ([], None)  # the last text that it was asked for, and what it said
+    last_mask: tuple = ([], None)  # the last text that it was asked for, and what it said
     # The output as text, up to what may yet become a stop string; and what makes it of tokens,
     # None for an engine without an encoding: then there is no text.
     text: str = ""
@@ -46,52 +46,52 @@ class Request:
         """What was generated, EOS included."""
         return self.tokens[self.prompt_length :]
 
-    def mask(self, text: list[int]) -> torch.Tensor | UserError | None:
+    def token_mask(self, text: list[int]) -> torch.Tensor | UserError | None:
         """Which tokens may follow a text that begins with its prompt, (vocab_size,) bools.
 
         None: all may. The error if none may.
         """
         if self.matcher is None:
             return None
-        if text != self.masked[0]:
+        if text != self.last_mask[0]:
             try:
-                mask = self.matcher.checked(text[self.prompt_length :])
+                token_mask = self.matcher.checked(text[self.prompt_length :])
             except UserError as error:
-                mask = error
-            self.masked = text, mask
-        return self.masked[1]
+                token_mask = error
+            self.last_mask = text, token_mask
+        return self.last_mask[1]
 
-    def forced(self, text: list[int]) -> int | None:
+    def jump_forward_token(self, text: list[int]) -> int | None:
         """The token that must follow a text that begins with its prompt; None if not one must.
 
         None where log-probabilities are asked for, because these need a pass.
         """
         if self.matcher is None or self.params.logprobs is not None:
             return None
-        mask = self.mask(text)
-        return None if isinstance(mask, UserError) else only_token(mask)
+        token_mask = self.token_mask(text)
+        return None if isinstance(token_mask, UserError) else single_allowed_token(token_mask)
 
-    def fitting(self, drafts: list[int]) -> list[int]:
+    def validate_drafts(self, drafts: list[int]) -> list[int]:
         """The drafts before the first that may not follow the text, or after which none may."""
         if self.matcher is None:
             return drafts
         fits = 0
         for count in range(len(drafts) + 1):
-            mask = self.mask(self.tokens + drafts[:count])
-            if isinstance(mask, UserError):
+            token_mask = self.token_mask(self.tokens + drafts[:count])
+            if isinstance(token_mask, UserError):
                 break
             fits = count
-            if count < len(drafts) and not mask[drafts[count]]:
+            if count < len(drafts) and not token_mask[drafts[count]]:
                 break
         return drafts[:fits]
 
     @property
-    def tables(self) -> tuple[list[int | None], ...]:
-        """Its block tables, for each kind of layers."""
-        return self.pages, self.windowed
+    def page_tables(self) -> tuple[list[int | None], ...]:
+        """Its page tables, for each KV cache group."""
+        return self.pages, self.sliding_pages
 
     @property
-    def window(self) -> list[int]:
+    def context_window(self) -> list[int]:
         """What the model sees."""
         return self.tokens[self.start :]
 
@@ -101,9 +101,9 @@ class Request:
         return len(self.tokens) - self.start
 
     @property
-    def lacking(self) -> list[int]:
+    def uncomputed_tokens(self) -> list[int]:
         """What is not computed of the window."""
-        return self.tokens[self.start + self.computed :]
+        return self.tokens[self.start + self.num_computed_tokens :]
 
 
 class Event(NamedTuple):
@@ -113,7 +113,7 @@ class Event(NamedTuple):
     tokens: list[int]  # new ones, EOS included
     finish_reason: str | None  # of the request, if this is its last event
     error: str | None = None  # what went wrong, if that is "error"
-    of_form: bool = False  # whether that is the form of the text, which the request asks for
+    constraint_failed: bool = False  # whether the request's constraint is why
 
 
 def make_request(prompt: list[int], params: SamplingParams, config) -> Request:

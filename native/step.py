@@ -114,37 +114,41 @@ class NativeRunner(NativeDraws):
         tokens = []
         positions = []
         pages = []  # of all spans
-        window_pages = []
+        sliding_pages = []
         tables = []  # where those of each token's span begin
         wants = []
         adapters = []  # the number of each token's, -1 for none
-        for (own_pages, start, new, own_windowed, adapter), count in zip(spans, keep, strict=True):
+        for (span_pages, start, new, span_sliding_pages, adapter), count in zip(
+            spans, keep, strict=True
+        ):
             steps = range(start, start + len(new))
-            room = min(len(own_pages), len(own_windowed)) if apart else len(own_pages)
+            room = min(len(span_pages), len(span_sliding_pages)) if apart else len(span_pages)
             if start < 0 or steps.stop > room * page_size or not 0 <= count <= len(new):
                 room = f"{room} pages of {page_size}"
                 raise ValueError(f"{len(new)} tokens from {start} on, {count} to keep, in {room}")
             tables += [len(pages)] * len(new)
-            pages += own_pages[:room]
-            window_pages += own_windowed[:room]
+            pages += span_pages[:room]
+            sliding_pages += span_sliding_pages[:room]
             tokens += new
             positions += steps
             adapters += [self.adapters.names.index(adapter) if adapter else -1] * len(new)
             wants += range(len(tokens) - count, len(tokens))
         length = max(positions) + 1
-        block_tables = pages, window_pages
+        page_tables = pages, sliding_pages
         num_pages = [storage.shape[2] for storage in storages]
         limits = [
             ("tokens", tokens, config.vocab_size),
-            *(("pages", *pair) for pair in zip(block_tables, num_pages)),
+            *(("pages", *pair) for pair in zip(page_tables, num_pages)),
             ("positions", [length - 1], config.block_size),
         ]
         for name, numbers, limit in limits:
             if min(numbers) < 0 or max(numbers) >= limit:
                 raise ValueError(f"{name} are {numbers}; they are from 0 to {limit - 1}")
-        lists = *block_tables, tokens, positions, tables, wants
-        block_table, window_table, *arrays = ((INT * len(numbers))(*numbers) for numbers in lists)
-        kinds = tuple(caches), (block_table, window_table), tuple(num_pages)
+        lists = *page_tables, tokens, positions, tables, wants
+        page_table, sliding_page_table, *arrays = (
+            (INT * len(numbers))(*numbers) for numbers in lists
+        )
+        kinds = tuple(caches), (page_table, sliding_page_table), tuple(num_pages)
         angles = [table for each in self.rotations for table in each.first(length)]
         angles = (address(table, torch.float32, length, 1, config.head_dim) for table in angles)
         sizes = page_size, len(tokens), len(wants)

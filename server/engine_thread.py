@@ -368,7 +368,7 @@ class EngineThread:
         for observer in self.observers:
             observer.stepped(events)
         news = []
-        for request, tokens, reason, message, of_form in events:
+        for request, tokens, reason, message, constraint_failed in events:
             text = self.texts[request]
             if reason:
                 del self.texts[request]
@@ -377,8 +377,8 @@ class EngineThread:
             logprobs = request.logprobs[len(request.logprobs) - len(tokens) :]
             error = None
             if message:
-                error = FormFailed(message) if of_form else TextFailed(message)
-                if of_form and getattr(request.matcher, "busy", False):  # with others' forms
+                error = FormFailed(message) if constraint_failed else TextFailed(message)
+                if constraint_failed and getattr(request.matcher, "busy", False):  # with others'
                     error = QueueFull(message)
             update = Update(tuple(tokens), new, tuple(logprobs), None if error else reason)
             news.append((text, update, error))

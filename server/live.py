@@ -143,14 +143,14 @@ class Live:
         if not self.watched:
             return
         engine = self.thread.engine
-        works = {work.request: work for work in engine.works}
-        for request, work in works.items():
+        scheduled = {entry.request: entry for entry in engine.scheduled}
+        for request, entry in scheduled.items():
             done = self.work.setdefault(request, [0, 0, 0, 0])
-            done[0] += len(work.tokens)
-            done[1] += len(work.drafts)
+            done[0] += len(entry.tokens)
+            done[1] += len(entry.drafts)
         for request, tokens, reason, *_ in events:
             if tokens:
-                accepted = shared_length(tokens, works[request].drafts)
+                accepted = shared_length(tokens, scheduled[request].drafts)
                 self.work[request][2] += accepted
                 self.work[request][3] += len(tokens)
                 first = len(request.output) - len(tokens)
@@ -191,11 +191,11 @@ class Live:
         return {
             "time": round(now, 4),
             "steps": engine.steps,
-            "positions": engine.positions,
-            "shared": scheduler.shared,
-            "preemptions": scheduler.preemptions,
-            "drafted": engine.drafted,
-            "accepted": engine.accepted,
+            "positions": engine.num_computed_tokens,
+            "shared": scheduler.prefix_cache_hits,
+            "preemptions": scheduler.num_preemptions,
+            "drafted": engine.num_draft_tokens,
+            "accepted": engine.num_accepted_tokens,
             "queued": len(scheduler.waiting),
             "running": running,
             "waiting": [self.row(request) for request in waiting],
@@ -213,7 +213,7 @@ class Live:
             "prompt": request.prompt_length,
             "tokens": len(request.tokens),
             "start": request.start,
-            "computed": request.computed,
+            "computed": request.num_computed_tokens,
             "work": self.work.get(request, [0, 0, 0, 0]),
             "drafts": self.drafts.get(request, []),
         }

@@ -81,11 +81,17 @@ class Metrics:
             ),
         }
         counters = {
-            "num_preemptions": (scheduler.preemptions, "Times that a request lost its pages."),
-            "prefix_cache_queries": (scheduler.looked_up, "Tokens looked for in the cache."),
-            "prefix_cache_hits": (scheduler.shared, "Tokens found in the cache."),
-            "spec_decode_num_draft_tokens": (engine.drafted, "Tokens drafted."),
-            "spec_decode_num_accepted_tokens": (engine.accepted, "Tokens drafted and accepted."),
+            "num_preemptions": (scheduler.num_preemptions, "Times that a request lost its pages."),
+            "prefix_cache_queries": (
+                scheduler.prefix_cache_queries,
+                "Tokens looked for in the cache.",
+            ),
+            "prefix_cache_hits": (scheduler.prefix_cache_hits, "Tokens found in the cache."),
+            "spec_decode_num_draft_tokens": (engine.num_draft_tokens, "Tokens drafted."),
+            "spec_decode_num_accepted_tokens": (
+                engine.num_accepted_tokens,
+                "Tokens drafted and accepted.",
+            ),
         }
         for family, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (value, says) in values.items():

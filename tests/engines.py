@@ -111,7 +111,7 @@ def check_passes(cache, block_size: int = 16) -> list[list[int]]:
         assert len(set(slots)) == len(slots)
 
     def checked(spans):
-        tables = zip(*((span.pages, span.windowed) for span in spans))
+        tables = zip(*((span.pages, span.sliding_pages) for span in spans))
         for storage, own in zip(cache.storages, tables):
             check(storage, spans, own)
         passes.append([len(span.tokens) for span in spans])
@@ -124,19 +124,24 @@ def check_passes(cache, block_size: int = 16) -> list[list[int]]:
 def check_pages(engine) -> None:
     """Each page is free or counts its references, and no text holds a page too many or too few."""
     scheduler = engine.scheduler
-    for number, (pool, window) in enumerate(scheduler.kinds):
+    for number, (pool, sliding_window) in enumerate(scheduler.kv_cache_groups):
         held = collections.Counter()
         for request in scheduler.running:
-            pages = request.tables[number]
+            pages = request.page_tables[number]
             assert (
-                pool.page_count(request.computed) <= len(pages) <= pool.page_count(request.length)
+                pool.page_count(request.num_computed_tokens)
+                <= len(pages)
+                <= pool.page_count(request.length)
             )
-            unseen = first_seen(request.computed, window) // pool.page_size
+            unseen = first_seen(request.num_computed_tokens, sliding_window) // pool.page_size
             assert pages[:unseen] == [None] * unseen
             table = pages[unseen:]
             assert None not in table and len(set(table)) == len(table)
             # Only pages that are full are cached: the others are written.
-            assert not pool.page_to_hash.keys() & pages[request.computed // pool.page_size :]
+            assert (
+                not pool.page_to_hash.keys()
+                & pages[request.num_computed_tokens // pool.page_size :]
+            )
             held.update(table)
         assert pool.ref_counts == held
         assert sorted([*held, *pool.free_pages]) == list(range(pool.first_unused))
@@ -146,7 +151,7 @@ def check_pages(engine) -> None:
         }
         assert len(pool.page_to_hash) == len(pool.hash_to_page)
     for request in scheduler.waiting:
-        assert not (any(request.tables) or request.computed)
+        assert not (any(request.page_tables) or request.num_computed_tokens)
 
 
 def step(engine) -> list:
@@ -154,7 +159,7 @@ def step(engine) -> list:
     events = engine.step()
     for event in events:
         assert event.finish_reason == event.request.finish_reason
-        assert not any(event.request.tables) or not event.finish_reason
+        assert not any(event.request.page_tables) or not event.finish_reason
     check_pages(engine)
     return events
 
@@ -165,7 +170,9 @@ def finish(engine) -> list[list]:
     while engine.busy:
         steps.append(step(engine))
         assert len(steps) < 2000, "requests that never end"
-    assert all(pool.num_free_pages == pool.num_pages for pool, _ in engine.scheduler.kinds)
+    assert all(
+        pool.num_free_pages == pool.num_pages for pool, _ in engine.scheduler.kv_cache_groups
+    )
     return steps
 
 
@@ -204,9 +211,9 @@ def lettered(engine, requests, count=2000) -> list[tuple[int, str]]:
     """
     steps = []
     while engine.busy and len(steps) < count:
-        before = engine.positions
+        before = engine.num_computed_tokens
         got = "".join("ABCDEFGH"[requests.index(event.request)] for event in step(engine))
-        steps.append((engine.positions - before, got))
+        steps.append((engine.num_computed_tokens - before, got))
     return steps
 
 

@@ -93,8 +93,8 @@ def changed(engine, change):
     """Change each result of an engine; returns the engine. change: (work, result) to result."""
     compute = engine.compute
 
-    def computed(works):
-        return [change(*pair) for pair in zip(works, compute(works), strict=True)]
+    def computed(scheduled):
+        return [change(*pair) for pair in zip(scheduled, compute(scheduled), strict=True)]
 
     engine.compute = computed
     return engine

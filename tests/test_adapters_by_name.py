@@ -83,10 +83,10 @@ def test_prefixes_are_shared_within_a_model(door):
     prompt = list(range(40))
     for cache_salt in ("", "x", "\0a\0"):
         for name in NAMES:
-            before = scheduler.shared
+            before = scheduler.prefix_cache_hits
             body = {"prompt": prompt, "model": name, "max_tokens": 1, "cache_salt": cache_salt}
             assert door.post(PATH, body)[0] == 200
-            assert scheduler.shared - before == (32 if name == "small" else 0)
+            assert scheduler.prefix_cache_hits - before == (32 if name == "small" else 0)
 
 
 def test_replies_to_messages(door, tiny_llama):

@@ -32,7 +32,7 @@ def test_each_text_is_that_of_its_own_run(model, gamma):
     from engine.drafter import LookupDrafter
 
     engine, _ = write(model, LookupDrafter(), page_size=4, gamma=gamma)
-    assert 0 < engine.accepted < engine.drafted
+    assert 0 < engine.num_accepted_tokens < engine.num_draft_tokens
 
 
 @pytest.mark.parametrize(("page_size", "stride"), [(1, 3), (3, 16)])
@@ -55,7 +55,7 @@ def test_prefixes_are_shared_with_texts_that_drafts_wrote(tiny):
     finish(engine)
     prompts = [first.tokens[: 3 + 17], first.tokens[: 3 + 12] + PROMPTS[1]]
     assert outputs_of(engine, prompts, greedy(20)) == own_texts(model, prompts, greedy(20))
-    assert engine.scheduler.shared == (3 + 17 - 1) // 2 * 2 + (3 + 12) // 2 * 2
+    assert engine.scheduler.prefix_cache_hits == (3 + 17 - 1) // 2 * 2 + (3 + 12) // 2 * 2
 
 
 # Drafters that are wrong, right, or strange
@@ -66,21 +66,26 @@ def test_right_drafts_save_steps_and_are_counted(model):
     # The prompt gives one token, then 3 drafts and what follows; of 3 more that lack, the last
     # comes without a draft.
     assert tokens_of(steps) == [[1], [4], [3]] and engine.passes == [[2], [4], [3]]
-    assert (engine.steps, engine.positions, engine.drafted, engine.accepted) == (3, 9, 5, 5)
+    assert (
+        engine.steps,
+        engine.num_computed_tokens,
+        engine.num_draft_tokens,
+        engine.num_accepted_tokens,
+    ) == (3, 9, 5, 5)
 
 
 def test_wrong_drafts_are_counted_and_give_a_token_a_step(model):
     engine, steps = write(model, knowing(model, wrong=ALWAYS), [[5, 6]], greedy(8), gamma=3)
     assert tokens_of(steps) == [[1]] * 8
     assert engine.drafter.counts == [[], *([count] for count in (3, 3, 3, 3, 2, 1, 0))]
-    assert (engine.steps, engine.positions) == (8, 2 + 7 + 15)
-    assert (engine.drafted, engine.accepted) == (15, 0)
+    assert (engine.steps, engine.num_computed_tokens) == (8, 2 + 7 + 15)
+    assert (engine.num_draft_tokens, engine.num_accepted_tokens) == (15, 0)
 
 
 def test_drafts_behind_a_wrong_one_are_refused_even_where_they_are_right(model):
     engine, steps = write(model, knowing(model, wrong=[3]), [[5, 6]], greedy(8), gamma=4)
     assert tokens_of(steps) == [[1], [3], [4]]
-    assert (engine.drafted, engine.accepted) == (4 + 3, 2 + 3)
+    assert (engine.num_draft_tokens, engine.num_accepted_tokens) == (4 + 3, 2 + 3)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +97,7 @@ def test_no_drafts_change_a_text(model, wrong):
 
 def test_no_drafts_at_all_are_a_plain_step(model):
     engine, _ = write(model, Scripted(lambda request, count: []), params=GREEDY)
-    assert (engine.drafted, engine.steps) == (0, 24)
+    assert (engine.num_draft_tokens, engine.steps) == (0, 24)
 
 
 def test_more_drafts_than_asked_for_do_not_lengthen_a_text(tiny):
@@ -149,7 +154,7 @@ def test_where_a_drafter_has_no_memory_there_are_no_drafts(model, error):
 
     drafter.propose = sometimes
     engine, _ = write(model, drafter, page_size=4, gamma=3)
-    assert engine.accepted == engine.drafted > 0
+    assert engine.num_accepted_tokens == engine.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize(
@@ -193,7 +198,10 @@ def test_drafts_of_a_step_that_failed_are_not_tried_again(model, memory):
     drafter.function = knows if memory else fail
     finish(engine)
     check_texts(model, requests)
-    assert engine.accepted == engine.drafted and (engine.drafted > 0) == memory
+    assert (
+        engine.num_accepted_tokens == engine.num_draft_tokens
+        and (engine.num_draft_tokens > 0) == memory
+    )
 
 
 def test_a_drafter_that_leaves_out_a_text_is_seen(model):
@@ -226,14 +234,14 @@ def test_nothing_follows_an_eos_that_was_drafted(ending):
     engine, steps = write(model, knowing(model), [[5, 6]], ENDED, gamma=10)
     events = [event[1:3] for events in steps for event in events]
     assert events == [(text[:1], None), (text[1:5], "stop")]
-    assert (engine.steps, engine.drafted, engine.accepted) == (2, 10, 10)
+    assert (engine.steps, engine.num_draft_tokens, engine.num_accepted_tokens) == (2, 10, 10)
 
 
 def test_an_eos_that_follows_the_drafts_ends_the_text(ending):
     model, text = ending
     engine, steps = write(model, knowing(model), [[5, 6]], ENDED, gamma=3)
     assert tokens_of(steps) == [[1], [4]]
-    assert (engine.steps, engine.drafted, engine.accepted) == (2, 3, 3)
+    assert (engine.steps, engine.num_draft_tokens, engine.num_accepted_tokens) == (2, 3, 3)
 
 
 def test_a_drafted_eos_is_ignored_if_that_is_asked_for(ending):
@@ -268,7 +276,7 @@ def test_refused_drafts_evict_nothing_that_can_be_found(model):
         finish(engine)
         assert len(engine.scheduler.pool.find_cached(first.tokens[:14], "")) == 14
         engine.add(PROMPTS[0], greedy(12))
-    assert engine.drafted > 20
+    assert engine.num_draft_tokens > 20
 
 
 def test_keys_of_refused_drafts_are_never_seen_again(build):
@@ -278,7 +286,7 @@ def test_keys_of_refused_drafts_are_never_seen_again(build):
     while engine.busy:
         step(engine)
         running = engine.scheduler.running
-        spoil(engine.cache, [(request.pages, request.computed) for request in running])
+        spoil(engine.cache, [(request.pages, request.num_computed_tokens) for request in running])
     check_texts(model, requests)
 
 
@@ -289,7 +297,7 @@ def test_drafts_preempt_no_request(model):
     prompts = [[5, 6, 7], [8, 9, 10]]
     engine, steps = write(model, drafter, prompts, greedy(8), gamma=16, **pool)
     assert tokens_of(steps) == [[1, 1]] * 8
-    assert engine.scheduler.preemptions == 0 and engine.drafted > 20
+    assert engine.scheduler.num_preemptions == 0 and engine.num_draft_tokens > 20
 
 
 THREE = [[5, 6], [7, 8], [9, 10]]
@@ -301,7 +309,7 @@ def test_drafts_leave_each_younger_text_a_page(model):
     step(engine)
     # 6 pages are held, and each needs one more: 3 are left for drafts, and the oldest takes them.
     step(engine)
-    assert engine.passes[1] == [4, 1, 1] and engine.scheduler.preemptions == 0
+    assert engine.passes[1] == [4, 1, 1] and engine.scheduler.num_preemptions == 0
 
 
 def test_drafts_leave_a_text_that_hops_the_pages_of_its_window(model):
@@ -310,13 +318,13 @@ def test_drafts_leave_a_text_that_hops_the_pages_of_its_window(model):
     params = [greedy(12), greedy(5)]
     drafter = knowing(model, wrong=ALWAYS)
     engine, _ = write(model, drafter, [[1, 2], random_tokens(16)], params, **options)
-    assert engine.scheduler.preemptions == 0 and engine.drafted > 0
+    assert engine.scheduler.num_preemptions == 0 and engine.num_draft_tokens > 0
 
 
 def test_drafts_need_no_free_page_where_they_have_room(model):
     pool = {"num_pages": 2, "page_size": 16}
     engine, _ = write(model, knowing(model), THREE[:2], greedy(8), gamma=3, **pool)
-    assert (engine.steps, engine.drafted) == (3, 10)
+    assert (engine.steps, engine.num_draft_tokens) == (3, 10)
 
 
 def test_drafts_leave_each_younger_text_its_token_of_the_budget(model):
@@ -365,12 +373,12 @@ def test_still_a_preempted_request_takes_no_drafts_along():
     scheduler = Scheduler(PagePool(16, 2), 4, 1000, 8, 4)
     request = Request([1, 2, 3], 3, SamplingParams(6))
     scheduler.add(request)
-    (work,) = scheduler.schedule()
-    scheduler.advance(work, [5])
+    (entry,) = scheduler.schedule()
+    scheduler.advance(entry, [5])
     request.drafts = [4]
     scheduler.preempt(request)
-    (work,) = scheduler.schedule()
-    assert work.tokens == request.tokens[2:] and work.drafts == []  # a page is found again
+    (entry,) = scheduler.schedule()
+    assert entry.tokens == request.tokens[2:] and entry.drafts == []  # a page is found again
 
 
 # The command line

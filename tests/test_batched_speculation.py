@@ -35,7 +35,7 @@ def test_each_text_is_that_of_its_own_run(model, tiny, tiny_llama, kind, gamma):
     small["long window"] = tiny(1, n_layer=1, block_size=64)
     drafter = paged_drafter(small[kind], model, page_size=3)
     engine, _ = write(model, drafter, page_size=4, gamma=gamma)
-    assert engine.drafted > 0
+    assert engine.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize(("page_size", "stride"), [(1, 3), (3, 16)])
@@ -54,7 +54,7 @@ def test_in_tiny_pools_under_small_budgets(model, page_size, stride, budget):
 def test_all_drafts_of_the_target_itself_are_accepted(model):
     each = [dataclasses.replace(params, ignore_eos=True) for params in MIXED]
     engine, _ = write(model, paged_drafter(model, model), params=each, gamma=4)
-    assert engine.accepted == engine.drafted > 50
+    assert engine.num_accepted_tokens == engine.num_draft_tokens > 50
 
 
 def test_a_draft_model_computes_the_drafts_of_all_texts_side_by_side(tiny):
@@ -87,7 +87,10 @@ def test_a_draft_model_writes_what_it_would_write_alone(model, tiny, block_size)
     for text, tokens in drafted:
         own = dataclasses.replace(params, max_new_tokens=len(tokens))
         assert tokens == alone(draft, text, own)
-    assert max(len(text) for text, _ in drafted) > 20 and 0 < engine.accepted < engine.drafted
+    assert (
+        max(len(text) for text, _ in drafted) > 20
+        and 0 < engine.num_accepted_tokens < engine.num_draft_tokens
+    )
     # It keeps what it computed.
     assert sum(sum(tokens) for tokens in passes) < sum(len(text) for text, _ in drafted)
 
@@ -99,7 +102,7 @@ def test_a_draft_model_computes_what_was_refused_anew_and_nothing_else(tiny):
     passes = check_passes(drafter.cache, 64)
     engine, _ = write(model, drafter, [[5, 6]], params)
     assert passes[0] == [3] and max(tokens for (tokens,) in passes[1:]) <= 2
-    assert 0 < engine.accepted < engine.drafted
+    assert 0 < engine.num_accepted_tokens < engine.num_draft_tokens
 
 
 def test_a_draft_model_goes_on_where_its_drafts_did_not_fit_the_budget(model):
@@ -107,7 +110,7 @@ def test_a_draft_model_goes_on_where_its_drafts_did_not_fit_the_budget(model):
     engine, steps = write(model, drafter, [[5, 6], [7, 8]], greedy(8), max_num_batched_tokens=4)
     counts = [[len(event.tokens) for event in events] for events in steps]
     assert counts == [[1, 1], [3, 1], [3, 1], [1, 3], [2]]
-    assert engine.accepted == engine.drafted == 2 + 2 + 2 + 1
+    assert engine.num_accepted_tokens == engine.num_draft_tokens == 2 + 2 + 2 + 1
 
 
 def test_a_draft_model_of_fewer_rows_than_the_engine(model):
@@ -115,7 +118,10 @@ def test_a_draft_model_of_fewer_rows_than_the_engine(model):
     passes = check_passes(drafter.cache)
     assert drafter.pool.num_pages == 2 * 4
     engine, _ = write(model, drafter, params=GREEDY)
-    assert engine.accepted == engine.drafted > 0 and max(len(tokens) for tokens in passes) == 2
+    assert (
+        engine.num_accepted_tokens == engine.num_draft_tokens > 0
+        and max(len(tokens) for tokens in passes) == 2
+    )
 
 
 def test_a_draft_model_gives_the_pages_of_finished_texts_back(model, tiny):
@@ -148,7 +154,9 @@ def test_a_draft_pass_without_memory_leaves_the_texts_as_they_are(model, tiny, m
 
     monkeypatch.setattr(draft, "hidden", sometimes)
     engine, _ = write(model, paged_drafter(draft, model, page_size=4), params=params, page_size=4)
-    assert engine.accepted == engine.drafted > 0 and next(calls) > 10  # it goes on where it was
+    assert (
+        engine.num_accepted_tokens == engine.num_draft_tokens > 0 and next(calls) > 10
+    )  # it goes on where it was
 
 
 def test_a_draft_model_without_a_number_leaves_the_texts_as_they_are(model, tiny):

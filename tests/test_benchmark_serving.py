@@ -254,7 +254,7 @@ def test_the_engine_alone_is_busy_as_the_clients_are(speaking, clock, monkeypatc
     assert script.alone("cache", model, args, 1, "seed") == alone
     (engine,) = engines
     assert engine.encoding is not None  # it makes text, as a server does
-    assert engine.positions > 120  # and was warm before
+    assert engine.num_computed_tokens > 120  # and was warm before
     args.clients = 3
     assert script.alone("cache", model, args, 3, "seed")["plain step, ms"] == 3000
     assert script.alone("cache", model, args, 1, "seed") == alone

@@ -30,10 +30,10 @@ def kinds(build, backend="torch", **shape):
 
 def run(engine) -> list[int]:
     """Finish an engine. Returns the most pages of each kind that were held after a step."""
-    most = [0 for _ in engine.scheduler.kinds]
+    most = [0 for _ in engine.scheduler.kv_cache_groups]
     while engine.busy:
         step(engine)
-        held = [len(pool.ref_counts) for pool, _ in engine.scheduler.kinds]
+        held = [len(pool.ref_counts) for pool, _ in engine.scheduler.kv_cache_groups]
         most = list(map(max, most, held))
     return most
 
@@ -82,9 +82,9 @@ def test_a_long_prompt_takes_pages_of_windows_as_it_is_read(tiny_gemma, compiled
     engine, requests = make_engine(model, prompts, params, **SMALL)
     step(engine)
     # A chunk of 16 positions.
-    assert [len(table) for table in (requests[0].pages, requests[0].windowed)] == [45, 4]
+    assert [len(table) for table in (requests[0].pages, requests[0].sliding_pages)] == [45, 4]
     run(engine)
-    assert engine.scheduler.preemptions == 0
+    assert engine.scheduler.num_preemptions == 0
     assert [request.output for request in requests] == own_texts(model, prompts, params)
 
 
@@ -98,16 +98,18 @@ def test_a_prefix_is_shared_if_the_pages_of_both_kinds_are_there(tiny_gemma, com
     again = engine.add(prompt + first.output, params[0])
     step(engine)
     # Of 107 positions whose keys were computed, 26 pages are full. Position 104 sees 97 to 103.
-    assert engine.scheduler.shared == 104
+    assert engine.scheduler.prefix_cache_hits == 104
     finish(engine)
-    (_, _), (windowed, _) = engine.scheduler.kinds
+    (_, _), (sliding_pool, _) = engine.scheduler.kv_cache_groups
     taken = []
-    assert windowed.allocate(taken, 4 * windowed.num_pages)  # others take what the window needs
-    windowed.free_after(taken, 0)
+    assert sliding_pool.allocate(
+        taken, 4 * sliding_pool.num_pages
+    )  # others take what the window needs
+    sliding_pool.free_after(taken, 0)
     assert len(engine.scheduler.pool.find_cached(prompt, "")) == 25
     third = engine.add(prompt, params[0])
     finish(engine)
-    assert engine.scheduler.shared == 104
+    assert engine.scheduler.prefix_cache_hits == 104
     outputs = [request.output for request in (first, again, third)]
     assert outputs == own_texts(model, [prompt, prompt + first.output, prompt], params * 3)
 
@@ -158,10 +160,10 @@ def test_any_texts_are_those_of_their_own_runs(
     if drafts:
         options["drafter"] = LookupDrafter() if drafts == "lookup" else PagedDrafter(draft, model)
     engine, requests = make_engine(model, prompts, params, **options)
-    (_, _), (windowed, _) = engine.scheduler.kinds
-    allocate = windowed.allocate
+    (_, _), (sliding_pool, _) = engine.scheduler.kv_cache_groups
+    allocate = sliding_pool.allocate
     refused = []
-    windowed.allocate = lambda *arguments: allocate(*arguments) or refused.append(arguments)
+    sliding_pool.allocate = lambda *arguments: allocate(*arguments) or refused.append(arguments)
     for _ in range(aborted):
         if engine.busy:
             step(engine)
@@ -182,9 +184,12 @@ def test_c_touches_no_page_outside_either_storage(tiny_gemma, compiled):
     cache = PagedCache(model, 4, 2, 3)
     for storage in cache.storages:
         storage.fill_(torch.nan)
-    for windowed, message in (([3], "they are from 0 to 2"), ([], "1 to keep, in 0 pages of 2")):
+    for sliding_pages, message in (
+        ([3], "they are from 0 to 2"),
+        ([], "1 to keep, in 0 pages of 2"),
+    ):
         with pytest.raises(ValueError, match=message):
-            model.runner.logits(model, cache, [Span([3], 0, [1], windowed)], [1])
+            model.runner.logits(model, cache, [Span([3], 0, [1], sliding_pages)], [1])
     assert all(storage.isnan().all() for storage in cache.storages)
     assert model.runner.logits(model, cache, [Span([3], 0, [1], [2])], [1]).isfinite().all()
     for storage, page in zip(cache.storages, (3, 2)):

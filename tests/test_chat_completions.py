@@ -113,7 +113,7 @@ def test_a_second_turn_shares_the_pages_of_the_first(tiny_llama):
     with serving(lambda: small_engine(tiny_llama, page_size=4)) as door:
         (choice,) = door.post(PATH, {"messages": TALK[:1], "max_tokens": 6})[1]["choices"]
         door.post(PATH, {"messages": [*TALK[:1], choice["message"], TALK[2]], "max_tokens": 1})
-        shared = door.thread.engine.scheduler.shared
+        shared = door.thread.engine.scheduler.prefix_cache_hits
     assert shared >= len(prompt_of(TALK[:1])) // 4 * 4 > 0
 
 

@@ -43,7 +43,11 @@ def test_a_prompt_in_chunks_has_its_first_token_after_the_last_one(tiny):
     (request,) = requests
     for computed in (4, 8):
         assert engine.step() == [] and engine.busy
-        assert (request.computed, request.output, request.finish_reason) == (computed, [], None)
+        assert (request.num_computed_tokens, request.output, request.finish_reason) == (
+            computed,
+            [],
+            None,
+        )
     assert lettered(engine, requests) == [(3, "A"), (1, "A"), (1, "A")]
 
 
@@ -106,7 +110,7 @@ def test_a_window_that_moves_in_the_middle_of_the_batch_does_not_wait(tiny):
     engine, requests = make_greedy(tiny(), [1, 9, 1], 20, max_num_batched_tokens=4)
     assert lettered(engine, requests, 3) == [(1 + 3, "A"), (1 + 3, "A"), (1 + 3, "AB")]
     assert lettered(engine, requests, 7) == [(3, "ABC")] * 7
-    assert requests[1].start == 8 and len(requests[1].window) == 9
+    assert requests[1].start == 8 and len(requests[1].context_window) == 9
     assert lettered(engine, requests, 6) == [(1 + 2 + 1, "AC")] * 4 + [(3, "ABC")] * 2
 
 
@@ -147,8 +151,8 @@ def test_chunks_of_a_prompt_are_shared_as_soon_as_they_are_computed(tiny, budget
     engine.abort(requests[0])
     late = engine.add(random_tokens(22), greedy(4))
     finish(engine)
-    assert engine.scheduler.shared == shared
-    assert engine.positions == steps * budget + 22 - shared + 3
+    assert engine.scheduler.prefix_cache_hits == shared
+    assert engine.num_computed_tokens == steps * budget + 22 - shared + 3
     check_texts(model, [late])
 
 
@@ -158,7 +162,7 @@ def test_chunks_are_shared_among_prompts_that_are_fed_together(tiny):
     prompts = [random_tokens(22)] * 2
     engine, requests = make_engine(model, prompts, greedy(4), page_size=4, max_num_batched_tokens=8)
     assert lettered(engine, requests)[:4] == [(8, ""), (8, ""), (6 + 2, "A"), (1 + 4, "AB")]
-    assert engine.scheduler.shared == 16
+    assert engine.scheduler.prefix_cache_hits == 16
     check_texts(model, requests)
 
 
@@ -170,9 +174,9 @@ def test_a_request_preempted_in_its_prompt_goes_on_where_it_was(tiny):
     assert lettered(engine, requests, 3) == [(7, "A"), (1 + 6, "A"), (1, "A")]
     # B held the five pages of 18.
     assert list(engine.scheduler.waiting) == [b] and a.finish_reason
-    assert engine.scheduler.preemptions == 1 and b.output == [] and b.pages == []
+    assert engine.scheduler.num_preemptions == 1 and b.output == [] and b.pages == []
     assert lettered(engine, requests) == [(7, ""), (7, "B"), (1, "B"), (1, "B")]
-    assert engine.scheduler.shared == 4
+    assert engine.scheduler.prefix_cache_hits == 4
 
 
 @pytest.fixture
@@ -204,7 +208,7 @@ def test_nan_in_a_chunk_is_not_shared(broken):
     assert requests[0].finish_reason == "error" and len(engine.scheduler.pool.hash_to_page) == 2
     late = engine.add(random_tokens(20), greedy(4))
     assert step(engine)[0].finish_reason == "error" and late.output == []
-    assert engine.scheduler.shared == 8 and engine.positions == 12 + 4
+    assert engine.scheduler.prefix_cache_hits == 8 and engine.num_computed_tokens == 12 + 4
 
 
 def test_a_pass_that_fails_ends_a_request_in_its_prompt(tiny):

@@ -145,12 +145,16 @@ def test_a_step_is_one_pass_over_what_its_requests_lack(tiny):
     # The first text grows from 15 to 16, then to 17 tokens, of which its window keeps 9. Its
     # fourth token is not computed.
     assert passes == [(20,), (1 + 1 + 3,), (9 + 1 + 1,), (2,)]
-    assert (engine.steps, engine.positions) == (4, 38)
+    assert (engine.steps, engine.num_computed_tokens) == (4, 38)
 
 
 def test_a_step_with_nothing_to_do(tiny):
     engine = new_engine(tiny())
-    assert engine.step() == [] and not engine.busy and (engine.steps, engine.positions) == (0, 0)
+    assert (
+        engine.step() == []
+        and not engine.busy
+        and (engine.steps, engine.num_computed_tokens) == (0, 0)
+    )
     outputs_of(engine, [[1]], greedy(2))
     assert engine.step() == [] and engine.steps == 2
 

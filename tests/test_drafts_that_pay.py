@@ -51,9 +51,9 @@ class Timed:
         """Write all texts of the engine; returns which of its steps asked for drafts."""
         compute = engine.compute
 
-        def timed(works):
-            self.now += self.seconds(len(works), self.asked[-1])
-            return compute(works)
+        def timed(scheduled):
+            self.now += self.seconds(len(scheduled), self.asked[-1])
+            return compute(scheduled)
 
         engine.compute = timed
         while engine.busy:

@@ -41,7 +41,7 @@ def test_each_reader_hears_that_its_engine_died(tiny_llama, capfd):
 
     def make():
         engine = small_engine(tiny_llama)
-        engine.compute = lambda works: 1 / 0
+        engine.compute = lambda scheduled: 1 / 0
         return engine
 
     async def read(thread):

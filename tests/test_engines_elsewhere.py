@@ -114,7 +114,7 @@ def test_a_salt_reaches_the_engine(model):
     with serving_replicas(parse(model), 1) as (door, (replica,)):
         for cache_salt, shared in (("x", 0), ("x", 8), ("y", 8)):
             assert door.post(PATH, {"prompt": [7] * 9, "cache_salt": cache_salt})[0] == 200
-            assert replica.thread.engine.scheduler.shared == shared
+            assert replica.thread.engine.scheduler.prefix_cache_hits == shared
 
 
 def test_the_process_of_the_door_collects_no_garbage_of_its_imports(monkeypatch):

@@ -39,7 +39,9 @@ def never(monkeypatch):
     """A function after which each token has its pass, as in the lesson before."""
     import infer
 
-    return lambda: monkeypatch.setattr(infer, "only_token", lambda mask: None, raising=False)
+    return lambda: monkeypatch.setattr(
+        infer, "single_allowed_token", lambda mask: None, raising=False
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"stride": 5}], ids=str)

@@ -77,7 +77,9 @@ def test_each_page_is_where_the_pool_has_it(start, tiny, tiny_windows, windows):
             check_pages(frame, engine)
             scheduler = engine.scheduler
             for row, request in zip(frame["running"], scheduler.running, strict=True):
-                assert row["computed"] == request.computed and row["start"] == request.start
+                assert (
+                    row["computed"] == request.num_computed_tokens and row["start"] == request.start
+                )
                 assert row["tokens"] == len(request.tokens)
             assert frame["queued"] == len(frame["waiting"]) == len(scheduler.waiting)
             seen.append(frame)
@@ -107,16 +109,16 @@ def test_frames_add_up_to_all_that_was_done(start, tiny, each_step):
     last = seen[-1]
     works = [row["work"] for frame in seen for row in rows_of(frame)]
     positions, drafts, accepted, tokens = (sum(column) for column in zip(*works))
-    assert positions == engine.positions == last["positions"]
-    assert drafts == engine.drafted == last["drafted"] > 0
-    assert accepted == engine.accepted == last["accepted"] > 0
+    assert positions == engine.num_computed_tokens == last["positions"]
+    assert drafts == engine.num_draft_tokens == last["drafted"] > 0
+    assert accepted == engine.num_accepted_tokens == last["accepted"] > 0
     assert tokens == 3 * 12
     preempted = [number for frame in seen for number in frame["preempted"]]
-    assert len(preempted) == engine.scheduler.preemptions == last["preemptions"] > 0
+    assert len(preempted) == engine.scheduler.num_preemptions == last["preemptions"] > 0
     for frame in seen:  # who was preempted waits, and has nothing
         waiting = {row["number"]: row for row in frame["waiting"]}
         assert all(waiting[number]["computed"] == 0 for number in frame["preempted"])
-    assert last["steps"] == engine.steps and last["shared"] == engine.scheduler.shared
+    assert last["steps"] == engine.steps and last["shared"] == engine.scheduler.prefix_cache_hits
     assert [row["reason"] for frame in seen for row in frame["over"]] == ["length"] * 3
 
 
@@ -150,7 +152,7 @@ def test_who_is_preempted_and_runs_again_in_the_same_step_is_told(start, each_st
     seen = until_over(frames, 2)
     assert seen[1]["preempted"] == [2] == [row["number"] for row in seen[1]["running"]][1:]
     told = [number for frame in seen for number in frame["preempted"]]
-    assert len(told) == door.thread.engine.scheduler.preemptions
+    assert len(told) == door.thread.engine.scheduler.num_preemptions
 
 
 def test_a_client_that_leaves_is_seen_to(start):

@@ -166,7 +166,7 @@ def test_the_engine_writes_the_texts_of_own_runs(tiny, compiled, in_c):
     options = {"drafter": knowing(model, wrong=(4, 9)), "page_size": 4, "num_pages": 12}
     engine, requests = make_engine(model, prompts, params, **options)
     finish(engine)
-    assert [request.output for request in requests] == expected and engine.accepted > 10
+    assert [request.output for request in requests] == expected and engine.num_accepted_tokens > 10
 
 
 def test_a_model_that_drafts_for_itself_has_each_draft_accepted(tiny):
@@ -177,7 +177,7 @@ def test_a_model_that_drafts_for_itself_has_each_draft_accepted(tiny):
     options = {"drafter": PagedDrafter(model, model), "max_num_seqs": 3}
     engine, _ = make_engine(model, [[1], [2, 3], [4]], params, **options)
     finish(engine)
-    assert engine.accepted == engine.drafted > 0
+    assert engine.num_accepted_tokens == engine.num_draft_tokens > 0
 
 
 def test_reported_log_probabilities_are_the_models_own(tiny):

@@ -108,9 +108,9 @@ def test_pages_chunks_and_drafts_change_nothing(tiny, options):
     )
     finish(engine)
     if "num_pages" in options:
-        assert engine.scheduler.preemptions
+        assert engine.scheduler.num_preemptions
     if "drafter" in options:
-        assert engine.accepted and engine.drafted > engine.accepted
+        assert engine.num_accepted_tokens and engine.num_draft_tokens > engine.num_accepted_tokens
     check_texts(model, requests)
     for request in requests:
         check(model, request, 2)
@@ -138,7 +138,7 @@ def test_a_text_that_ends_in_mid_draft_has_none_for_the_rest(tiny, computed):
     engine, (request,) = ask(model, [[4]], [params], [1], drafter=drafter, gamma=16)
     finish(engine)
     assert request.finish_reason == "stop" and request.output == text[:7]
-    assert len(computed) == len(request.output) < engine.accepted
+    assert len(computed) == len(request.output) < engine.num_accepted_tokens
     check(model, request, 1)
 
 

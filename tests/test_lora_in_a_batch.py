@@ -117,7 +117,7 @@ def test_histories(request, kind, seed):
     options["drafter"] = (None, LookupDrafter(), PagedDrafter(build(), model))[seed]
     engine, _ = make_engine(model, [], [], **options)
     requests = add_at_random(engine, chance, NAMES, ("", "x"))
-    assert engine.scheduler.shared > 0 and engine.scheduler.preemptions > 0
+    assert engine.scheduler.prefix_cache_hits > 0 and engine.scheduler.num_preemptions > 0
     assert {request.adapter for request in requests} == set(NAMES)
     check_own(model, requests)
 
@@ -130,10 +130,10 @@ def test_prefixes_are_shared_with_one_adapter_only(build):
     for adapter in ("", "a", "b", "ab"):
         for cache_salt in ("", "a", "b", "\0", "\0a\0", "\0\0", "\0a\0b"):
             for again in (False, True):
-                before = engine.scheduler.shared
+                before = engine.scheduler.prefix_cache_hits
                 request = engine.add(prompt, params_of(9, 1), cache_salt, adapter)
                 finish(engine)
-                assert engine.scheduler.shared - before == 8 * again
+                assert engine.scheduler.prefix_cache_hits - before == 8 * again
                 assert request.output == own_text(model, request)
                 seen.add((adapter, tuple(request.output)))
     assert len(seen) == 4 == len({text for _, text in seen})

@@ -81,7 +81,7 @@ def test_each_text_is_that_of_its_own_run(model, options):
 
     engine = Engine(model, encoding=letters(), **options)
     check(model, engine)
-    assert bool(engine.scheduler.preemptions) == ("num_pages" in options)
+    assert bool(engine.scheduler.num_preemptions) == ("num_pages" in options)
 
 
 @pytest.mark.parametrize("kind", ["model", "lookup", "wrong"])
@@ -118,7 +118,7 @@ def test_drafts_that_may_not_follow_are_not_computed(model, tiny_llama, kind):
     finally:
         model.runner.choose = choose
     assert seen and all(seen)
-    assert engine.drafted
+    assert engine.num_draft_tokens
     for request in requests:
         prompt = request.tokens[: request.prompt_length]
         assert request.output == own_run(model, prompt, request.params)
@@ -201,9 +201,9 @@ def test_tokens_without_a_pass_are_no_merit_of_drafts(model):
     from sampling import SamplingParams
 
     class Watched(Trials):
-        def note(self, works, tokens):
+        def note(self, scheduled, tokens):
             noted.append(tokens)
-            assert 1 <= tokens <= sum(len(work.drafts) + 1 for work in works)
+            assert 1 <= tokens <= sum(len(entry.drafts) + 1 for entry in scheduled)
 
     noted = []
     engine = Engine(model, encoding=letters(), drafter=LookupDrafter(), trials=Watched())
@@ -211,7 +211,7 @@ def test_tokens_without_a_pass_are_no_merit_of_drafts(model):
     request = engine.add([1, 2], SamplingParams(40, grammar=grammar))
     while engine.busy:
         engine.step()
-    assert sum(noted) == engine.chosen < len(request.output)
+    assert sum(noted) == engine.num_sampled_tokens < len(request.output)
 
 
 @pytest.mark.parametrize(

@@ -142,10 +142,10 @@ def test_preemptions_and_drafts_are_the_engines(start):
     write(door, [7] * 8, [3] * 8, random_tokens(6), tokens=9)
     engine = door.thread.engine
     found = counts(door)
-    assert found["num_preemptions_total"] == engine.scheduler.preemptions > 0
-    assert found["prefix_cache_hits_total"] == engine.scheduler.shared
-    assert found["spec_decode_num_draft_tokens_total"] == engine.drafted > 0
-    assert found["spec_decode_num_accepted_tokens_total"] == engine.accepted
+    assert found["num_preemptions_total"] == engine.scheduler.num_preemptions > 0
+    assert found["prefix_cache_hits_total"] == engine.scheduler.prefix_cache_hits
+    assert found["spec_decode_num_draft_tokens_total"] == engine.num_draft_tokens > 0
+    assert found["spec_decode_num_accepted_tokens_total"] == engine.num_accepted_tokens
     assert found["generation_tokens_total"] == 27
     assert found["prompt_tokens_total"] == 22  # once each, however often they were computed
 
@@ -188,4 +188,4 @@ def test_what_is_looked_up_past_the_window_is_the_window(tiny):
     """The last 12 of 20 tokens, in a window of 16 that moves by 8."""
     engine, _ = make_engine(tiny(), [random_tokens(20)], greedy(1), page_size=4)
     finish(engine)
-    assert engine.scheduler.looked_up == 12
+    assert engine.scheduler.prefix_cache_queries == 12

@@ -32,7 +32,7 @@ def test_the_texts_are_the_same_for_every_pool_size(build, params):
         engine, requests = make_engine(model, prompts, each, num_pages=num_pages, page_size=3)
         finish(engine)
         check_texts(model, requests)
-        counts.append(engine.scheduler.preemptions)
+        counts.append(engine.scheduler.num_preemptions)
     assert counts[0] > 0 and counts[-1] == 0
 
 
@@ -48,12 +48,12 @@ def test_the_youngest_gives_its_pages_back_and_is_computed_again(tiny):
     _, b = requests
     # A page each; then the first takes the last page, so none is left for b.
     assert letters(engine, requests, 2) == ["AB", "A"]
-    assert list(engine.scheduler.waiting) == [b] and b.pages == [] and b.computed == 0
+    assert list(engine.scheduler.waiting) == [b] and b.pages == [] and b.num_computed_tokens == 0
     assert len(b.output) == 1 and b.finish_reason is None  # its token stays
-    assert engine.scheduler.preemptions == 1
+    assert engine.scheduler.num_preemptions == 1
     assert letters(engine, requests) == ["A"] * 3 + ["B"] * 4
     # Twice 4, 4 times 1 for each, and the 4 of b again, or found where they were.
-    assert engine.positions + engine.scheduler.shared == 8 + 8 + 4
+    assert engine.num_computed_tokens + engine.scheduler.prefix_cache_hits == 8 + 8 + 4
 
 
 def test_not_the_oldest_even_if_it_is_the_largest(tiny):
@@ -62,7 +62,7 @@ def test_not_the_oldest_even_if_it_is_the_largest(tiny):
     assert [len(request.pages) for request in requests] == [6, 1, 1]
     assert len(engine.step()) == 2
     assert [len(request.pages) for request in requests] == [7, 1, 0]
-    assert list(engine.scheduler.waiting) == requests[2:] and engine.scheduler.preemptions == 1
+    assert list(engine.scheduler.waiting) == requests[2:] and engine.scheduler.num_preemptions == 1
 
 
 def test_two_in_one_step_wait_in_their_order(tiny):
@@ -70,7 +70,7 @@ def test_two_in_one_step_wait_in_their_order(tiny):
     # All need a page. The first two have those of the fourth, and the third then has none but
     # its own to give.
     assert letters(engine, requests, 2) == ["ABCD", "AB"]
-    assert list(engine.scheduler.waiting) == requests[2:] and engine.scheduler.preemptions == 2
+    assert list(engine.scheduler.waiting) == requests[2:] and engine.scheduler.num_preemptions == 2
 
 
 def test_in_every_step_the_oldest_gets_a_token_and_none_overtakes(tiny):
@@ -85,7 +85,7 @@ def test_in_every_step_the_oldest_gets_a_token_and_none_overtakes(tiny):
             assert got == left[: len(got)] and got
             left = [request for request in requests if request.finish_reason is None]
             assert [*engine.scheduler.running, *engine.scheduler.waiting] == left
-        assert engine.scheduler.preemptions > 2
+        assert engine.scheduler.num_preemptions > 2
 
 
 def test_a_preempted_request_is_the_first_to_run_again(tiny):
@@ -109,7 +109,7 @@ def test_the_smallest_pool_writes_all_texts_in_the_end(tiny):
     assert all(steps) and len("".join(steps)) == 8 * 20  # each token is in one event
     assert all(len(request.output) == 20 for request in requests)
     assert {request.finish_reason for request in requests} == {"length"}
-    assert engine.scheduler.preemptions > 3
+    assert engine.scheduler.num_preemptions > 3
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_penalties_still_know_the_prompt_from_the_output(tiny, field, value):
     plain = request_params(3, max_new_tokens=11)
     assert own_texts(model, prompts, params) != own_texts(model, prompts, plain)
     engine, requests = make_engine(model, prompts, params, num_pages=8, page_size=2)
-    while not engine.scheduler.preemptions:
+    while not engine.scheduler.num_preemptions:
         engine.step()
     assert engine.scheduler.waiting[0].output
     finish(engine)
@@ -147,7 +147,7 @@ def test_a_hop_gives_pages_back(tiny):
 def test_an_aborted_request_leaves_no_page_behind(tiny, row):
     """It runs, or it was preempted."""
     engine, requests = make_greedy(tiny(), [4, 3, 3], 6, num_pages=5, page_size=2)
-    while not engine.scheduler.preemptions:
+    while not engine.scheduler.num_preemptions:
         engine.step()
     assert engine.scheduler.running and engine.scheduler.waiting
     output = list(requests[row].output)
@@ -167,7 +167,7 @@ def test_a_pass_that_fails_ends_no_preempted_request(tiny):
     assert event.request is requests[0] and event.finish_reason == "error"
     finish(engine)
     check_texts(model, requests)
-    assert len(requests[1].output) == 5 and engine.scheduler.preemptions == 1
+    assert len(requests[1].output) == 5 and engine.scheduler.num_preemptions == 1
 
 
 def test_the_command_line_counts_preemptions_and_writes_the_same(cli, engine_cli, tiny_checkpoint):

@@ -151,7 +151,7 @@ def test_pages_found_are_those_that_an_engine_finds(tiny):
         engine.add(prompt, SamplingParams(max_new_tokens=1))
         while engine.busy:
             engine.step()
-    assert engine.scheduler.shared == expected > 0
+    assert engine.scheduler.prefix_cache_hits == expected > 0
 
 
 def test_it_is_what_chooses_if_nothing_is_said():

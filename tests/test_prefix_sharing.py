@@ -28,10 +28,10 @@ def finish(engine, requests):
 
 def shared(engine, prompt, max_new_tokens=1, cache_salt=""):
     """Write a text: how many of its positions were there. All others must have been computed."""
-    before = engine.scheduler.shared, engine.positions
+    before = engine.scheduler.prefix_cache_hits, engine.num_computed_tokens
     finish(engine, [add(engine, prompt, max_new_tokens, cache_salt)])
-    found = engine.scheduler.shared - before[0]
-    computed = engine.positions - before[1]
+    found = engine.scheduler.prefix_cache_hits - before[0]
+    computed = engine.num_computed_tokens - before[1]
     assert found + computed == len(prompt) + max_new_tokens - 1
     return found
 
@@ -59,7 +59,7 @@ def test_shared_or_not_the_texts_are_those_of_generate(model, page_size):
             for row in range(6)
         ]
         finish(engine, requests)
-        counts.append((engine.positions, engine.scheduler.shared))
+        counts.append((engine.num_computed_tokens, engine.scheduler.prefix_cache_hits))
     (on, found), (off, repeated) = counts
     assert on + found == off + repeated  # computed or found, all positions were needed
     assert found > repeated if page_size < 16 else found == repeated == 0
@@ -106,7 +106,7 @@ def test_a_running_text_shares_and_may_leave_first(build):
     step(engine)
     assert second.pages[:2] == third.pages[:2] == first.pages[:2]
     assert len({second.pages[2], third.pages[2], first.pages[2]}) == 3
-    assert (engine.positions, engine.scheduler.shared) == (10 + 1 + 2 + 3, 16)
+    assert (engine.num_computed_tokens, engine.scheduler.prefix_cache_hits) == (10 + 1 + 2 + 3, 16)
     engine.abort(first)
     check_pages(engine)
     engine.step()
@@ -120,12 +120,12 @@ def test_two_texts_of_one_step_do_not_share_what_is_not_computed_yet(build):
     first = add(engine, prompt_of(10), 6)
     second = add(engine, prompt_of(10), 3)
     step(engine)
-    assert (engine.positions, engine.scheduler.shared) == (20, 0)
+    assert (engine.num_computed_tokens, engine.scheduler.prefix_cache_hits) == (20, 0)
     # Computed twice, kept once.
     assert first.pages[:2] == second.pages[:2] and first.pages[2] != second.pages[2]
     third = add(engine, prompt_of(10), 2)
     finish(engine, [first, second, third])
-    assert engine.scheduler.shared == 8
+    assert engine.scheduler.prefix_cache_hits == 8
     # Pages of the first or the second, whichever came before.
     assert shared(engine, first.tokens[:13]) == 12
 
@@ -207,9 +207,9 @@ def test_pages_that_are_found_do_not_count_as_free(tiny):
     assert shared(engine, prompt) == 0
     requests = [add(engine, [7], 2), add(engine, prompt[:4] + [7, 8, 9], 2)]
     step(engine)
-    assert requests[1].pages == [] and engine.scheduler.shared == 0
+    assert requests[1].pages == [] and engine.scheduler.prefix_cache_hits == 0
     finish(engine, requests)
-    assert engine.scheduler.shared == 4 and engine.scheduler.preemptions == 0
+    assert engine.scheduler.prefix_cache_hits == 4 and engine.scheduler.num_preemptions == 0
 
 
 def test_pages_in_use_are_found_even_if_none_is_free(tiny):
@@ -220,7 +220,10 @@ def test_pages_in_use_are_found_even_if_none_is_free(tiny):
     # Two pages of the first text, and the last one that is free.
     second = add(engine, prompt[:4] + [9], 1)
     engine.step()
-    assert second.output and (engine.positions, engine.scheduler.shared) == (7 + 1 + 1, 4)
+    assert second.output and (engine.num_computed_tokens, engine.scheduler.prefix_cache_hits) == (
+        7 + 1 + 1,
+        4,
+    )
     finish(engine, [first, second])
 
 
@@ -249,7 +252,7 @@ def test_texts_of_one_beginning_in_a_pool_that_is_too_small_for_all(model, page_
         engine.abort(request)
         check_pages(engine)
     finish(engine, requests)
-    assert engine.scheduler.preemptions and engine.scheduler.shared
+    assert engine.scheduler.num_preemptions and engine.scheduler.prefix_cache_hits
 
 
 @pytest.mark.parametrize("length", [3, 7])
@@ -259,8 +262,8 @@ def test_a_preempted_text_finds_what_was_not_taken(tiny, length):
     finish(engine, [add(engine, prompt_of(length, seed), 10 - length) for seed in (1, 2)])
     # Both get eight positions. The ninth of the first takes the second page of the other, whose
     # first one is left.
-    assert engine.scheduler.preemptions == 1
-    assert (engine.positions, engine.scheduler.shared) == (9 + 8 + 5, 4)
+    assert engine.scheduler.num_preemptions == 1
+    assert (engine.num_computed_tokens, engine.scheduler.prefix_cache_hits) == (9 + 8 + 5, 4)
 
 
 def test_a_window_that_hopped_begins_with_another_page(build):
@@ -269,13 +272,13 @@ def test_a_window_that_hopped_begins_with_another_page(build):
     finish(engine, [request])
     tokens = request.tokens
     # 16 positions, then from 8 to 22.
-    assert (engine.positions, engine.scheduler.shared) == (14 + 2 + 9 + 5, 0)
+    assert (engine.num_computed_tokens, engine.scheduler.prefix_cache_hits) == (14 + 2 + 9 + 5, 0)
     assert shared(engine, tokens[:14]) == 12
     assert shared(engine, tokens[8:22]) == 12
     assert shared(engine, tokens[16:22]) == 0
     long = add(engine, prompt_of(8, 1) + tokens[8:22], 1)  # its window is the same
     finish(engine, [long])
-    assert engine.scheduler.shared == 12 + 12 + 12
+    assert engine.scheduler.prefix_cache_hits == 12 + 12 + 12
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])

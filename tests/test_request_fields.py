@@ -52,7 +52,7 @@ def test_a_salt_keeps_prefixes_apart(tiny_llama):
         for cache_salt in ("a", None, "a", "b", None):
             body = {"prompt": "word " * 30, "max_tokens": 1, "cache_salt": cache_salt}
             door.post("/v1/completions", body)
-            shared.append(door.thread.engine.scheduler.shared)
+            shared.append(door.thread.engine.scheduler.prefix_cache_hits)
     assert shared[:2] == [0, 0] and shared[2] == shared[3] > 0 and shared[4] == 2 * shared[3]
 
 

@@ -26,8 +26,8 @@ def place(request) -> set[int]:
     return set(request.pages)
 
 
-def advance(scheduler, work, token: int) -> None:
-    scheduler.advance(work, [token])
+def advance(scheduler, entry, token: int) -> None:
+    scheduler.advance(entry, [token])
 
 
 def add(scheduler, *prompts: list[int], max_new_tokens: int = 6) -> list:
@@ -55,15 +55,15 @@ def by_hand(prompt: list[int], max_new_tokens: int = 6) -> list[int]:
 
 def step(scheduler) -> list:
     """Compute what is scheduled, and end texts that are long enough: request and tokens of each."""
-    works = scheduler.schedule()
-    for work in works:
-        request = work.request
-        held = scheduler.held.setdefault(work.request, [])
-        held[request.computed :] = work.tokens
-        advance(scheduler, work, follow(held))
+    scheduled = scheduler.schedule()
+    for entry in scheduled:
+        request = entry.request
+        held = scheduler.held.setdefault(entry.request, [])
+        held[request.num_computed_tokens :] = entry.tokens
+        advance(scheduler, entry, follow(held))
         if len(request.output) == request.params.max_new_tokens:
             scheduler.finish(request, "length")
-    return [(work.request, work.tokens) for work in works]
+    return [(entry.request, entry.tokens) for entry in scheduled]
 
 
 def finish_all(scheduler) -> list:
@@ -75,12 +75,12 @@ def finish_all(scheduler) -> list:
     return steps
 
 
-def who(works: list) -> list:
-    return [request for request, _ in works]
+def who(scheduled: list) -> list:
+    return [request for request, _ in scheduled]
 
 
-def widths(works: list) -> list[int]:
-    return [len(tokens) for _, tokens in works]
+def widths(scheduled: list) -> list[int]:
+    return [len(tokens) for _, tokens in scheduled]
 
 
 def test_a_prompt_and_then_token_after_token():
@@ -115,11 +115,11 @@ def test_no_more_than_max_num_seqs_and_each_in_a_place_of_its_own():
     for count in range(1, 6):  # texts of several lengths, so that rows change hands at all times
         requests += add(scheduler, [50 + count], max_new_tokens=count)
     while scheduler.waiting or scheduler.running:
-        works = scheduler.schedule()
-        places = [place(work.request) for work in works]
-        assert 1 <= len(works) <= 3 and all(places)
+        scheduled = scheduler.schedule()
+        places = [place(entry.request) for entry in scheduled]
+        assert 1 <= len(scheduled) <= 3 and all(places)
         assert len(set().union(*places)) == sum(len(one) for one in places)
-        assert len(works) == 3 or not scheduler.waiting
+        assert len(scheduled) == 3 or not scheduler.waiting
         step(scheduler)
     assert all(request.finish_reason == "length" for request in requests)
 
@@ -129,8 +129,8 @@ def test_a_prompt_joins_while_others_go_on():
     a, b = add(scheduler, [1, 2], [3, 4, 5])
     assert widths(step(scheduler)) == [2, 3]
     (c,) = add(scheduler, [6, 7, 8, 9])
-    works = step(scheduler)
-    assert who(works) == [a, b, c] and widths(works) == [1, 1, 4]
+    scheduled = step(scheduler)
+    assert who(scheduled) == [a, b, c] and widths(scheduled) == [1, 1, 4]
     assert widths(step(scheduler)) == [1, 1, 1]
 
 
@@ -139,7 +139,11 @@ def test_a_window_that_is_outgrown_is_cut_and_computed_again():
     (request,) = add(scheduler, list(range(6)), max_new_tokens=11)
     assert [widths(step(scheduler)) for _ in range(3)] == [[6], [1], [1]]
     # Nine tokens do not fit; of them the last five stay, at positions 0 to 4.
-    assert request.start == 4 and request.window == request.tokens[4:9] and request.computed == 0
+    assert (
+        request.start == 4
+        and request.context_window == request.tokens[4:9]
+        and request.num_computed_tokens == 0
+    )
     assert step(scheduler) == [(request, request.tokens[4:9])]
     assert [widths(step(scheduler)) for _ in range(4)] == [[1], [1], [1], [5]]
     assert request.start == 8
@@ -159,7 +163,7 @@ def test_no_request_overtakes_the_head_of_the_queue():
     scheduler = build(pages=5)
     a, _ = add(scheduler, [1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12], max_new_tokens=1)
     (c,) = add(scheduler, [13], max_new_tokens=1)
-    assert [work.request for work in scheduler.schedule()] == [a] and c in scheduler.waiting
+    assert [entry.request for entry in scheduler.schedule()] == [a] and c in scheduler.waiting
 
 
 @pytest.mark.parametrize("length, count, needed", [(3, 4, 3), (6, 2, 4), (8, 1, 4), (30, 30, 4)])
@@ -193,8 +197,8 @@ def test_a_running_request_ends_and_the_next_takes_its_place(reason):
     text = list(a.tokens)
     scheduler.finish(a, reason)
     assert a.finish_reason == reason and a.tokens == text
-    works = step(scheduler)
-    assert who(works) == [b, c] and widths(works) == [1, 3]
+    scheduled = step(scheduler)
+    assert who(scheduled) == [b, c] and widths(scheduled) == [1, 3]
     assert b.finish_reason is None and c.finish_reason is None
 
 
@@ -205,7 +209,7 @@ def test_a_waiting_request_ends_and_never_runs():
     scheduler.finish(b, "abort")
     assert b.finish_reason == "abort" and b.output == []
     # No row was given back for b.
-    assert [who(works) for works in finish_all(scheduler)] == [[a], [c], [c]]
+    assert [who(scheduled) for scheduled in finish_all(scheduler)] == [[a], [c], [c]]
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "abort", "error"])
@@ -242,11 +246,11 @@ def test_a_request_reads_its_text():
     from engine.request import Request
 
     request = Request([1, 2, 3, 4, 5], 2, SamplingParams(), start=1)
-    assert request.output == [3, 4, 5] and request.window == [2, 3, 4, 5]
-    assert request.finish_reason is None and request.computed == 0
+    assert request.output == [3, 4, 5] and request.context_window == [2, 3, 4, 5]
+    assert request.finish_reason is None and request.num_computed_tokens == 0
 
 
 def test_a_request_that_never_runs_has_its_whole_text_in_its_window():
     (request,) = add(build(), [1, 2, 3], max_new_tokens=0)
     assert request.finish_reason == "length"
-    assert request.window == request.lacking == [1, 2, 3] and request.length == 3
+    assert request.context_window == request.uncomputed_tokens == [1, 2, 3] and request.length == 3

@@ -178,7 +178,7 @@ def test_a_shared_prefix_is_that_of_its_own_run(build, dtype):
     params = request_params(3, max_new_tokens=4, temperature=0.8)
     engine, requests = make_engine(model, [prompt] * 3, params, **options)
     finish(engine)
-    assert engine.scheduler.shared == 24
+    assert engine.scheduler.prefix_cache_hits == 24
     own = own_texts(model, [prompt] * 3, params, None, dtype)
     assert [request.output for request in requests] == own
 

@@ -139,7 +139,7 @@ def test_nothing_after_the_stop_string_is_computed(model):
     assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["stop"]
     assert [token for event in events for token in event.tokens] == tokens
     assert engine.steps == len(events) == len(tokens)
-    assert engine.positions == len(prompt) + len(tokens) - 1
+    assert engine.num_computed_tokens == len(prompt) + len(tokens) - 1
 
 
 def test_a_stop_string_within_accepted_drafts_ends_the_text_there(model):
@@ -151,7 +151,7 @@ def test_a_stop_string_within_accepted_drafts_ends_the_text_there(model):
         options = {"drafter": PagedDrafter(model, model), "gamma": 6}
         engine, request, events = check_stopped(model, prompt, [text[end - 2 : end]], **options)
         assert request.finish_reason == "stop"
-        assert engine.accepted >= len(request.output) - engine.steps
+        assert engine.num_accepted_tokens >= len(request.output) - engine.steps
         lengths.add(len(events[-1].tokens))
     assert len(lengths) > 3 and min(lengths) < 4
 

@@ -11,7 +11,7 @@ from natives import of_kind
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "native", "int8"])
 
 
-def windowed(build, backend, windows=(5, 9), **shape):
+def sliding_model(build, backend, windows=(5, 9), **shape):
     """A model whose layers all have windows."""
     model = build(
         dtype=torch.float64 if backend == "torch" else torch.float32, windows=windows, **shape
@@ -35,7 +35,7 @@ def run(engine) -> int:
 @BACKENDS
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_a_long_text_holds_what_its_windows_see(tiny_windows, compiled, backend, page_size):
-    model = windowed(tiny_windows, backend, block_size=200)
+    model = sliding_model(tiny_windows, backend, block_size=200)
     params = request_params(1, max_new_tokens=180)
     engine, (request,) = make_engine(model, [[1, 2, 3]], params, page_size=page_size)
     # After a step up to position p: p - 7 to p, which p + 1 sees besides itself.
@@ -50,7 +50,7 @@ def check_four_texts(tiny_windows, windows, all_run):
     params = request_params(4, max_new_tokens=80)
     engine, requests = make_engine(model, prompts, params, page_size=4, num_pages=24)
     run(engine)
-    assert (engine.scheduler.preemptions == 0) == all_run
+    assert (engine.scheduler.num_preemptions == 0) == all_run
     assert [request.output for request in requests] == own_texts(model, prompts, params)
 
 
@@ -65,7 +65,7 @@ def test_still_a_layer_that_sees_all_keeps_all_pages(tiny_windows):
 @BACKENDS
 def test_a_prefix_is_found_without_its_first_pages(tiny_windows, compiled, backend):
     """Others have taken them since."""
-    model = windowed(tiny_windows, backend, block_size=200)
+    model = sliding_model(tiny_windows, backend, block_size=200)
     prompt = random_tokens(60)
     params = request_params(3, max_new_tokens=30)
     engine, (first,) = make_engine(model, [prompt], params[:1], page_size=4, num_pages=26)
@@ -76,11 +76,11 @@ def test_a_prefix_is_found_without_its_first_pages(tiny_windows, compiled, backe
     assert pool.find_cached(prompt[:-1], "") == []
     assert [p is None for p in pool.find_cached(prompt[:-1], "", 9)] == [True] * 12 + [False] * 2
     pool.free_after(taken, 0)
-    before = engine.positions
+    before = engine.num_computed_tokens
     second = engine.add(prompt, params[1])
     third = engine.add(prompt + first.output[:8], params[2])
     finish(engine)
-    assert engine.positions - before == (4 + 29) + (4 + 29)
+    assert engine.num_computed_tokens - before == (4 + 29) + (4 + 29)
     prompts = [prompt, prompt, prompt + first.output[:8]]
     outputs = [request.output for request in (first, second, third)]
     assert outputs == own_texts(model, prompts, params)
@@ -143,7 +143,7 @@ def test_still_any_texts_are_those_of_their_own_runs(
     from engine.drafter import LookupDrafter
 
     if backend not in MODELS:
-        MODELS[backend] = windowed(tiny_windows, backend)
+        MODELS[backend] = sliding_model(tiny_windows, backend)
     model = MODELS[backend]
     prompts = [random_tokens(length, 5, seed=seed) for seed, length, _ in texts]
     params = [request_params(1, max_new_tokens=count)[0] for _, _, count in texts]

@@ -70,9 +70,9 @@ class Server:
             begin, end = self.stall
             if begin <= loop.time() < end:
                 await asyncio.sleep(end - loop.time())
-            before = self.engine.positions
+            before = self.engine.num_computed_tokens
             events = self.engine.step()
-            await asyncio.sleep(self.seconds(self.engine.positions - before))
+            await asyncio.sleep(self.seconds(self.engine.num_computed_tokens - before))
             for event in events:
                 self.exchanges[event.request].times.append(loop.time())
                 if event.finish_reason:

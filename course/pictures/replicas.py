@@ -39,7 +39,7 @@ def side_by_side(ids: list[int], count: int, rows: int) -> Record:
     while any(engine.busy for engine in engines):
         for engine, seen in zip(engines, steps):
             engine.step()
-            now = [requests.index(work.request) + 1 for work in engine.works]
+            now = [requests.index(entry.request) + 1 for entry in engine.scheduled]
             seen.append(runs.seat(seen[-1] if seen else [None] * rows, now))
     return Record(
         steps=steps,  # of each engine, each step: who has each row
@@ -105,7 +105,7 @@ def route(asked: list[tuple[int, list[int]]], by_prefix: bool) -> list[Record]:
         chosen = best if by_prefix else call % ENGINES
         prefixes.sent(chosen, str(call), [prompt], "")
         engine = engines[chosen]
-        before = engine.scheduler.shared
+        before = engine.scheduler.prefix_cache_hits
         engine.add(prompt, SamplingParams(2, ignore_eos=True))
         while engine.busy:
             engine.step()
@@ -115,7 +115,7 @@ def route(asked: list[tuple[int, list[int]]], by_prefix: bool) -> list[Record]:
                 beginning=beginning,
                 engine=chosen,
                 length=len(prompt),
-                found=engine.scheduler.shared - before,
+                found=engine.scheduler.prefix_cache_hits - before,
             )
         )
     return sent

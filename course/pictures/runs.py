@@ -178,7 +178,9 @@ def play(engine: Engine, arrivals: list[Arrival], *shows: str) -> Run:
             stage.texts[engine.add(*asked)] = Numbered(stage, 0, number)
         live.due = 0.0  # a frame for each step
         live.stepped(engine.step())
-        drafts.append({stage.texts[work.request].number: work.drafts for work in engine.works})
+        drafts.append(
+            {stage.texts[entry.request].number: entry.drafts for entry in engine.scheduled}
+        )
     scheduler = engine.scheduler
     setup = {
         "max_num_seqs": scheduler.max_num_seqs,

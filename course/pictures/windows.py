@@ -118,7 +118,7 @@ def record_pages(prompt: str, windows: tuple = ()) -> list[Record]:
     while engine.busy:
         engine.step()
         if len(request.tokens) % EVERY == 0 and request.finish_reason is None:
-            tables = [[page is not None for page in table] for table in request.tables]
+            tables = [[page is not None for page in table] for table in request.page_tables]
             found.append(Record(length=len(request.tokens), tables=tables))
     return found
 

@@ -32,7 +32,7 @@ def test_accepted_drafts_after_the_end_are_none_of_the_text(start, tiny):
     engine = door.thread.engine
     works = [row["work"] for frame in seen for row in rows_of(frame)]
     assert [sum(column) for column in zip(*works)] == [len(PROMPT) + 5, 4, 2, 3]
-    assert engine.drafted == engine.accepted == 4
+    assert engine.num_draft_tokens == engine.num_accepted_tokens == 4
 
 
 def test_a_text_that_fails_is_counted_too(start, tiny):
@@ -57,7 +57,7 @@ def test_who_was_computed_and_waits_is_in_the_frame(start, monkeypatch):
             if door.thread.engine.busy:
                 frame = live_of(door).frame(0.0)
                 works = [row["work"][0] for row in rows_of(frame)]
-                assert sum(works) == door.thread.engine.positions
+                assert sum(works) == door.thread.engine.num_computed_tokens
                 waited.extend(frame["waiting"])
 
     door.thread.observers.append(Check())
@@ -70,14 +70,14 @@ def test_a_pass_that_fails_leaves_no_works(tiny):
     engine = Engine(tiny())
     engine.add([1, 2, 3], SamplingParams(max_new_tokens=4))
     engine.step()
-    assert [work.tokens for work in engine.works] == [[1, 2, 3]]
+    assert [entry.tokens for entry in engine.scheduled] == [[1, 2, 3]]
 
-    def fail(works):
+    def fail(scheduled):
         raise MemoryError
 
     engine.compute = fail
     (event,) = engine.step()
-    assert event.error and engine.works == []
+    assert event.error and engine.scheduled == []
 
 
 def test_who_does_not_read_is_cut_off(start, monkeypatch):

@@ -20,7 +20,7 @@ def ask(door, prompt: list[int]) -> str:
 def test_hits_are_those_of_one_engine(servers):
     door, _, one = servers
     before = samples(door, "prefix_cache_hits_total")
-    expected = -one.thread.engine.scheduler.shared
+    expected = -one.thread.engine.scheduler.prefix_cache_hits
     prompts = [
         random_tokens(30, seed=group) + random_tokens(9, seed=100 + turn)
         for turn in range(5)
@@ -28,7 +28,7 @@ def test_hits_are_those_of_one_engine(servers):
     ]
     for prompt in prompts:
         assert ask(door, prompt) == ask(one, prompt)
-    expected += one.thread.engine.scheduler.shared
+    expected += one.thread.engine.scheduler.prefix_cache_hits
     found = samples(door, "prefix_cache_hits_total")
     assert sum(found.values()) - sum(before.values()) == expected >= 6 * 4 * 28
     assert all(found[name] > before[name] for name in found)  # each engine has some of the six
