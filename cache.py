@@ -23,7 +23,7 @@ class Span(NamedTuple):
 class KVCache:
     """The keys and values of a batch of rows, of any lengths, in one tensor, allocated once.
 
-    storage: (n_layer, 2, batch_size, n_kv_head, max_len, stored_width of head_dim).
+    storage: (n_layer, 2, batch_size, n_kv_head, max_len, stored_head_dim of head_dim).
     max_len: positions in a row; None: block_size. dtype: of the storage; None: the model's. tokens:
     what each row holds, position 0 first; anything after them in the storage is stale. Raises
     UserError if it does not fit in memory.
@@ -39,7 +39,7 @@ class KVCache:
         config = model.config
         dtype = dtype or model.dtype
         max_len = config.block_size if max_len is None else max_len
-        width = stored_width(config.head_dim, dtype)
+        width = stored_head_dim(config.head_dim, dtype)
         shape = (config.n_layer, 2, batch_size, config.n_kv_head, max_len, width)
         try:
             # Zeros: a masked position has weight 0, but 0 times a NaN in stale memory would be NaN.
@@ -54,14 +54,14 @@ class KVCache:
             count = f"{math.prod(shape) * size:,} bytes"
             raise UserError(f"a cache of {count} does not fit in memory: {factors}") from None
         self.tokens = [[] for _ in range(batch_size)]
-        self.windows = layer_windows(config)
+        self.sliding_windows = layer_sliding_windows(config)
 
     @property
     def storages(self) -> list[torch.Tensor]:
-        """Those of each kind of layers, as in `layer_kinds`: here one for all."""
+        """Those of each kind of layers, as in `kv_cache_group_ids`: here one for all."""
         return [self.storage]
 
-    def select(self, rows: list[int]) -> None:
+    def reorder(self, rows: list[int]) -> None:
         """Row i becomes a copy of what row rows[i] held.
 
         A row may be taken often or never, and their number may change.
@@ -71,19 +71,19 @@ class KVCache:
             self.storage = self.storage[:, :, rows]
         elif moved:
             # In place, and only what is in use: a decode step takes less time than a whole copy.
-            used = self.storage[..., : max(len(held) for held in self.tokens), :]
+            used = self.storage[..., : max(len(cached) for cached in self.tokens), :]
             used[:, :, moved] = used[:, :, [rows[row] for row in moved]]
-        # Each row gets a list of its own: `match` cuts them.
+        # Each row gets a list of its own: `truncate_to_prefix` changes them.
         self.tokens = [list(self.tokens[row]) for row in rows]
 
-    def match(self, windows: list[list[int]], keep: int = 1) -> list[int]:
+    def truncate_to_prefix(self, windows: list[list[int]], keep: int = 1) -> list[int]:
         """Keep what each row shares with its window, except the window's last `keep` tokens.
 
         Returns how many positions are left in each row.
         """
-        for held, window in zip(self.tokens, windows, strict=True):
-            del held[shared_length(held, window[:-keep]) :]
-        return [len(held) for held in self.tokens]
+        for cached, tokens in zip(self.tokens, windows, strict=True):
+            del cached[common_prefix_length(cached, tokens[:-keep]) :]
+        return [len(cached) for cached in self.tokens]
 
     def spans(self, new: list[list[int]], rows: list[int] | None = None) -> list[Span]:
         """What a pass computes that appends new tokens to these rows, None for all.
@@ -98,10 +98,10 @@ class KVCache:
         if len(set(rows)) < len(rows) or not all(new):
             rule = "each row may be there once, with at least one token"
             raise ValueError(f"rows are {rows}, new tokens {new}; {rule}")
-        self.planned = list(zip(rows, new))
+        self.pending = list(zip(rows, new))
         return [Span([row], start, tokens) for row, start, tokens in zip(rows, starts, new)]
 
-    def arrange(self, spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    def prepare(self, spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """Plan a pass: its tokens, (B, T), their positions, and where each span ends in them.
 
         T is the length of the longest span. A shorter one is padded with its last token, at that
@@ -119,31 +119,33 @@ class KVCache:
         in_step = rows == everything and len(set(starts)) == len(set(stops)) == 1
         if in_step:  # such as a single row: a slice takes less time than an index
             positions = torch.arange(end - T, end, device=device)[None]  # (1, T)
-            self.slots = slice(None), slice(end - T, end)
+            self.slot_mapping = slice(None), slice(end - T, end)
         else:
             last = torch.tensor(stops)[:, None] - 1
             positions = torch.tensor(starts)[:, None] + torch.arange(T)
             positions = positions.minimum(last).to(device)  # (B, T)
-            self.slots = torch.tensor(rows, device=device)[:, None], positions
-        self.views = {}  # of each window: the first key that is read, and which keys are seen
-        for window in set(self.windows):
-            first = first_seen(min(starts), window)
-            mask = None  # one new token of rows in step sees all that is read
+            self.slot_mapping = torch.tensor(rows, device=device)[:, None], positions
+        self.kv_views = {}  # of each window: the first key that is read, and which keys are seen
+        for sliding_window in set(self.sliding_windows):
+            first = first_visible_position(min(starts), sliding_window)
+            mask = None  # (B or 1, 1, T, keys); one new token of rows in step sees all
             if T > 1 or not in_step:
                 # Not is_causal: it would line up the first new query with the first key of all.
                 keys = torch.arange(first, end, device=device)
-                mask = seen(positions[:, None, :, None], keys, window)  # (B or 1, 1, T, keys)
-            self.views[window] = first, mask
-        self.rows = slice(None) if rows == everything else torch.tensor(rows, device=device)
+                mask = make_causal_mask(positions[:, None, :, None], keys, sliding_window)
+            self.kv_views[sliding_window] = first, mask
+        self.batch_indices = (
+            slice(None) if rows == everything else torch.tensor(rows, device=device)
+        )
         # Per layer: keys, then values.
-        self.visible = self.storage[..., :end, :].flatten(0, 1).unbind()
+        self.keys_values = self.storage[..., :end, :].flatten(0, 1).unbind()
         tokens = [each + each[-1:] * (T - len(each)) for each in new]
         ends = [T * index + len(each) for index, each in enumerate(new)]
         return torch.tensor(tokens, device=device), positions, ends
 
-    def record(self) -> None:
+    def commit(self) -> None:
         """The pass of the last spans is complete: its keys and values are in the storage."""
-        for row, tokens in self.planned:
+        for row, tokens in self.pending:
             self.tokens[row] = self.tokens[row] + tokens
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -151,16 +153,16 @@ class KVCache:
 
         All shapes are (B, T, heads, head_dim).
         """
-        keys, values = self.visible[2 * layer : 2 * layer + 2]
-        keys.transpose(1, 2)[self.slots] = to_stored(k, keys.dtype)
-        values.transpose(1, 2)[self.slots] = to_stored(v, values.dtype)
-        first, mask = self.views[self.windows[layer]]
-        keys = keys[:, :, first:][self.rows]
-        values = values[:, :, first:][self.rows]
-        return attend_stored(q.transpose(1, 2), keys, values, mask).transpose(1, 2)
+        keys, values = self.keys_values[2 * layer : 2 * layer + 2]
+        keys.transpose(1, 2)[self.slot_mapping] = to_cache_dtype(k, keys.dtype)
+        values.transpose(1, 2)[self.slot_mapping] = to_cache_dtype(v, values.dtype)
+        first, mask = self.kv_views[self.sliding_windows[layer]]
+        keys = keys[:, :, first:][self.batch_indices]
+        values = values[:, :, first:][self.batch_indices]
+        return cached_attention(q.transpose(1, 2), keys, values, mask).transpose(1, 2)
 
 
-def stored_width(head_dim: int, dtype: torch.dtype) -> int:
+def stored_head_dim(head_dim: int, dtype: torch.dtype) -> int:
     """How many numbers of this dtype a key or value takes in a cache.
 
     In int8 it is filled up to whole floats, and the last one is its scale.
@@ -168,7 +170,7 @@ def stored_width(head_dim: int, dtype: torch.dtype) -> int:
     return head_dim + -head_dim % 4 + 4 if dtype == torch.int8 else head_dim
 
 
-def to_stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def to_cache_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Keys or values, (..., head_dim), as a cache of this dtype holds them.
 
     Each is rounded by itself; for int8 it is turned first, because keys have outliers.
@@ -179,12 +181,12 @@ def to_stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([F.pad(values, (0, -x.shape[-1] % 4)), scale[..., None].view(dtype)], dim=-1)
 
 
-def attend_stored(
+def cached_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Attention to what `to_stored` made. q: (B, heads, T, head_dim), as the result.
+    """Attention to what `to_cache_dtype` made. q: (B, heads, T, head_dim), as the result.
 
-    keys, values: (B, n_kv_head, S, stored_width); neighbouring query heads share one.
+    keys, values: (B, n_kv_head, S, stored_head_dim); neighbouring query heads share one.
     """
     D = q.shape[-1]
     turned = keys.dtype == torch.int8
@@ -200,32 +202,37 @@ def attend_stored(
     return turn_weight(out).to(q.dtype) if turned else out
 
 
-def layer_windows(config) -> tuple[int | None, ...]:
+def layer_sliding_windows(config) -> tuple[int | None, ...]:
     """The window of each layer: how many positions one sees, itself included; None: all."""
     return config.windows or (None,) * config.n_layer
 
 
-def layer_kinds(config, apart: bool) -> list[int]:
+def kv_cache_group_ids(config, separate: bool) -> list[int]:
     """The kind of each layer: 1 for one with a window, if these have pages of their own, else 0."""
-    return [int(apart and window is not None) for window in layer_windows(config)]
+    return [
+        int(separate and sliding_window is not None)
+        for sliding_window in layer_sliding_windows(config)
+    ]
 
 
-def first_seen(position: int, window: int | None) -> int:
+def first_visible_position(position: int, sliding_window: int | None) -> int:
     """The first position that one sees, in a layer with this window."""
-    return 0 if window is None else max(0, position - window + 1)
+    return 0 if sliding_window is None else max(0, position - sliding_window + 1)
 
 
-def seen(positions: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+def make_causal_mask(
+    positions: torch.Tensor, keys: torch.Tensor, sliding_window: int | None
+) -> torch.Tensor:
     """Whether each position sees each key: itself and those before it.
 
-    window: as of `layer_windows`. After Beltagy et al. 2020 (2004.05150), "Longformer: The
-    long-document transformer".
+    sliding_window: as of `layer_sliding_windows`. After Beltagy et al. 2020 (2004.05150),
+    "Longformer: The long-document transformer".
     """
     mask = keys <= positions
-    return mask if window is None else mask & (keys > positions - window)
+    return mask if sliding_window is None else mask & (keys > positions - sliding_window)
 
 
-def shared_length(a: list[int], b: list[int]) -> int:
+def common_prefix_length(a: list[int], b: list[int]) -> int:
     """How many tokens two lists have in common from the start on."""
     length = min(len(a), len(b))
     if a[:length] == b[:length]:  # nearly always, and 20 times as fast as a loop

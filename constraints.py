@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 import torch
 
-from cache import shared_length
+from cache import common_prefix_length
 from errors import UserError
 from sampling import SamplingParams
 
@@ -226,7 +226,7 @@ class ChoiceMatcher(Matcher):
         self.nodes = [choices.root]  # before the first token, and after each
 
     def allowed(self, output: list[int]) -> torch.Tensor:
-        known = shared_length(self.tokens, output)
+        known = common_prefix_length(self.tokens, output)
         del self.tokens[known:]
         del self.nodes[known + 1 :]
         for token in output[known:]:
@@ -341,7 +341,7 @@ class GrammarMatcher(Matcher):
         self.bits = numpy.zeros(-(-len(self.vocabulary.pieces) // 32) * 4, numpy.uint8)
 
     def allowed(self, output: list[int]) -> torch.Tensor:
-        known = shared_length(self.tokens, output)
+        known = common_prefix_length(self.tokens, output)
         self.state.rollback(len(self.tokens) - known)
         del self.tokens[known:]
         ends = self.vocabulary.ends

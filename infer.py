@@ -79,7 +79,7 @@ def generate(
     stride: how far the window moves when the text has outgrown it, from 1 to block_size; None is
     half of block_size.
     cache_dtype: of keys and values: float16 and int8 take half and about a quarter of float32's
-    memory; None is the model's dtype. Each key and value is rounded by itself, by `to_stored`.
+    memory; None is the model's dtype. Each key and value is rounded by itself, by `to_cache_dtype`.
     encoding: the text that each token stands for; params that ask for a form need it.
     counts: gets the number of "passes". A step in which each row has only one token that its form
     allows needs none, and draws nothing.
@@ -223,7 +223,7 @@ def beam_search(
         ):
             break
         if cache:
-            cache.select(parents[:num_beams])
+            cache.reorder(parents[:num_beams])
     return finished
 
 
@@ -239,9 +239,9 @@ def next_logits(
     """
     if min(len(window) for window in windows) < keep:
         raise ValueError(f"a window is shorter than the {keep} positions to keep")
-    known = [0] * len(windows) if cache is None else cache.match(windows, keep)
-    new = [window[length:] for window, length in zip(windows, known)]
-    # A row with many new tokens, a prompt or a window that hopped, does not make the others as long
+    num_cached = [0] * len(windows) if cache is None else cache.truncate_to_prefix(windows, keep)
+    new = [window[length:] for window, length in zip(windows, num_cached)]
+    # A row with many new tokens, a prompt or a context shift, does not make the others as long
     # as itself.
     decode = [row for row, tokens in enumerate(new) if len(tokens) == keep]
     prefill = [row for row, tokens in enumerate(new) if len(tokens) > keep]
@@ -273,7 +273,7 @@ def pass_logits(
     if cache is not None:
         spans = [span._replace(adapter=adapter) for span in cache.spans(new, rows)]
         logits = model.runner.logits(model, cache, spans, [keep] * len(new))
-        cache.record()
+        cache.commit()
         return logits.view(len(new), keep, -1)
     lengths = [len(tokens) for tokens in new]
     T = max(lengths)

@@ -108,7 +108,8 @@ def generate_speculative(
         room = start + config.block_size - len(sequence)
         count = min(gamma, room, end - len(sequence) - 1)
         drafts, q = propose(sequence, count, prompt_length)
-        # No cache is rolled back: `match` forgets refused drafts when it meets the next window.
+        # No cache is rolled back: `truncate_to_prefix` forgets refused drafts when it meets the
+        # next window.
         logits = next_logits(target, [sequence[start:] + drafts], cache, keep=len(drafts) + 1)[0]
         texts = [sequence + drafts[:index] for index in range(len(drafts) + 1)]
         lengths = [prompt_length] * len(texts)

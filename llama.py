@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from cache import layer_windows
+from cache import layer_sliding_windows
 from model import Attend, Model
 
 
@@ -133,7 +133,7 @@ rotations = functools.lru_cache(maxsize=4)(Rotations)  # a target's and its draf
 
 def local_layers(config: LlamaConfig) -> list[bool]:
     """Whether each layer has rotations with `local_theta`."""
-    return [bool(config.local_theta and window) for window in layer_windows(config)]
+    return [bool(config.local_theta and window) for window in layer_sliding_windows(config)]
 
 
 def slowed(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from adapters import Adapters, adapted
-from cache import Span, layer_windows, seen
+from cache import Span, layer_sliding_windows, make_causal_mask
 from errors import UserError
 from sampling import SamplingParams, choose
 
@@ -68,13 +68,14 @@ def causal_attention(
 ) -> torch.Tensor:
     """Each position attends to itself and those before it. All: (B, T, heads, head_dim).
 
-    k and v may have fewer heads: neighbouring query heads then share one. window: as in `seen`.
+    k and v may have fewer heads: neighbouring query heads then share one. window: as in
+    `make_causal_mask`.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, T, head_dim)
     mask = None
     if window is not None and window < q.shape[2]:
         positions = torch.arange(q.shape[2], device=q.device)
-        mask = seen(positions[:, None], positions, window)  # (T, T)
+        mask = make_causal_mask(positions[:, None], positions, window)  # (T, T)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
     ).transpose(1, 2)
@@ -94,7 +95,7 @@ class TorchRunner:
 
         Their shape is (sum of keep, vocab_size), and they are float32.
         """
-        tokens, positions, ends = cache.arrange(spans)
+        tokens, positions, ends = cache.prepare(spans)
         parts = [range(end - len(span.tokens), end) for span, end in zip(spans, ends)]
         with adapted(model, [span.adapter for span in spans], parts):
             x = model.hidden(tokens, positions, cache.attend).flatten(0, -2)  # (N, C)
@@ -210,7 +211,7 @@ class Model(nn.Module):
 
     def causal_attention(self, layer: int, q, k, v) -> torch.Tensor:
         """Call `causal_attention` with the layer's window."""
-        return causal_attention(layer, q, k, v, layer_windows(self.config)[layer])
+        return causal_attention(layer, q, k, v, layer_sliding_windows(self.config)[layer])
 
     @torch.no_grad()
     def init_weights(self, std: float = 0.02, generator: torch.Generator | None = None) -> "Model":

@@ -597,9 +597,9 @@ def check_half_precision(model, tokens: torch.Tensor, piece: int = 1, peer=None)
     cache = KVCache(model, *tokens.shape)
     pieces = []
     for new in tokens.split(piece, dim=1):
-        _, positions, _ = cache.arrange(cache.spans(new.tolist()))
+        _, positions, _ = cache.prepare(cache.spans(new.tolist()))
         pieces.append(model.hidden(new, positions, cache.attend))
-        cache.record()
+        cache.commit()
     cached = torch.cat(pieces, dim=1)
     # One row at a time: the logits of a batch may be gigabytes.
     for row, text in enumerate(tokens.split(1)):

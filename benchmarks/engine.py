@@ -309,7 +309,7 @@ def overhead(bench: Bench) -> None:
             passes = {"pass": (model.runner, "logits")}
         else:
             passes = {name: (model, name) for name in ("hidden", "head")}
-            methods["plans"] = engine.cache, "arrange"
+            methods["plans"] = engine.cache, "prepare"
         with stopwatch(model, **methods, **passes) as seconds:
             times = [time for time, _ in itertools.islice(steps(engine), STEPS)]
         computing = sum(seconds.pop(name) for name in passes)

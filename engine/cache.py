@@ -6,22 +6,22 @@ import torch
 
 from cache import (
     Span,
-    attend_stored,
-    first_seen,
-    layer_kinds,
-    layer_windows,
-    seen,
-    stored_width,
-    to_stored,
+    cached_attention,
+    first_visible_position,
+    kv_cache_group_ids,
+    layer_sliding_windows,
+    make_causal_mask,
+    stored_head_dim,
+    to_cache_dtype,
 )
 from engine.pages import page_count
 from errors import UserError
 
 
 class PagedCache:
-    """Pages of keys and values. A text's positions lie in pages anywhere; `arrange` is told which.
+    """Pages of keys and values. A text's positions lie in pages anywhere; `prepare` is told which.
 
-    storage: (n_layer, 2, num_pages, n_kv_head, page_size, stored_width of head_dim).
+    storage: (n_layer, 2, num_pages, n_kv_head, page_size, stored_head_dim of head_dim).
     num_sliding_pages: the pages that layers with a window have of their own, in a second of
     `storages`; None: all layers share one. dtype: of the storages; None: the model's. Raises
     UserError if they do not fit in memory. After Kwon et al. 2023 (2309.06180), "Efficient memory
@@ -38,12 +38,12 @@ class PagedCache:
     ):
         config = model.config
         dtype = dtype or model.dtype
-        self.windows = layer_windows(config)
-        self.kinds = layer_kinds(config, num_sliding_pages is not None)
-        rest = model.n_kv_head, page_size, stored_width(config.head_dim, dtype)
-        shapes = [(self.kinds.count(0), 2, num_pages, *rest)]
+        self.sliding_windows = layer_sliding_windows(config)
+        self.group_ids = kv_cache_group_ids(config, num_sliding_pages is not None)
+        page_shape = model.n_kv_head, page_size, stored_head_dim(config.head_dim, dtype)
+        shapes = [(self.group_ids.count(0), 2, num_pages, *page_shape)]
         if num_sliding_pages is not None:
-            shapes.append((self.kinds.count(1), 2, num_sliding_pages, *rest))
+            shapes.append((self.group_ids.count(1), 2, num_sliding_pages, *page_shape))
         options = {"dtype": dtype, "device": model.device}
         try:
             self.storages = [torch.empty(shape, **options) for shape in shapes]
@@ -56,33 +56,33 @@ class PagedCache:
         # The keys and values of each layer, and the same cut into units: what one page holds for
         # one head. n_layer times (2, num_pages * n_kv_head, page_size * width)
         parts = [iter(storage.unbind()) for storage in self.storages]
-        self.layers = [next(parts[kind]) for kind in self.kinds]
-        self.units = [layer.flatten(3).flatten(1, 2) for layer in self.layers]
-        self.room = self.storage.new_empty(2, 0, self.units[0].shape[2])
+        self.layers = [next(parts[group_id]) for group_id in self.group_ids]
+        self.head_pages = [layer.flatten(3).flatten(1, 2) for layer in self.layers]
+        self.scratch = self.storage.new_empty(2, 0, self.head_pages[0].shape[2])
 
-    def arrange(self, spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    def prepare(self, spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """Plan a pass: its tokens and their positions, both (N,), and where each span ends in them.
 
         Spans of one length lie side by side, and attention takes those of similar pasts together.
         """
         device = self.storage.device
         size = self.storage.shape[4]
-        groups = {}
-        begun = [[] for _ in self.storages]  # pages that get their first position
+        batches = {}
+        new_pages = [[] for _ in self.storages]  # pages that get their first position
         for index, span in enumerate(spans):
             used = page_count(span.start + len(span.tokens), size)
             tables = [table[:used] for table in (span.pages, span.sliding_pages)]
-            for new, table in zip(begun, tables):
+            for new, table in zip(new_pages, tables):
                 new += table[page_count(span.start, size) :]
             alike = len(span.tokens), used.bit_length()
-            groups.setdefault(alike, []).append((index, span, tables))
+            batches.setdefault(alike, []).append((index, span, tables))
         tokens = []
         positions = []
         pages = [[] for _ in self.storages]
         ends = [0] * len(spans)
-        pairs = set(zip(self.windows, self.kinds))
-        self.groups = []
-        for (count, _), members in groups.items():
+        pairs = set(zip(self.sliding_windows, self.group_ids))
+        self.batches = []
+        for (count, _), members in batches.items():
             first = len(tokens)
             for index, span, tables in members:
                 steps = range(span.start, span.start + count)
@@ -92,23 +92,27 @@ class PagedCache:
                     own += [table[step // size] for step in steps]
                 ends[index] = len(tokens)
             starts = [span.start for _, span, _ in members]
-            views = {}
-            for window, kind in pairs:
-                own = [tables[kind] for _, _, tables in members]
-                views[window] = self.view(starts, count, own, window)
-            self.groups.append((slice(first, len(tokens)), views))
-        largest = max(len(units) for _, views in self.groups for units, _ in views.values())
-        if largest > self.room.shape[1]:
-            self.room = self.room.new_empty(2, largest, self.room.shape[2])
+            kv_views = {}
+            for sliding_window, group_id in pairs:
+                own = [tables[group_id] for _, _, tables in members]
+                kv_views[sliding_window] = self.kv_view(starts, count, own, sliding_window)
+            self.batches.append((slice(first, len(tokens)), kv_views))
+        largest = max(
+            len(head_pages) for _, kv_views in self.batches for head_pages, _ in kv_views.values()
+        )
+        if largest > self.scratch.shape[1]:
+            self.scratch = self.scratch.new_empty(2, largest, self.scratch.shape[2])
         # What the last text left in a page may be NaN, and no mask hides that: 0 * NaN is NaN.
-        for storage, new in zip(self.storages, begun):
+        for storage, new in zip(self.storages, new_pages):
             storage[:, :, new] = 0
-        places = torch.tensor(positions, device=device)
-        self.written = [(torch.tensor(own, device=device), places % size) for own in pages]
-        return torch.tensor(tokens, device=device), places, ends
+        position_ids = torch.tensor(positions, device=device)
+        self.slot_mappings = [
+            (torch.tensor(own, device=device), position_ids % size) for own in pages
+        ]
+        return torch.tensor(tokens, device=device), position_ids, ends
 
-    def view(
-        self, starts: list[int], count: int, tables: list[list[int]], window: int | None
+    def kv_view(
+        self, starts: list[int], count: int, tables: list[list[int]], sliding_window: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What `count` tokens of each text read in a layer with this window, and what they see.
 
@@ -116,40 +120,40 @@ class PagedCache:
         """
         device = self.storage.device
         heads, size, _ = self.storage.shape[3:]
-        unseen = [first_seen(start, window) // size for start in starts]  # pages
-        tables = [table[skipped:] for table, skipped in zip(tables, unseen)]
+        skipped_pages = [first_visible_position(start, sliding_window) // size for start in starts]
+        tables = [table[skipped:] for table, skipped in zip(tables, skipped_pages)]
         width = max(map(len, tables))
         # A shorter table repeats its own last page: another text's could hold NaN.
         tables = [table + table[-1:] * (width - len(table)) for table in tables]
         own = torch.arange(heads, device=device)[:, None]
-        units = torch.tensor(tables, device=device)[:, None] * heads + own  # (G, heads, pages)
+        head_pages = torch.tensor(tables, device=device)[:, None] * heads + own  # (G, heads, pages)
         column = (-1, 1, 1, 1)
         positions = torch.tensor(starts, device=device).view(column)
         positions = positions + torch.arange(count, device=device)[:, None]
-        keys = torch.tensor(unseen, device=device).view(column) * size
+        keys = torch.tensor(skipped_pages, device=device).view(column) * size
         keys = keys + torch.arange(width * size, device=device)
-        return units.flatten(), seen(positions, keys, window)
+        return head_pages.flatten(), make_causal_mask(positions, keys, sliding_window)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Write keys and values, and attend to all up to each position.
 
         All shapes are (N, heads, head_dim).
         """
-        pages, offsets = self.written[self.kinds[layer]]
+        pages, offsets = self.slot_mappings[self.group_ids[layer]]
         for stored, new in zip(self.layers[layer], (k, v)):
-            stored[pages, :, offsets] = to_stored(new, stored.dtype)
+            stored[pages, :, offsets] = to_cache_dtype(new, stored.dtype)
         out = torch.empty_like(q)
-        for part, views in self.groups:
-            units, mask = views[self.windows[layer]]
+        for part, kv_views in self.batches:
+            head_pages, mask = kv_views[self.sliding_windows[layer]]
             G, _, T, S = mask.shape
             # Into room that is there already: to get new memory takes longer than to copy.
             keys, values = (
-                torch.index_select(stored, 0, units, out=room[: len(units)])
-                for stored, room in zip(self.units[layer], self.room)
+                torch.index_select(stored, 0, head_pages, out=scratch[: len(head_pages)])
+                for stored, scratch in zip(self.head_pages[layer], self.scratch)
             )
             keys = keys.view(G, -1, S, self.storage.shape[5])  # (G, heads, S, width)
             values = values.view(keys.shape)
             queries = q[part].view(G, T, *q.shape[1:]).transpose(1, 2)
-            attended = attend_stored(queries, keys, values, mask)
+            attended = cached_attention(queries, keys, values, mask)
             out[part] = attended.transpose(1, 2).flatten(0, 1)
         return out

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from cache import Span, check_stride, shared_length, window_start
+from cache import Span, check_stride, common_prefix_length, window_start
 from drafts import check_vocabularies, lookup
 from engine.cache import PagedCache
 from engine.pages import PagePool, page_count
@@ -116,7 +116,7 @@ class PagedDrafter:
         """
         held = self.held.setdefault(request, Held([], []))
         window = text[window_start(len(text), self.block_size, self.stride) :]
-        known = shared_length(held.tokens, window[:-1])
+        known = common_prefix_length(held.tokens, window[:-1])
         del held.tokens[known:]
         self.pool.allocate(held.pages, len(window))
         return Span(held.pages, known, window[known:])

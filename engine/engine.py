@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from adapters import check_adapter
-from cache import check_stride, layer_windows, shared_length
+from cache import check_stride, common_prefix_length, layer_sliding_windows
 from constraints import make_matcher
 from engine.cache import PagedCache
 from engine.drafter import Drafter, Trials
@@ -71,7 +71,7 @@ class Engine:
             num_pages = default_num_pages(max_num_seqs, block_size, page_size, itemsize)
         check_limits(LIMITS, num_pages=num_pages)
         self.model = model
-        sliding_windows = layer_windows(model.config)
+        sliding_windows = layer_sliding_windows(model.config)
         sliding_window = max(filter(None, sliding_windows), default=None)
         num_sliding_pages = None  # of layers with a window, if these need fewer
         if sliding_window and None in sliding_windows:
@@ -260,7 +260,7 @@ class Engine:
         """
         request = entry.request
         following, logits = output
-        num_accepted = shared_length(following, entry.drafts)
+        num_accepted = common_prefix_length(following, entry.drafts)
         self.num_draft_tokens += len(entry.drafts)
         self.num_accepted_tokens += num_accepted  # also where the text ends earlier
         tokens = []

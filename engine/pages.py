@@ -4,7 +4,7 @@ import array
 import hashlib
 from collections import OrderedDict
 
-from cache import first_seen
+from cache import first_visible_position
 
 MAX_POSITIONS = 2**16  # in the pages of an engine, if nobody asks for more
 
@@ -132,7 +132,7 @@ class PagePool:
             page_hash = hash_page(page_hash, self.page_tokens(tokens, count - 1))
             found.append(self.hash_to_page.get(page_hash))
             run_length = 0 if found[-1] is None else run_length + 1
-            first = first_seen(count * self.page_size, sliding_window) // self.page_size
+            first = first_visible_position(count * self.page_size, sliding_window) // self.page_size
             if run_length >= count - first:
                 end = count
                 num_skipped = first

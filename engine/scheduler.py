@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from cache import Span, first_seen, window_start
+from cache import Span, first_visible_position, window_start
 from engine.pages import PagePool
 from engine.request import Request
 from errors import UserError
@@ -230,7 +230,9 @@ class Scheduler:
                 pool.cache_pages(table, request.page_hashes, computed, request.cache_salt)
             pool.free_after(table, request.length)  # refused drafts may have taken more
             if sliding_window is not None:
-                pool.free_before(table, first_seen(request.num_computed_tokens, sliding_window))
+                pool.free_before(
+                    table, first_visible_position(request.num_computed_tokens, sliding_window)
+                )
         self.shift_context(request)
 
     def shift_context(self, request: Request) -> None:

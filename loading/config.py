@@ -4,7 +4,7 @@ import dataclasses
 import reprlib
 from pathlib import Path
 
-from cache import layer_windows
+from cache import layer_sliding_windows
 from errors import UserError
 from gemma import GemmaConfig
 from llama import ExpertsConfig, LlamaConfig, RopeScaling
@@ -428,7 +428,7 @@ def gemma_fields(config: GemmaConfig) -> dict:
         "query_pre_attn_scalar": config.query_scalar,
         "rope_local_base_freq": config.local_theta,
         "rope_scaling": None if factor == 1 else {"rope_type": "linear", "factor": factor},
-        "layer_types": [SLIDING if window else FULL for window in layer_windows(config)],
+        "layer_types": [SLIDING if window else FULL for window in layer_sliding_windows(config)],
     }
 
 

@@ -982,8 +982,8 @@ static void turn_back(int64_t D, float *x) {
   for (int64_t d = 0; d < D; d++) x[d] /= D & -D;
 }
 
-// Write a key or a value, (D), as cache.py's to_stored, bit for bit; x may change. Exported for
-// tests.
+// Write a key or a value, (D), as cache.py's to_cache_dtype, bit for bit; x may change. Exported
+// for tests.
 void store_row(int64_t kind, int64_t D, float *x, char *row) {
   if (kind == FLOAT32) memcpy(row, x, D * sizeof *x);
   if (kind == FLOAT16)

@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from cache import layer_kinds, stored_width
+from cache import kv_cache_group_ids, stored_head_dim
 from llama import Llama, local_layers, rotations
 from model import TorchRunner
 from native import build, draw
@@ -67,7 +67,7 @@ class NativeRunner(NativeDraws):
         self.model = model_struct(model)
         self.adapters = None  # those of the model that C knows
         # Without and with a storage of their own for layers with a window.
-        self.kinds = [layer_kinds(self.config, apart) for apart in (False, True)]
+        self.kinds = [kv_cache_group_ids(self.config, separate) for separate in (False, True)]
         self.layers = [layer_arrays(kinds) for kinds in self.kinds]
         self.rotations = []
         if isinstance(model, Llama):
@@ -96,17 +96,17 @@ class NativeRunner(NativeDraws):
         """The logits at the last keep[i] positions of span i, (sum of keep, vocab_size).
 
         There is at least one token. storages: keys and values, (n_layer, 2, num_pages, n_kv_head,
-        page_size, stored_width), of all layers; or of those that see all, then of those with a
+        page_size, stored_head_dim), of all layers; or of those that see all, then of those with a
         window. Their dtype is float32, float16 or int8.
         Raises ValueError, before anything changes, for tokens, positions, pages or storages that C
         must not touch.
         """
         config = self.config
         page_size = storages[0].shape[4]
-        apart = len(storages) > 1
-        kinds = self.kinds[apart][: self.model.n_layer]
+        separate = len(storages) > 1
+        kinds = self.kinds[separate][: self.model.n_layer]
         dtype = storages[0].dtype if storages[0].dtype in STORED else torch.float32
-        width = stored_width(config.head_dim, dtype)
+        width = stored_head_dim(config.head_dim, dtype)
         caches = []
         for kind, storage in enumerate(storages):
             shape = kinds.count(kind), 2, storage.shape[2], config.n_kv_head, page_size
@@ -122,7 +122,7 @@ class NativeRunner(NativeDraws):
             spans, keep, strict=True
         ):
             steps = range(start, start + len(new))
-            room = min(len(span_pages), len(span_sliding_pages)) if apart else len(span_pages)
+            room = min(len(span_pages), len(span_sliding_pages)) if separate else len(span_pages)
             if start < 0 or steps.stop > room * page_size or not 0 <= count <= len(new):
                 room = f"{room} pages of {page_size}"
                 raise ValueError(f"{len(new)} tokens from {start} on, {count} to keep, in {room}")
@@ -152,7 +152,7 @@ class NativeRunner(NativeDraws):
         angles = [table for each in self.rotations for table in each.first(length)]
         angles = (address(table, torch.float32, length, 1, config.head_dim) for table in angles)
         sizes = page_size, len(tokens), len(wants)
-        job = PassStruct(*kinds, *sizes, *self.layers[apart], *arrays, *angles)
+        job = PassStruct(*kinds, *sizes, *self.layers[separate], *arrays, *angles)
         job.stored = STORED[dtype]
         if max(adapters) >= 0:
             job.adapters = (INT * len(adapters))(*adapters)

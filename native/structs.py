@@ -2,7 +2,7 @@
 
 import ctypes
 
-from cache import layer_windows
+from cache import layer_sliding_windows
 from gemma import Gemma
 from llama import ExpertsConfig, Llama, local_layers
 from model import GPT
@@ -130,7 +130,7 @@ def layer_struct(model, block: int) -> LayerStruct:
         mlp_norm=norm(model.layer("mlp_norm", block), C),
         **mlps,
         down_norm=norm(model.layer("down_norm", block), C),
-        window=layer_windows(config)[block] or NO_WINDOW,
+        window=layer_sliding_windows(config)[block] or NO_WINDOW,
         local=isinstance(model, Llama) and local_layers(config)[block],
     )
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from cache import shared_length
+from cache import common_prefix_length
 from engine.request import Event, Request
 from server.answers import EventStream, to_event
 from server.engine_thread import EngineThread
@@ -150,7 +150,7 @@ class Live:
             done[1] += len(entry.drafts)
         for request, tokens, reason, *_ in events:
             if tokens:
-                accepted = shared_length(tokens, scheduled[request].drafts)
+                accepted = common_prefix_length(tokens, scheduled[request].drafts)
                 self.work[request][2] += accepted
                 self.work[request][3] += len(tokens)
                 first = len(request.output) - len(tokens)

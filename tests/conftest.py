@@ -130,9 +130,9 @@ def record(monkeypatch, owner, name: str, note) -> list:
 
 def in_cache(model, cache, new: list[int]) -> torch.Tensor:
     """The logits of new tokens of the only row of a cache, (1, T, vocab_size)."""
-    tokens, positions, _ = cache.arrange(cache.spans([new]))
+    tokens, positions, _ = cache.prepare(cache.spans([new]))
     hidden = model.hidden(tokens, positions, cache.attend)
-    cache.record()
+    cache.commit()
     return model.head(hidden)
 
 

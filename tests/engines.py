@@ -7,7 +7,7 @@ import functools
 
 from conftest import random_tokens
 
-from cache import first_seen
+from cache import first_visible_position
 from sampling import SamplingParams
 
 
@@ -96,7 +96,7 @@ def check_passes(cache, block_size: int = 16) -> list[list[int]]:
 
     Returns a list to which each pass adds one: how many tokens each of its spans has.
     """
-    arrange = cache.arrange
+    prepare = cache.prepare
     passes = []
 
     def check(storage, spans, tables):
@@ -115,9 +115,9 @@ def check_passes(cache, block_size: int = 16) -> list[list[int]]:
         for storage, own in zip(cache.storages, tables):
             check(storage, spans, own)
         passes.append([len(span.tokens) for span in spans])
-        return arrange(spans)
+        return prepare(spans)
 
-    cache.arrange = checked
+    cache.prepare = checked
     return passes
 
 
@@ -133,7 +133,10 @@ def check_pages(engine) -> None:
                 <= len(pages)
                 <= pool.page_count(request.length)
             )
-            unseen = first_seen(request.num_computed_tokens, sliding_window) // pool.page_size
+            unseen = (
+                first_visible_position(request.num_computed_tokens, sliding_window)
+                // pool.page_size
+            )
             assert pages[:unseen] == [None] * unseen
             table = pages[unseen:]
             assert None not in table and len(set(table)) == len(table)

@@ -208,8 +208,8 @@ def test_selected_rows_are_copies(tiny):
     model = tiny()
     cache = KVCache(model, 1, max_len=12)
     next_logits(model, [[1, 2, 3]], cache)
-    cache.select([0, 0])
-    assert cache.match([[1, 2, 5], [1, 3]]) == [2, 1]
+    cache.reorder([0, 0])
+    assert cache.truncate_to_prefix([[1, 2, 5], [1, 3]]) == [2, 1]
 
 
 @torch.inference_mode()
@@ -225,7 +225,7 @@ def test_rows_of_unequal_lengths_are_selected_whole(tiny, rows):
     cache = KVCache(model, 3, max_len=14)
     windows = [random_tokens(length, seed=length) for length in (2, 12, 7)]
     next_logits(model, windows, cache)
-    cache.select(rows)
+    cache.reorder(rows)
     selected = [windows[row] + [index] for index, row in enumerate(rows)]
     widths = passed_widths(model)[1]
     logits = next_logits(model, selected, cache)

@@ -95,23 +95,23 @@ def test_half_precision_is_checked_in_each_row(tiny, monkeypatch, piece):
     model = tiny(dtype=torch.bfloat16)
     tokens = torch.arange(24).view(2, 12)
     sizes = []
-    arrange = KVCache.arrange
+    prepare = KVCache.prepare
 
     def counted(self, spans):
         sizes.append(len(spans[0].tokens))
-        return arrange(self, spans)
+        return prepare(self, spans)
 
-    monkeypatch.setattr(KVCache, "arrange", counted)
+    monkeypatch.setattr(KVCache, "prepare", counted)
     common.check_half_precision(model, tokens, piece)
     assert sizes == 12 // piece * [piece]
 
     def wrong(self, spans):
-        tokens, positions, ends = arrange(self, spans)
+        tokens, positions, ends = prepare(self, spans)
         positions = positions.expand(2, -1).clone()
         positions[1] = 0
         return tokens, positions, ends
 
-    monkeypatch.setattr(KVCache, "arrange", wrong)
+    monkeypatch.setattr(KVCache, "prepare", wrong)
     with pytest.raises(SystemExit, match="off by"):
         common.check_half_precision(model, tokens, piece)
 

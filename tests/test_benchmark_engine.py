@@ -180,7 +180,7 @@ def test_what_is_not_the_models_pass_is_the_engine(bench, clock, monkeypatch):
         monkeypatch.setattr(owner, name, call)
 
     slow(Scheduler, "schedule", 2)
-    slow(PagedCache, "arrange", 3)
+    slow(PagedCache, "prepare", 3)
     slow(Engine, "compute", 10)
     slow(GPT, "head", 7)
     rows = bench.rows("--only", "overhead")

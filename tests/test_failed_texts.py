@@ -151,16 +151,16 @@ def test_where_every_text_fails_the_error_is_all_that_is_said(engine_cli, broken
 def test_a_pass_that_fails_is_one_line(cli, engine_cli, tiny_checkpoint, monkeypatch, error):
     from engine.cache import PagedCache
 
-    arrange = PagedCache.arrange
+    prepare = PagedCache.prepare
     passes = []
 
     def fail_once(*args):
         passes.append(None)
         if len(passes) == 3:
             raise error
-        return arrange(*args)
+        return prepare(*args)
 
-    monkeypatch.setattr(PagedCache, "arrange", fail_once)
+    monkeypatch.setattr(PagedCache, "prepare", fail_once)
     args = ("--model", tiny_checkpoint, "--max-new-tokens", 4, "--prompt", "Two")
     args += ("--backend", "torch")
     code, out, err = engine_cli("--prompt", "One", *args, "--max-num-seqs", 1)

@@ -61,11 +61,11 @@ def test_any_window_may_follow_any_other(tiny, windows):
 
 
 def test_it_keeps_what_a_window_shares():
-    from cache import shared_length
+    from cache import common_prefix_length
 
-    assert shared_length([1, 2, 3], [1, 2, 4, 5]) == 2
-    assert shared_length([1, 2], [1, 2, 4]) == shared_length([1, 2, 4], [1, 2]) == 2
-    assert shared_length([], [1]) == shared_length([3, 1], [1, 1]) == 0
+    assert common_prefix_length([1, 2, 3], [1, 2, 4, 5]) == 2
+    assert common_prefix_length([1, 2], [1, 2, 4]) == common_prefix_length([1, 2, 4], [1, 2]) == 2
+    assert common_prefix_length([], [1]) == common_prefix_length([3, 1], [1, 1]) == 0
 
 
 @pytest.mark.parametrize("length", [1, 5, 16, 40])

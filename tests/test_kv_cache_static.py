@@ -59,7 +59,7 @@ def test_still_after_cutting_back_logits_equal_full_recomputation(tiny, cuts, se
     tokens = []
     for step, (kept, count) in enumerate(cuts):
         tokens = (tokens[: min(kept, 15)] + random_tokens(count, seed=seed + step))[:16]
-        cache.match([tokens])
+        cache.truncate_to_prefix([tokens])
         known = len(cache.tokens[0])
         assert cache.tokens[0] == tokens[:known] and known < len(tokens)
         logits = in_cache(model, cache, tokens[known:])

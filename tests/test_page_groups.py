@@ -22,7 +22,7 @@ def spans_of(lengths) -> list:
 
 
 def run_pass(model, cache, spans) -> None:
-    tokens, positions, _ = cache.arrange(spans)
+    tokens, positions, _ = cache.prepare(spans)
     model.hidden(tokens, positions, cache.attend)
 
 
@@ -85,7 +85,7 @@ def test_a_step_copies_into_the_room_of_the_last_one(build):
     places = []
     for lengths in ([3], [40, 41], [9], [40, 38], [64, 1], [64] * 2, [3, 40]):
         run_pass(model, cache, spans_of(lengths))
-        places.append((cache.room.data_ptr(), cache.room.numel()))
+        places.append((cache.scratch.data_ptr(), cache.scratch.numel()))
     assert places[1] == places[2] == places[3]
     assert places[5] == places[6]
     assert places[0][1] < places[1][1] < places[5][1]

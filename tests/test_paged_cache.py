@@ -35,7 +35,7 @@ def part(text, start, end):
 
 def logits_of(model, cache, spans):
     """The logits at all positions of each span, in the model's dtype."""
-    tokens, positions, ends = cache.arrange(spans)
+    tokens, positions, ends = cache.prepare(spans)
     logits = model.head(model.hidden(tokens, positions, cache.attend))
     return [logits[end - len(span.tokens) : end] for span, end in zip(spans, ends)]
 

@@ -73,7 +73,7 @@ def test_a_cache_shares_keys():
     each = empty_cache(6)
     for seed, rows in enumerate([[[1, 2, 3, 4], [5, 6]], [[7], [8]], [[9, 10], [11]]]):
         for cache in (shared, each):
-            tokens, _, _ = cache.arrange(cache.spans(rows))
+            tokens, _, _ = cache.prepare(cache.spans(rows))
         q = random_heads(*tokens.shape, 6, 4, seed=seed)
         k, v = random_heads(2, *tokens.shape, 2, 4, seed=seed + 9)
         for layer in range(2):
@@ -81,8 +81,8 @@ def test_a_cache_shares_keys():
             seen = shared.attend(layer, q, k, v)
             assert seen.shape == q.shape
             torch.testing.assert_close(seen, expected, rtol=0, atol=1e-12)
-        shared.record()
-        each.record()
+        shared.commit()
+        each.commit()
 
 
 def test_a_gpt2_has_a_key_for_each_query():

@@ -37,10 +37,10 @@ def restored(stored: torch.Tensor, dim: int) -> numpy.ndarray:
 
 def test_an_int8_key_by_hand():
     """Whole numbers of steps, of the turned key, then the step as a float32."""
-    from cache import to_stored
+    from cache import to_cache_dtype
 
     keys = random_numbers(5, 3, 8) * torch.tensor([1e-3, 1, 1e3])[:, None]
-    stored = to_stored(keys, torch.int8)
+    stored = to_cache_dtype(keys, torch.int8)
     assert stored.dtype == torch.int8 and stored.shape == (5, 3, 12)
     scale = stored[..., -4:].contiguous().numpy().view("<f4")
     turned = keys.numpy() @ hadamard(8)
@@ -52,12 +52,12 @@ def test_an_int8_key_by_hand():
 @pytest.mark.parametrize("dim, width", [(1, 8), (5, 12), (6, 12), (7, 12), (8, 12), (64, 68)])
 def test_a_row_has_whole_floats(dim, width):
     """So the scale of each lies where a float32 may."""
-    from cache import stored_width, to_stored
+    from cache import stored_head_dim, to_cache_dtype
 
-    assert stored_width(dim, torch.int8) == width and stored_width(dim, torch.float16) == dim
-    stored = to_stored(random_numbers(2, dim), torch.int8)
+    assert stored_head_dim(dim, torch.int8) == width and stored_head_dim(dim, torch.float16) == dim
+    stored = to_cache_dtype(random_numbers(2, dim), torch.int8)
     assert stored.shape == (2, width) and not stored[:, dim:-4].any()
-    zeros = to_stored(torch.zeros(2, dim), torch.int8)
+    zeros = to_cache_dtype(torch.zeros(2, dim), torch.int8)
     assert (
         not zeros[:, :-4].any() and zeros[:, -4:].contiguous().view(torch.float32).isfinite().all()
     )
@@ -65,26 +65,26 @@ def test_a_row_has_whole_floats(dim, width):
 
 def test_outliers_cost_little():
     """One number of each key is 30 times as large as the others."""
-    from cache import to_stored
+    from cache import to_cache_dtype
     from int8 import quantize
 
     keys = random_numbers(200, 64)
     keys[:, 5] *= 30
     values, scale = quantize(keys)
     plain = (values * scale[:, None] - keys).std()
-    turned = (torch.from_numpy(restored(to_stored(keys, torch.int8), 64)) - keys).std()
+    turned = (torch.from_numpy(restored(to_cache_dtype(keys, torch.int8), 64)) - keys).std()
     assert turned < plain / 2
 
 
 @pytest.mark.parametrize("q_dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_attention_is_that_to_what_int8_stands_for(q_dtype):
-    from cache import attend_stored, to_stored
+    from cache import cached_attention, to_cache_dtype
 
     q = random_numbers(2, 4, 3, 8).to(q_dtype)
-    stored = [to_stored(random_numbers(2, 2, 5, 8, seed=seed), torch.int8) for seed in (1, 2)]
+    stored = [to_cache_dtype(random_numbers(2, 2, 5, 8, seed=seed), torch.int8) for seed in (1, 2)]
     mask = torch.rand(2, 1, 3, 5, generator=torch.Generator().manual_seed(3)) < 0.7
     mask[..., 0] = True
-    out = attend_stored(q, *stored, mask)
+    out = cached_attention(q, *stored, mask)
     keys, values = (numpy.repeat(restored(each, 8), 2, axis=1) for each in stored)
     scores = q.double().numpy() @ keys.swapaxes(2, 3) / math.sqrt(8)
     weights = numpy.exp(scores) * mask.numpy()
@@ -98,7 +98,7 @@ def test_attention_is_that_to_what_int8_stands_for(q_dtype):
 @DTYPES
 def test_what_is_stored_is_rounded(build, dtype):
     """In the first layer: those after it have seen rounded ones."""
-    from cache import to_stored
+    from cache import to_cache_dtype
 
     model = build(dtype=torch.float32)
     texts = random_texts(model, 2)
@@ -109,7 +109,7 @@ def test_what_is_stored_is_rounded(build, dtype):
         storages.append(cache.storage[0])
     exact, small = storages
     assert small.dtype == dtype
-    assert torch.equal(small, to_stored(exact, dtype))
+    assert torch.equal(small, to_cache_dtype(exact, dtype))
     if dtype == torch.float16:
         assert torch.equal(small, exact.half())
 
@@ -270,7 +270,7 @@ def test_scripts_have_the_option(run_main, monkeypatch, name, script):
     arguments = ["--prompt", "Once upon a time", "--max-new-tokens", 12, "--device", "cpu"]
     _, expected, _ = run_main(main, *arguments)
     kinds = cache.KVCache, PagedCache
-    made = [record(monkeypatch, kind, "arrange", lambda self, _: self.storage) for kind in kinds]
+    made = [record(monkeypatch, kind, "prepare", lambda self, _: self.storage) for kind in kinds]
     code, out, err = run_main(main, *arguments, "--cache-dtype", name, "--backend", "torch")
     assert (code, out) == (0, expected), err
     assert {str(storage.dtype) for each in made for storage in each} == {f"torch.{name}"}

@@ -18,7 +18,7 @@ from natives import (
     threads,
 )
 
-from cache import KVCache, stored_width, to_stored
+from cache import KVCache, stored_head_dim, to_cache_dtype
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.int8], ids=str)
 FAMILIES = pytest.mark.parametrize(
@@ -28,7 +28,7 @@ FAMILIES = pytest.mark.parametrize(
 
 def stored_in_c(library, rows: torch.Tensor, dtype) -> torch.Tensor:
     """Rows, (n, D), as C writes them into a cache."""
-    stored = torch.full((len(rows), stored_width(rows.shape[1], dtype)), 99, dtype=dtype)
+    stored = torch.full((len(rows), stored_head_dim(rows.shape[1], dtype)), 99, dtype=dtype)
     for row, to in zip(rows.clone(), stored):
         call(library.store_row, {torch.float16: 1, torch.int8: 3}[dtype], len(row), row, to)
     return stored
@@ -59,7 +59,7 @@ def test_rows_have_torchs_bits(library, dim, dtype):
         random_numbers(9, dim) * torch.tensor([0, 1e-45, 1e-30, 1e-3, 1, 30, 1e3, 1e4, 3])[:, None]
     )
     found = stored_in_c(library, rows, dtype)
-    assert torch.equal(found.view(torch.uint8), to_stored(rows, dtype).view(torch.uint8))
+    assert torch.equal(found.view(torch.uint8), to_cache_dtype(rows, dtype).view(torch.uint8))
 
 
 @torch.inference_mode()
@@ -75,7 +75,7 @@ def test_a_pass_stores_rounded_rows(request, compiled, attended, family, dtype):
         model.runner.logits(model, cache, cache.spans(texts.tolist()), [1, 1])
         storages.append(cache.storage[0])
     exact, small = storages
-    assert torch.equal(small, to_stored(exact, dtype)) and not attended
+    assert torch.equal(small, to_cache_dtype(exact, dtype)) and not attended
 
 
 @torch.inference_mode()

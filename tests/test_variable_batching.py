@@ -40,9 +40,9 @@ def test_a_hop_prefills_its_row_only(tiny):
 
 def run_pass(model, cache, new, rows) -> torch.Tensor:
     """The logits at all positions of a pass, padded."""
-    tokens, positions, _ = cache.arrange(cache.spans(new, rows))
+    tokens, positions, _ = cache.prepare(cache.spans(new, rows))
     logits = model.head(model.hidden(tokens, positions, cache.attend))
-    cache.record()
+    cache.commit()
     return logits
 
 

@@ -116,7 +116,7 @@ def test_a_step_reads_no_more_than_the_window(tiny_windows, attended):
         attended.clear()
         spans = cache.spans([random_tokens(new)] * len(rows), rows)
         model.runner.logits(model, cache, spans, [1] * len(rows))
-        cache.record()
+        cache.commit()
         read.append([k.shape[2] for _, k, _ in attended])
     # The last step computes positions 31 and 35.
     assert read == [[30, 30, 30], [3, 31, 8], [6, 35, 11], [7, 36, 12]]

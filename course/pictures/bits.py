@@ -5,7 +5,7 @@ from types import SimpleNamespace as Record
 import torch
 
 from blocks import SIZE, padded
-from cache import stored_width
+from cache import stored_head_dim
 from command_line import STORIES
 from int8 import quantize, turn, turn_weight
 from loading.gguf_blocks import decode
@@ -163,7 +163,7 @@ def record_keys(prompt: str) -> Record:
         turned=turn(rows).abs().mean(0).tolist(),
         errors=[((each - rows).norm() / rows.norm()).item() for each in (plain, back)],
         bytes={
-            name: stored_width(width, dtype) * dtype.itemsize
+            name: stored_head_dim(width, dtype) * dtype.itemsize
             for name, dtype in (
                 ("float32", torch.float32),
                 ("float16", torch.float16),

@@ -245,10 +245,10 @@ def record_groups(prompt: str) -> Record:
         cache.Span([next(free) for _ in range(count)], length - 1, [0])
         for count, length in zip(counts, lengths)
     ]
-    _, _, ends = paged.arrange(spans)
+    _, _, ends = paged.prepare(spans)
     groups = []
-    for part, views in paged.groups:
-        ((_, mask),) = views.values()  # all layers see alike
+    for part, kv_views in paged.batches:
+        ((_, mask),) = kv_views.values()  # all layers see alike
         members = [text for text, end in enumerate(ends) if part.start < end <= part.stop]
         groups.append((mask.shape[-1] // PAGE, members))
     return Record(

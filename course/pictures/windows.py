@@ -5,7 +5,7 @@ from types import SimpleNamespace as Record
 
 import torch
 
-from cache import seen
+from cache import make_causal_mask
 from engine.engine import Engine
 from llama import Llama, LlamaConfig
 from pictures import runs, scene
@@ -22,7 +22,8 @@ def record_windows(prompt: str) -> Record:
     ids = runs.encode(prompt, 20)
     positions = torch.arange(len(ids))
     masks = {
-        window: seen(positions[:, None], positions, window).tolist() for window in (None, WINDOW)
+        window: make_causal_mask(positions[:, None], positions, window).tolist()
+        for window in (None, WINDOW)
     }
     return Record(
         tokens=runs.texts_of(ids),
@@ -70,7 +71,8 @@ def draw_windows(record: Record) -> scene.Scene:
                 f"{title}: {times(scores[window], 'score')}",
                 scene.Cells(rows),
                 "A row is a position, a column a key; the number is how many keys it sees.",
-                {"first": "seen"} | ({} if window is None else {"idle": "before the window"}),
+                {"first": "make_causal_mask"}
+                | ({} if window is None else {"idle": "before the window"}),
             )
         )
     for windows, layers in record.needed.items():
