@@ -17,7 +17,7 @@ from benchmarks import common
 from command_line import STORIES, Parser, pick_dtype
 from errors import UserError
 from infer import generate
-from infer_speculative import Pass, generate_speculative
+from infer_speculative import SpeculativeStep, generate_speculative
 from loading.load import load_model, parse_name
 from loading.tokenizer import load_encoding
 from sampling import SamplingParams
@@ -34,10 +34,12 @@ PROMPTS = (
 
 def passes(
     target, draft, prompt: list[int], params: SamplingParams, gamma: int, generator=None
-) -> Iterator[Pass]:
+) -> Iterator[SpeculativeStep]:
     """Passes of the target: by itself, with its cache, where gamma is 0."""
     if gamma == 0:
-        return (Pass(step, [], 0) for step in generate(target, [prompt], params, generator))
+        return (
+            SpeculativeStep(step, [], 0) for step in generate(target, [prompt], params, generator)
+        )
     return generate_speculative(target, draft, prompt, params, gamma, generator)
 
 
@@ -147,7 +149,7 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
                     )
 
 
-def speculation(items: list[Pass]) -> dict:
+def speculation(items: list[SpeculativeStep]) -> dict:
     """The columns about drafts. Prefill and roofline are those of the target alone."""
     drafts = sum(len(item.drafts) for item in items)
     return {

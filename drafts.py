@@ -3,13 +3,15 @@
 from errors import UserError
 
 
-def lookup(tokens: list[int], count: int, longest: int = 3, shortest: int = 2) -> list[int]:
-    """Up to count tokens that followed the newest earlier occurrence of the last `longest` tokens.
+def prompt_lookup(
+    tokens: list[int], count: int, max_ngram_size: int = 3, min_ngram_size: int = 2
+) -> list[int]:
+    """Up to count tokens that followed the newest earlier occurrence of the last `max_ngram_size`.
 
-    If they are new, one token less is tried, down to `shortest`; then there is no guess, []. An
-    occurrence may overlap the end of the text.
+    If they are new, one token less is tried, down to `min_ngram_size`; then there is no guess, [].
+    An occurrence may overlap the end of the text.
     """
-    for size in range(longest, shortest - 1, -1):
+    for size in range(max_ngram_size, min_ngram_size - 1, -1):
         newest = tokens[-size:]
         # Not from the end of the text itself: nothing follows it.
         for start in range(len(tokens) - size - 1, -1, -1):

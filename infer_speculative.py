@@ -32,7 +32,7 @@ from command_line import (
     sampling_params,
 )
 from constraints import Matcher, make_matcher
-from drafts import check_vocabularies, lookup
+from drafts import check_vocabularies, prompt_lookup
 from errors import check_limits
 from infer import next_logits
 from loading.load import parse_name
@@ -52,7 +52,7 @@ from sampling import (
 LIMITS = {"gamma": (int, lambda value: 1 <= value <= 16, "an integer from 1 to 16")}
 
 
-class Pass(NamedTuple):
+class SpeculativeStep(NamedTuple):
     """What one pass of the target gave."""
 
     # Added to the text: accepted drafts, then one token of the target's; nothing after its end.
@@ -73,15 +73,15 @@ def generate_speculative(
     stride: int | None = None,
     cache_dtype: torch.dtype | None = None,
     encoding: Encoding | None = None,
-) -> Iterator[Pass]:
+) -> Iterator[SpeculativeStep]:
     """Continue a prompt as `infer.generate` does with the target alone.
 
     A greedy text is equal, a sampled one has the same distribution, up to rounding.
     The drafter proposes up to gamma tokens, 1 to 16, and the target judges them in one pass.
-    draft: a model, or a function that proposes, as `ModelDrafter.propose` and `propose_lookup` do.
-    generator, stride, cache_dtype, encoding: as in `infer.generate`, but params.seed is not used;
-    the draft model's window moves by half of its own block_size, and its cache has that dtype, too.
-    Yields passes, of `params.max_new_tokens` tokens in all at most.
+    draft: a model, or a function that proposes, as `ModelDrafter.propose` and
+    `propose_prompt_lookup` do. generator, stride, cache_dtype, encoding: as in `infer.generate`,
+    but params.seed is not used; the draft model's window moves by half of its own block_size, and
+    its cache has that dtype, too. Yields passes, of `params.max_new_tokens` tokens in all at most.
     Raises UserError if gamma is out of range, the models differ in vocabulary, or as
     `infer.generate` does.
     """
@@ -99,14 +99,14 @@ def generate_speculative(
     propose = draft
     if isinstance(draft, Model):
         check_vocabularies(config, draft.config)
-        own_matcher = make_matcher(params, encoding, config)
-        drafter = ModelDrafter(draft, end - 1, params, generator, cache_dtype, own_matcher)
+        draft_matcher = make_matcher(params, encoding, config)
+        drafter = ModelDrafter(draft, end - 1, params, generator, cache_dtype, draft_matcher)
         propose = drafter.propose
     while len(sequence) < end:
         start = window_start(len(sequence), config.block_size, stride)
         # All positions of a pass see this window: none crosses a context shift.
-        room = start + config.block_size - len(sequence)
-        count = min(gamma, room, end - len(sequence) - 1)
+        window_left = start + config.block_size - len(sequence)
+        count = min(gamma, window_left, end - len(sequence) - 1)
         drafts, q = propose(sequence, count, prompt_length)
         # No cache is rolled back: `truncate_to_prefix` forgets refused drafts when it meets the
         # next window.
@@ -114,23 +114,23 @@ def generate_speculative(
         texts = [sequence + drafts[:index] for index in range(len(drafts) + 1)]
         lengths = [prompt_length] * len(texts)
         logits = adjust(logits, [params] * len(texts), texts, lengths, config.eos_token_ids)
-        stuck = []  # the drafts after which no token may follow
+        dead_ends = []  # the drafts after which no token may follow
         if matcher:
             masks = [matcher.allowed(text[prompt_length:]) for text in texts]
-            stuck = [index for index, mask in enumerate(masks) if not mask.any()]
+            dead_ends = [index for index, mask in enumerate(masks) if not mask.any()]
             logits = restrict(logits, [mask if mask.any() else None for mask in masks])
         if q is None:
-            chosen = torch.tensor(drafts, dtype=torch.int64, device=logits.device)
-            q = torch.nn.functional.one_hot(chosen, config.vocab_size).float()
+            draft_ids = torch.tensor(drafts, dtype=torch.int64, device=logits.device)
+            q = torch.nn.functional.one_hot(draft_ids, config.vocab_size).float()
         accepted, token = verify(sampling_probs(logits, params), q, drafts, generator)
-        if stuck and stuck[0] <= accepted:
-            matcher.checked(texts[stuck[0]][prompt_length:])
+        if dead_ends and dead_ends[0] <= accepted:
+            matcher.checked(texts[dead_ends[0]][prompt_length:])
         tokens = drafts[:accepted] + [token]
-        stays = [token not in ends for token in tokens]
-        tokens = tokens[: first_false(stays) + 1]
+        continues = [token not in ends for token in tokens]
+        tokens = tokens[: first_false(continues) + 1]
         sequence += tokens
-        yield Pass(tokens, drafts, accepted)
-        if not all(stays):
+        yield SpeculativeStep(tokens, drafts, accepted)
+        if not all(continues):
             return
 
 
@@ -187,12 +187,14 @@ class ModelDrafter:
         return drafts, q[: len(drafts)]
 
 
-def propose_lookup(sequence: list[int], count: int, prompt_length: int) -> tuple[list[int], None]:
-    """Drafts from the text itself, by `lookup`; the arguments are those of `ModelDrafter.propose`.
+def propose_prompt_lookup(
+    sequence: list[int], count: int, prompt_length: int
+) -> tuple[list[int], None]:
+    """Drafts from the text itself, by `prompt_lookup`; arguments as of `ModelDrafter.propose`.
 
     None: nothing is drawn, so all of q is on the drafts. Saxena 2023, "Prompt Lookup Decoding".
     """
-    return lookup(sequence, count), None
+    return prompt_lookup(sequence, count), None
 
 
 def verify(
@@ -205,8 +207,8 @@ def verify(
     the token. The tokens that result, n + 1 at most, are distributed as draws from p.
     Leviathan et al. 2022 (2211.17192), Chen et al. 2023 (2302.01318).
     """
-    chosen = torch.tensor(drafts, dtype=torch.int64, device=p.device)[:, None]  # (n, 1)
-    chance = acceptance(p[: len(drafts)].gather(1, chosen), q.gather(1, chosen))
+    draft_ids = torch.tensor(drafts, dtype=torch.int64, device=p.device)[:, None]  # (n, 1)
+    chance = acceptance(p[: len(drafts)].gather(1, draft_ids), q.gather(1, draft_ids))
     uniform = torch.rand(len(drafts), 1, generator=generator, device=p.device)
     accepted = first_false((uniform < chance)[:, 0].tolist())
     last = p[accepted] if accepted == len(drafts) else residual(p[accepted], q[accepted])
@@ -241,7 +243,7 @@ class DraftOutput(Output):
         self.passes = []
         self.colours = colours
 
-    def add_pass(self, row: int, step: Pass) -> None:
+    def add_step(self, row: int, step: SpeculativeStep) -> None:
         """Put the tokens of a pass at the end of a row's text, and end the step."""
         self.passes.append(step)
         for index, token in enumerate(step.tokens):
@@ -296,7 +298,7 @@ def run(args) -> None:
     generator = torch.Generator(device).manual_seed(seed)
     names = [source] if args.draft == "lookup" else [source, args.draft]
     target, *drafts = load_models(names, args, device)
-    draft = drafts[0] if drafts else propose_lookup
+    draft = drafts[0] if drafts else propose_prompt_lookup
     encoding = load_encoding(source, target.config.vocab_size)
     skip = ending_ids(params, target.config.eos_token_ids)
     note_dropped(encoding, *prompts)
@@ -311,7 +313,7 @@ def run(args) -> None:
             options = args.gamma, generator, args.stride, CACHE_DTYPES[args.cache_dtype], encoding
             passes = generate_speculative(target, draft, tokens, params, *options)
             for step in passes:
-                output.add_pass(row, step)
+                output.add_step(row, step)
                 written[row] += step.tokens
     note_cut(params, encoding, target.config, written)
 

@@ -25,7 +25,7 @@ from benchmarks import common
 from cache import Span
 from command_line import STORIES, Parser
 from engine.cache import PagedCache
-from engine.drafter import LookupDrafter, PagedDrafter, Trials
+from engine.drafter import AdaptiveSpeculation, PagedModelDrafter, PromptLookupDrafter
 from engine.engine import Engine
 from engine.pages import page_count
 from engine.request import Event, Request
@@ -479,12 +479,16 @@ def speculation(bench: Bench) -> None:
                     seed = repeat * rows + row
                     params.append(SamplingParams(length, True, temperature, seed=seed))
                 # Kept for all repeats, so that not each of them begins with trials.
-                measured = trials.setdefault((rows, temperature), Trials())
-                drafter = PagedDrafter(bench.draft, bench.model, rows, PAGE)
-                modes = {"engine": (None, None), "look-up": (LookupDrafter(), None)}
+                measured = trials.setdefault((rows, temperature), AdaptiveSpeculation())
+                drafter = PagedModelDrafter(bench.draft, bench.model, rows, PAGE)
+                modes = {"engine": (None, None), "look-up": (PromptLookupDrafter(), None)}
                 modes |= {"draft model": (drafter, None), MEASURED: (drafter, measured)}
                 for mode, (drafter, measured) in modes.items():
-                    options = {"drafter": drafter, "gamma": args.gamma, "trials": measured}
+                    options = {
+                        "drafter": drafter,
+                        "gamma": args.gamma,
+                        "adaptive_speculation": measured,
+                    }
                     engine = Engine(bench.model, rows, page_size=PAGE, **options)
                     run = decode(engine, prompts[:rows], params)
                     if mode == "engine":

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from cache import Span, check_stride, common_prefix_length, window_start
-from drafts import check_vocabularies, lookup
+from drafts import check_vocabularies, prompt_lookup
 from engine.cache import PagedCache
 from engine.pages import PagePool, page_count
 from engine.request import Request
@@ -33,24 +33,24 @@ class Drafter(Protocol):
         """
 
 
-class LookupDrafter:
-    """Drafts from each text itself, by `lookup`."""
+class PromptLookupDrafter:
+    """Drafts from each text itself, by `prompt_lookup`."""
 
     def propose(self, requests: list[Request], counts: list[int]) -> list[list[int]]:
         return [
-            lookup(request.tokens, count) if count else []
+            prompt_lookup(request.tokens, count) if count else []
             for request, count in zip(requests, counts)
         ]
 
 
-class Held(NamedTuple):
+class DraftState(NamedTuple):
     """What a drafter has in its cache of a text."""
 
     tokens: list[int]
     pages: list[int]
 
 
-class PagedDrafter:
+class PagedModelDrafter:
     """A smaller model that writes drafts for all texts together, with pages of its own.
 
     It draws with the random numbers that the target uses at the same position. So the more their
@@ -76,18 +76,18 @@ class PagedDrafter:
         self.stride = check_stride(None, self.block_size)
         self.pool = PagePool(max_num_seqs * page_count(self.block_size, page_size), page_size)
         self.cache = PagedCache(draft, self.pool.num_pages, page_size, None, cache_dtype)
-        self.held: dict[Request, Held] = {}
+        self.states: dict[Request, DraftState] = {}
 
     @torch.inference_mode()
     def propose(self, requests: list[Request], counts: list[int]) -> list[list[int]]:
-        for request in self.held.keys() - set(requests[: self.max_num_seqs]):
+        for request in self.states.keys() - set(requests[: self.max_num_seqs]):
             self.free(request)
         wanted = counts[: self.max_num_seqs]
         drafts = [[] for _ in requests]
         while rows := [row for row, count in enumerate(wanted) if len(drafts[row]) < count]:
             drawing = [requests[row] for row in rows]
             texts = [requests[row].tokens + drafts[row] for row in rows]
-            spans = [self.extend(request, text) for request, text in zip(drawing, texts)]
+            spans = [self.prepare_span(request, text) for request, text in zip(drawing, texts)]
             logits = self.model.runner.logits(self.model, self.cache, spans, [1] * len(rows))
             finite = finite_rows(logits)
             params = [request.params for request in drawing]
@@ -102,36 +102,36 @@ class PagedDrafter:
             tokens = self.model.runner.choose(logits, params, texts, lengths, None, eos, allowed)
             for row, span, token, usable in zip(rows, spans, tokens, good):
                 if usable:
-                    self.held[requests[row]].tokens.extend(span.tokens)
+                    self.states[requests[row]].tokens.extend(span.tokens)
                     drafts[row].append(token)
                 else:
                     self.free(requests[row])
                     wanted[row] = 0  # no more
         return drafts
 
-    def extend(self, request: Request, text: list[int]) -> Span:
+    def prepare_span(self, request: Request, text: list[int]) -> Span:
         """Make room for a text; returns what is not computed yet of the draft model's window on it.
 
-        Only what the window shares with what is held of the request is kept.
+        Only what the window shares with the state of the request is kept.
         """
-        held = self.held.setdefault(request, Held([], []))
+        state = self.states.setdefault(request, DraftState([], []))
         window = text[window_start(len(text), self.block_size, self.stride) :]
-        known = common_prefix_length(held.tokens, window[:-1])
-        del held.tokens[known:]
-        self.pool.allocate(held.pages, len(window))
-        return Span(held.pages, known, window[known:])
+        num_cached = common_prefix_length(state.tokens, window[:-1])
+        del state.tokens[num_cached:]
+        self.pool.allocate(state.pages, len(window))
+        return Span(state.pages, num_cached, window[num_cached:])
 
     def free(self, request: Request) -> None:
         """Give back the pages of a request."""
-        self.pool.free_after(self.held.pop(request).pages, 0)
+        self.pool.free_after(self.states.pop(request).pages, 0)
 
 
-TRIAL = 16  # steps of each way; after as many more it is decided again
-TERM = 256  # steps of the faster one, before both are tried again
-KEPT = 64  # steps of each way that count, the newest
+TRIAL_STEPS = 16  # steps of each way; after as many more it is decided again
+COMMIT_STEPS = 256  # steps of the faster one, before both are tried again
+MAX_SAMPLES = 64  # steps of each way that count, the newest
 
 
-class Trial:
+class SpeculationTrial:
     """Steps with drafts, then as many without, then those of the way that makes more tokens/s.
 
     What was measured before counts in the next trial, too, and steps of the term count: a few of
@@ -140,29 +140,29 @@ class Trial:
 
     def __init__(self):
         self.steps = 0  # of a trial and the term after it
-        self.pays = True
-        self.tokens = {drafts: deque(maxlen=KEPT) for drafts in (True, False)}  # of each step
-        self.seconds = {drafts: deque(maxlen=KEPT) for drafts in (True, False)}
+        self.drafting_pays = True
+        self.tokens = {drafts: deque(maxlen=MAX_SAMPLES) for drafts in (True, False)}  # per step
+        self.seconds = {drafts: deque(maxlen=MAX_SAMPLES) for drafts in (True, False)}
 
     @property
-    def drafts(self) -> bool:
+    def should_draft(self) -> bool:
         """Whether the next step has drafts."""
-        return self.pays if self.steps >= 2 * TRIAL else self.steps < TRIAL
+        return self.drafting_pays if self.steps >= 2 * TRIAL_STEPS else self.steps < TRIAL_STEPS
 
-    def note(self, drafts: bool, tokens: int, seconds: float) -> None:
+    def record_step(self, drafts: bool, tokens: int, seconds: float) -> None:
         """Count a step with what it made and took."""
         self.tokens[drafts].append(tokens)
         self.seconds[drafts].append(seconds)
-        self.steps = (self.steps + 1) % (2 * TRIAL + TERM)
-        if self.steps >= 2 * TRIAL and self.steps % TRIAL == 0:
-            self.pays = self.rate(True) > self.rate(False)
+        self.steps = (self.steps + 1) % (2 * TRIAL_STEPS + COMMIT_STEPS)
+        if self.steps >= 2 * TRIAL_STEPS and self.steps % TRIAL_STEPS == 0:
+            self.drafting_pays = self.throughput(True) > self.throughput(False)
 
-    def rate(self, drafts: bool) -> float:
+    def throughput(self, drafts: bool) -> float:
         """Tokens/s: the mean of tokens by the median of seconds, which no single pause moves."""
         return statistics.mean(self.tokens[drafts]) / statistics.median(self.seconds[drafts])
 
 
-class Trials:
+class AdaptiveSpeculation:
     """For an engine: in which of its steps drafts pay.
 
     A pass over more tokens takes little longer for one row and much longer for many, so each number
@@ -170,27 +170,27 @@ class Trials:
     """
 
     def __init__(self):
-        self.trials: dict[int, Trial] = {}
-        self.drafted = False  # in the last step that only decoded
+        self.trials: dict[int, SpeculationTrial] = {}
+        self.drafted_before = False  # in the last step that only decoded
 
-    def drafts(self, rows: int) -> bool:
-        """Whether to ask for drafts in a step of `rows` rows that begins now."""
-        self.began = time.perf_counter()
-        self.rows = rows
-        self.trial = self.trials.setdefault(rows.bit_length(), Trial())
-        self.asked = self.trial.drafts
-        return self.asked
+    def should_draft(self, num_seqs: int) -> bool:
+        """Whether to ask for drafts in a step of `num_seqs` sequences that begins now."""
+        self.start_time = time.perf_counter()
+        self.num_seqs = num_seqs
+        self.trial = self.trials.setdefault(num_seqs.bit_length(), SpeculationTrial())
+        self.drafting = self.trial.should_draft
+        return self.drafting
 
-    def note(self, scheduled: list[ScheduledRequest], tokens: int) -> None:
+    def record_step(self, scheduled: list[ScheduledRequest], tokens: int) -> None:
         """The step that began has computed these requests, and chosen `tokens` tokens.
 
         A step in which a text comes in or a prompt is read does not count. Nor does the first one
         with drafts: in it a draft model reads all that was written without it.
         """
-        seconds = time.perf_counter() - self.began
+        seconds = time.perf_counter() - self.start_time
         decodes = all(len(entry.tokens) == len(entry.drafts) + 1 for entry in scheduled)
-        if len(scheduled) != self.rows or not decodes:
+        if len(scheduled) != self.num_seqs or not decodes:
             return
-        if self.drafted or not self.asked:
-            self.trial.note(self.asked, tokens, seconds)
-        self.drafted = self.asked
+        if self.drafted_before or not self.drafting:
+            self.trial.record_step(self.drafting, tokens, seconds)
+        self.drafted_before = self.drafting

@@ -9,7 +9,7 @@ from adapters import check_adapter
 from cache import check_stride, common_prefix_length, layer_sliding_windows
 from constraints import make_matcher
 from engine.cache import PagedCache
-from engine.drafter import Drafter, Trials
+from engine.drafter import AdaptiveSpeculation, Drafter
 from engine.pages import PagePool, default_num_pages, salt_with_adapter, sliding_page_count
 from engine.request import Event, Request, make_request
 from engine.scheduler import LIMITS, ScheduledRequest, Scheduler
@@ -37,11 +37,11 @@ class Engine:
     page_size positions; None: as `default_num_pages`. Where some layers have a window and others
     see all, those with a window have pages of their own, `sliding_page_count` if these are fewer.
     max_num_batched_tokens: tokens in one step, at most. stride, cache_dtype: as in `generate`.
-    drafter: proposes up to gamma tokens, 1 to 16, to follow each text. trials: decide in which
-    steps, by what they took; None: in each. encoding: makes text of tokens; None if only tokens are
-    wanted. Only one thread at a time may use it. Raises UserError for a value out of range, or if
-    the cache does not fit in memory. After Yu et al. 2022, "Orca: A distributed serving system for
-    transformer-based generative models".
+    drafter: proposes up to gamma tokens, 1 to 16, to follow each text. adaptive_speculation:
+    decides in which steps, by what they took; None: in each. encoding: makes text of tokens; None
+    if only tokens are wanted. Only one thread at a time may use it. Raises UserError for a value
+    out of range, or if the cache does not fit in memory. After Yu et al. 2022, "Orca: A distributed
+    serving system for transformer-based generative models".
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Engine:
         stride: int | None = None,
         drafter: Drafter | None = None,
         gamma: int = 3,
-        trials: Trials | None = None,
+        adaptive_speculation: AdaptiveSpeculation | None = None,
         encoding: Encoding | None = None,
         cache_dtype: torch.dtype | None = None,
     ):
@@ -95,7 +95,7 @@ class Engine:
         )
         self.drafter = drafter
         self.gamma = gamma
-        self.trials = trials if drafter else None
+        self.adaptive_speculation = adaptive_speculation if drafter else None
         self.encoding = encoding
         self.scheduled: list[ScheduledRequest] = []  # what the last step computed
         self.steps = 0  # so far
@@ -167,8 +167,8 @@ class Engine:
             return [self.fail(entry.request, str(error)) for entry in scheduled]
         events = [self.update(entry, output) for entry, output in zip(scheduled, outputs)]
         events = [event for event in events if event]  # a chunk has none
-        if self.trials:
-            self.trials.note(scheduled, self.num_sampled_tokens - sampled)
+        if self.adaptive_speculation:
+            self.adaptive_speculation.record_step(scheduled, self.num_sampled_tokens - sampled)
         return events
 
     def propose_drafts(self) -> None:
@@ -178,7 +178,7 @@ class Engine:
         running = self.scheduler.running
         for request in running:
             request.drafts = []  # those of a step that was interrupted
-        if self.trials and not self.trials.drafts(len(running)):
+        if self.adaptive_speculation and not self.adaptive_speculation.should_draft(len(running)):
             return
         asking = [request for request in running if len(request.uncomputed_tokens) == 1]
         counts = [

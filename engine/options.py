@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from adapters import Adapters
 from command_line import CACHE_DTYPES, check_text, launched, load_models, pick_device
-from engine.drafter import LookupDrafter, PagedDrafter, Trials
+from engine.drafter import AdaptiveSpeculation, PagedModelDrafter, PromptLookupDrafter
 from engine.engine import Engine
 from errors import UserError
 from loading.load import Source, empty_model, parse_name
@@ -102,18 +102,20 @@ def load_engine(args, source: Source, device: str, ranks: Ranks | None = None) -
         stride=args.stride,
         drafter=make_drafter(args, model, drafts),
         gamma=3 if args.gamma is None else args.gamma,
-        trials=Trials() if args.gamma is None else None,
+        adaptive_speculation=AdaptiveSpeculation() if args.gamma is None else None,
         encoding=load_encoding(source, model.config.vocab_size),
         cache_dtype=CACHE_DTYPES[args.cache_dtype],
     )
 
 
-def make_drafter(args, model: Model, drafts: list[Model]) -> LookupDrafter | PagedDrafter | None:
+def make_drafter(
+    args, model: Model, drafts: list[Model]
+) -> PromptLookupDrafter | PagedModelDrafter | None:
     """What a command line asks for. drafts: the draft model, if there is one."""
     if drafts:
         cache_dtype = CACHE_DTYPES[args.cache_dtype]
-        return PagedDrafter(drafts[0], model, args.max_num_seqs, args.page_size, cache_dtype)
-    return LookupDrafter() if args.draft else None
+        return PagedModelDrafter(drafts[0], model, args.max_num_seqs, args.page_size, cache_dtype)
+    return PromptLookupDrafter() if args.draft else None
 
 
 @contextlib.contextmanager

@@ -29,9 +29,9 @@ def tokens_of(steps) -> list[list[int]]:
 
 @pytest.mark.parametrize("gamma", [1, 3, 16])
 def test_each_text_is_that_of_its_own_run(model, gamma):
-    from engine.drafter import LookupDrafter
+    from engine.drafter import PromptLookupDrafter
 
-    engine, _ = write(model, LookupDrafter(), page_size=4, gamma=gamma)
+    engine, _ = write(model, PromptLookupDrafter(), page_size=4, gamma=gamma)
     assert 0 < engine.num_accepted_tokens < engine.num_draft_tokens
 
 

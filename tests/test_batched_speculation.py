@@ -16,9 +16,9 @@ from sampling import SamplingParams
 
 
 def paged_drafter(*args, **options):
-    from engine.drafter import PagedDrafter
+    from engine.drafter import PagedModelDrafter
 
-    return PagedDrafter(*args, **options)
+    return PagedModelDrafter(*args, **options)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_a_draft_model_writes_what_it_would_write_alone(model, tiny, block_size)
     passes = check_passes(drafter.cache, block_size)
 
     def propose(requests, counts):
-        spoil(drafter.cache, [(held.pages, len(held.tokens)) for held in drafter.held.values()])
+        spoil(drafter.cache, [(held.pages, len(held.tokens)) for held in drafter.states.values()])
         drafts = drafter.propose(requests, counts)
         drafted.extend((list(request.tokens), tokens) for request, tokens in zip(requests, drafts))
         return drafts
@@ -131,11 +131,11 @@ def test_a_draft_model_gives_the_pages_of_finished_texts_back(model, tiny):
     engine, _ = make_engine(model, prompts, params, max_num_seqs=3, drafter=drafter)
     while engine.busy:
         step(engine)
-        assert len(drafter.held) <= 3
-        held = [page for kept in drafter.held.values() for page in kept.pages]
+        assert len(drafter.states) <= 3
+        held = [page for kept in drafter.states.values() for page in kept.pages]
         assert sorted([*held, *drafter.pool.free_pages]) == list(range(drafter.pool.first_unused))
     assert drafter.propose([], []) == []
-    assert drafter.pool.num_free_pages == drafter.pool.num_pages == 3 and not drafter.held
+    assert drafter.pool.num_free_pages == drafter.pool.num_pages == 3 and not drafter.states
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_what_is_held_of_a_text_stays_while_no_drafts_are_wanted(tiny):
     passes = check_passes(drafter.cache, 64)
     drafter.propose(requests, [2, 1, 0])
     assert drafter.propose(requests, [0, 3, 3])[::2] == [[], []]  # the third has no room
-    assert list(drafter.held) == requests[:2]
+    assert list(drafter.states) == requests[:2]
     for request in requests:
         request.tokens += [1, 2]
     drafts = drafter.propose(requests, [1, 0, 0])
@@ -192,7 +192,7 @@ def test_drafts_before_the_first_that_is_no_number_are_kept(tiny):
     draft.wpe.weight.data[8] = torch.nan
     drafter = paged_drafter(draft, model)
     assert drafter.propose(texts, [3, 3]) == [whole[0][:1], whole[1]]
-    assert list(drafter.held) == [texts[1]]
+    assert list(drafter.states) == [texts[1]]
 
 
 def test_nan_of_one_text_costs_no_other_its_drafts(tiny):
@@ -263,16 +263,16 @@ def test_the_statistics_count_drafts(engine_cli, tiny_checkpoint):
 def test_the_draft_model_has_rows_and_pages_like_those_of_the_engine(
     engine_cli, tiny_checkpoint, monkeypatch
 ):
-    from engine.drafter import PagedDrafter
+    from engine.drafter import PagedModelDrafter
 
     made = []
-    init = PagedDrafter.__init__
+    init = PagedModelDrafter.__init__
 
     def watched(self, *args, **options):
         init(self, *args, **options)
         made.append(self)
 
-    monkeypatch.setattr(PagedDrafter, "__init__", watched)
+    monkeypatch.setattr(PagedModelDrafter, "__init__", watched)
     args = ["--model", tiny_checkpoint, "--draft", tiny_checkpoint, "--max-new-tokens", 2]
     assert engine_cli(*args, "--max-num-seqs", 5, "--page-size", 7)[0] == 0
     (drafter,) = made

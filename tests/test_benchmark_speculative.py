@@ -163,7 +163,7 @@ def test_half_precision_is_checked_by_its_logits(bench, monkeypatch):
     assert set(rows["dtype"]) == {"bfloat16"}
     found = [(model.dtype, tokens.shape, piece) for model, tokens, piece in checked]
     assert found == [(torch.bfloat16, (1, length + 12), 5) for length in (4, 8)]
-    other = [script.Pass([7] * 6, [7] * 5, 5)] * 2  # rounding may well change the text
+    other = [script.SpeculativeStep([7] * 6, [7] * 5, 5)] * 2  # rounding may well change the text
     monkeypatch.setattr(script, "generate_speculative", lambda *_: iter(other))
     assert bench(*greedy, "--gamma", 2, "--repeats", 1, "--prompts", 1)[0] == 0
 

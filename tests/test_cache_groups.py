@@ -143,7 +143,7 @@ def test_any_texts_are_those_of_their_own_runs(
 
     Pages for windows never run out.
     """
-    from engine.drafter import LookupDrafter, PagedDrafter
+    from engine.drafter import PagedModelDrafter, PromptLookupDrafter
 
     if backend not in MODELS:
         shape = {"windows": (5, None), "block_size": 40}
@@ -158,7 +158,9 @@ def test_any_texts_are_those_of_their_own_runs(
     }
     options |= {"max_num_seqs": 3}
     if drafts:
-        options["drafter"] = LookupDrafter() if drafts == "lookup" else PagedDrafter(draft, model)
+        options["drafter"] = (
+            PromptLookupDrafter() if drafts == "lookup" else PagedModelDrafter(draft, model)
+        )
     engine, requests = make_engine(model, prompts, params, **options)
     (_, _), (sliding_pool, _) = engine.scheduler.kv_cache_groups
     allocate = sliding_pool.allocate

@@ -148,10 +148,12 @@ def test_each_text_is_that_of_its_own_run_also_past_the_window(tiny):
 @pytest.mark.parametrize("drafter", ["other", "itself", "lookup"])
 def test_drafts_change_no_text(drafter, tiny):
     from infer import generate
-    from infer_speculative import generate_speculative, propose_lookup
+    from infer_speculative import generate_speculative, propose_prompt_lookup
 
     model = small(tiny, seed=1)
-    draft = {"other": small(tiny, seed=2), "itself": model, "lookup": propose_lookup}[drafter]
+    draft = {"other": small(tiny, seed=2), "itself": model, "lookup": propose_prompt_lookup}[
+        drafter
+    ]
     for choices in [*LISTS, ("abcabcaab" * 5,)]:
         for prompt in ([1, 2], [0, 1, 2, 0, 1, 2, 0, 1]):
             params = SamplingParams(60, choices=choices)

@@ -20,9 +20,9 @@ def model(tiny):
 
 
 def new_trial():
-    from engine.drafter import Trial
+    from engine.drafter import SpeculationTrial
 
-    return Trial()
+    return SpeculationTrial()
 
 
 class Timed:
@@ -67,9 +67,16 @@ def slower(rows, drafting) -> float:
 
 def trials_engine(model, drafter, *params, rows=1, **options) -> Engine:
     """An engine that tries drafts, and texts with these parameters."""
-    from engine.drafter import Trials
+    from engine.drafter import AdaptiveSpeculation
 
-    engine = Engine(model, rows, page_size=16, drafter=drafter, trials=Trials(), **options)
+    engine = Engine(
+        model,
+        rows,
+        page_size=16,
+        drafter=drafter,
+        adaptive_speculation=AdaptiveSpeculation(),
+        **options,
+    )
     for row, own in enumerate(params):
         engine.add([1 + row, 2], own)
     return engine
@@ -104,7 +111,7 @@ def test_what_counts_is_tokens_in_the_time(model, monkeypatch):
 
 def noted(trial, drafts, count, tokens, seconds) -> None:
     for _ in range(count):
-        trial.note(drafts, tokens, seconds)
+        trial.record_step(drafts, tokens, seconds)
 
 
 def test_older_steps_count_in_a_trial():
@@ -112,11 +119,11 @@ def test_older_steps_count_in_a_trial():
     trial = new_trial()
     noted(trial, True, 16, 3, 2.0)
     noted(trial, False, 16, 1, 1.0)
-    assert trial.pays
+    assert trial.drafting_pays
     noted(trial, True, 256, 3, 2.0)
     noted(trial, True, 16, 1, 2.0)  # hardly a draft is accepted in this part of the text
     noted(trial, False, 16, 1, 1.0)
-    assert trial.pays and trial.drafts
+    assert trial.drafting_pays and trial.should_draft
 
 
 def test_a_term_changes_its_way_when_its_steps_say_so():
@@ -124,9 +131,9 @@ def test_a_term_changes_its_way_when_its_steps_say_so():
     noted(trial, True, 16, 3, 2.0)
     noted(trial, False, 16, 1, 1.0)
     noted(trial, True, 16, 1, 2.0)
-    assert not trial.drafts  # 2 tokens on average, in 2 seconds
+    assert not trial.should_draft  # 2 tokens on average, in 2 seconds
     noted(trial, False, 64, 1, 1.1)
-    assert trial.drafts
+    assert trial.should_draft
 
 
 def test_a_term_is_decided_again_after_16_steps_and_not_before():
@@ -134,9 +141,9 @@ def test_a_term_is_decided_again_after_16_steps_and_not_before():
     noted(trial, True, 16, 3, 2.0)
     noted(trial, False, 16, 1, 1.0)
     noted(trial, True, 15, 0, 100.0)
-    assert trial.drafts
+    assert trial.should_draft
     noted(trial, True, 1, 0, 100.0)
-    assert not trial.drafts
+    assert not trial.should_draft
 
 
 def test_a_rate_is_that_of_the_newest_64_steps():
@@ -146,7 +153,7 @@ def test_a_rate_is_that_of_the_newest_64_steps():
     noted(trial, True, 10, 100, 9.0)
     noted(trial, True, 63, 1, 2.0)
     noted(trial, True, 1, 65, 50.0)
-    assert trial.rate(True) == 2 / 2.0
+    assert trial.throughput(True) == 2 / 2.0
 
 
 def test_each_number_of_rows_is_tried_for_itself(model, monkeypatch):
@@ -165,11 +172,11 @@ def test_only_steps_that_decode_count(model, monkeypatch):
     drafter = Timed(monkeypatch, slower)
     engine = trials_engine(model, drafter, LONG, rows=2, max_num_batched_tokens=8)
     drafter.step(engine, 10)
-    trial = engine.trials.trials[1]
+    trial = engine.adaptive_speculation.trials[1]
     assert trial.steps == 8  # of ten, without the prompt and the first with drafts
     engine.add(random_tokens(53), LONG)
     drafter.step(engine, 8)  # seven positions each
-    assert (trial.steps, engine.trials.trials[2].steps) == (8, 0)
+    assert (trial.steps, engine.adaptive_speculation.trials[2].steps) == (8, 0)
 
 
 def test_a_drafter_without_memory_does_not_pay(model, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from conftest import random_tokens
 from serving import collect, in_turns, results_of, run_calls, small_engine
 
-from engine.drafter import LookupDrafter
+from engine.drafter import PromptLookupDrafter
 from errors import UserError
 from sampling import SamplingParams
 
@@ -62,7 +62,7 @@ def test_16_tasks_at_once_have_the_texts_of_the_engine(tiny_llama):
         return await asyncio.gather(*map(collect, calls))
 
     def make():
-        return small_engine(tiny_llama, max_num_seqs=6, drafter=LookupDrafter())
+        return small_engine(tiny_llama, max_num_seqs=6, drafter=PromptLookupDrafter())
 
     found = run_calls(make, use)
     alone = results_of(small_engine(tiny_llama), prompts, params)

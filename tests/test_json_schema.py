@@ -130,7 +130,7 @@ def test_the_allowed_tokens_depend_on_the_output_alone(speaking):
 
 def test_batches_drafts_and_hops_change_no_text(speaking, tiny):
     from infer import generate
-    from infer_speculative import generate_speculative, propose_lookup
+    from infer_speculative import generate_speculative, propose_prompt_lookup
 
     encoding = small_encoding()
     schema = {"type": "array", "items": PERSON, "minItems": 6, "maxItems": 7}
@@ -147,7 +147,7 @@ def test_batches_drafts_and_hops_change_no_text(speaking, tiny):
     for prompt, own, row in zip(prompts, each, together):
         row = [token for token in row if token is not None]
         assert [token for (token,) in generate(speaking, [prompt], own, encoding=encoding)] == row
-        for drafter in (draft, speaking, propose_lookup):
+        for drafter in (draft, speaking, propose_prompt_lookup):
             steps = generate_speculative(speaking, drafter, prompt, own, 3, encoding=encoding)
             assert [token for step in steps for token in step.tokens] == row
     assert len(together[0]) > 64  # the window has moved

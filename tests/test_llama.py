@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import infer_speculative
 from cache import KVCache
 from errors import UserError
-from infer_speculative import generate_speculative, propose_lookup
+from infer_speculative import generate_speculative, propose_prompt_lookup
 from int8 import to_int8
 from loading.load import load_config, load_model, parse_name, save_model
 from sampling import SamplingParams
@@ -119,7 +119,7 @@ def test_speculation_gives_the_text_of_the_target(tiny, tiny_llama, drafter):
         "itself": target,
         "a Llama": tiny_llama(seed=6, n_layer=1, block_size=10),
         "a GPT-2": tiny(seed=1),
-        "lookup": propose_lookup,
+        "lookup": propose_prompt_lookup,
     }
     prompt = [1, 2, 1, 2]
     params = {"max_new_tokens": 45, "ignore_eos": True, "presence_penalty": 0.1}

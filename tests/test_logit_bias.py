@@ -113,11 +113,11 @@ def test_rows_of_several_biases_are_each_their_own():
 @pytest.mark.parametrize("draft", ["model", "lookup", "itself"])
 def test_greedy_speculation_writes_the_same_text(tiny, draft):
     """Drafts have the biases, too: a model that drafts for itself is never refused."""
-    from infer_speculative import generate_speculative, propose_lookup
+    from infer_speculative import generate_speculative, propose_prompt_lookup
     from sampling import SamplingParams
 
     target = tiny(seed=12)
-    drafter = {"model": tiny(seed=6), "lookup": propose_lookup, "itself": target}[draft]
+    drafter = {"model": tiny(seed=6), "lookup": propose_prompt_lookup, "itself": target}[draft]
     params = {"max_new_tokens": 40, "ignore_eos": True, "logit_bias": PAIRS}
     steps = list(generate_speculative(target, drafter, [1, 2], SamplingParams(**params), 3))
     tokens = [token for step in steps for token in step.tokens]
@@ -170,11 +170,11 @@ def test_the_engine_writes_the_texts_of_own_runs(tiny, compiled, in_c):
 
 
 def test_a_model_that_drafts_for_itself_has_each_draft_accepted(tiny):
-    from engine.drafter import PagedDrafter
+    from engine.drafter import PagedModelDrafter
 
     model = tiny(seed=2)
     params = params_of({"max_new_tokens": 15, "ignore_eos": True, "logit_bias": PAIRS}, 3)
-    options = {"drafter": PagedDrafter(model, model), "max_num_seqs": 3}
+    options = {"drafter": PagedModelDrafter(model, model), "max_num_seqs": 3}
     engine, _ = make_engine(model, [[1], [2, 3], [4]], params, **options)
     finish(engine)
     assert engine.num_accepted_tokens == engine.num_draft_tokens > 0

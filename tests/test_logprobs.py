@@ -10,7 +10,7 @@ import torch
 from conftest import CHECKPOINTS, random_tokens
 from engines import alone, check_texts, finish, make_engine, request_params, step
 
-from engine.drafter import LookupDrafter, PagedDrafter
+from engine.drafter import PagedModelDrafter, PromptLookupDrafter
 from engine.engine import Engine
 from errors import UserError
 from loading.load import load_model
@@ -97,8 +97,8 @@ def test_pages_chunks_and_drafts_change_nothing(tiny, options):
     """One for each token, also of a text that was preempted; none for a draft that was refused."""
     model = tiny(seed=8)
     same = random_tokens(3, seed=1) * 3
-    drafters = {"lookup": LookupDrafter()}
-    drafters["model"] = PagedDrafter(tiny(seed=8, n_layer=1), model, 3, 3)
+    drafters = {"lookup": PromptLookupDrafter()}
+    drafters["model"] = PagedModelDrafter(tiny(seed=8, n_layer=1), model, 3, 3)
     if "drafter" in options:
         options = options | {"drafter": drafters[options["drafter"]]}
     each = request_params(3, max_new_tokens=40, temperature=0.3)
@@ -134,7 +134,7 @@ def test_a_text_that_ends_in_mid_draft_has_none_for_the_rest(tiny, computed):
     params = SamplingParams(12, temperature=1.0, seed=3)
     text = alone(tiny(seed=2), [4], dataclasses.replace(params, ignore_eos=True))
     model = tiny(seed=2, eos_token_id=text[6])
-    drafter = PagedDrafter(model, model)
+    drafter = PagedModelDrafter(model, model)
     engine, (request,) = ask(model, [[4]], [params], [1], drafter=drafter, gamma=16)
     finish(engine)
     assert request.finish_reason == "stop" and request.output == text[:7]

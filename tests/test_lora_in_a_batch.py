@@ -106,7 +106,7 @@ def test_a_run_is_that_of_the_merged_model(request, kind):
 @pytest.mark.parametrize("seed", range(3))
 def test_histories(request, kind, seed):
     """Texts come, wait, lose their pages and share some: each is that of its own run."""
-    from engine.drafter import LookupDrafter, PagedDrafter
+    from engine.drafter import PagedModelDrafter, PromptLookupDrafter
 
     chance = random.Random(seed)
     build = request.getfixturevalue(kind)
@@ -114,7 +114,7 @@ def test_histories(request, kind, seed):
     model = with_adapters(build(), (*ATTENTION, "gate") if experts else LINEAR)
     options = {"max_num_seqs": 4, "page_size": 4, "max_num_batched_tokens": 9, "num_pages": 12}
     # A model that drafts has no adapters: what it proposes is checked by one that has.
-    options["drafter"] = (None, LookupDrafter(), PagedDrafter(build(), model))[seed]
+    options["drafter"] = (None, PromptLookupDrafter(), PagedModelDrafter(build(), model))[seed]
     engine, _ = make_engine(model, [], [], **options)
     requests = add_at_random(engine, chance, NAMES, ("", "x"))
     assert engine.scheduler.prefix_cache_hits > 0 and engine.scheduler.num_preemptions > 0

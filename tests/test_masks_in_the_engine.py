@@ -86,7 +86,7 @@ def test_each_text_is_that_of_its_own_run(model, options):
 
 @pytest.mark.parametrize("kind", ["model", "lookup", "wrong"])
 def test_drafts_that_may_not_follow_are_not_computed(model, tiny_llama, kind):
-    from engine.drafter import LookupDrafter, PagedDrafter
+    from engine.drafter import PagedModelDrafter, PromptLookupDrafter
     from engine.engine import Engine
 
     class Wrong:
@@ -95,9 +95,9 @@ def test_drafts_that_may_not_follow_are_not_computed(model, tiny_llama, kind):
 
     if kind == "model":
         small = tiny_llama(n_layer=1, vocab_size=8, block_size=16, eos_token_id=END)
-        drafter = PagedDrafter(small, model)
+        drafter = PagedModelDrafter(small, model)
     else:
-        drafter = LookupDrafter() if kind == "lookup" else Wrong()
+        drafter = PromptLookupDrafter() if kind == "lookup" else Wrong()
     engine = Engine(model, encoding=letters(), drafter=drafter, gamma=4)
     choose = model.runner.choose
     seen = []
@@ -196,17 +196,19 @@ def test_a_text_that_must_follow_holds_no_other_one_up(model):
 
 
 def test_tokens_without_a_pass_are_no_merit_of_drafts(model):
-    from engine.drafter import LookupDrafter, Trials
+    from engine.drafter import AdaptiveSpeculation, PromptLookupDrafter
     from engine.engine import Engine
     from sampling import SamplingParams
 
-    class Watched(Trials):
-        def note(self, scheduled, tokens):
+    class Watched(AdaptiveSpeculation):
+        def record_step(self, scheduled, tokens):
             noted.append(tokens)
             assert 1 <= tokens <= sum(len(entry.drafts) + 1 for entry in scheduled)
 
     noted = []
-    engine = Engine(model, encoding=letters(), drafter=LookupDrafter(), trials=Watched())
+    engine = Engine(
+        model, encoding=letters(), drafter=PromptLookupDrafter(), adaptive_speculation=Watched()
+    )
     grammar = 'start: ("cccc" ("a" | "b") "aa"){4}'
     request = engine.add([1, 2], SamplingParams(40, grammar=grammar))
     while engine.busy:

@@ -7,7 +7,7 @@ from conftest import random_tokens
 from engines import finish, greedy, make_engine
 from serving import in_turns, metric_families, until
 
-from engine.drafter import LookupDrafter
+from engine.drafter import PromptLookupDrafter
 
 COUNTERS = """num_preemptions prefix_cache_queries prefix_cache_hits spec_decode_num_draft_tokens
     spec_decode_num_accepted_tokens prompt_tokens generation_tokens request_success""".split()
@@ -138,7 +138,7 @@ def test_found_pages_are_hits_in_tokens(start):
 
 
 def test_preemptions_and_drafts_are_the_engines(start):
-    door = start(num_pages=6, page_size=4, drafter=LookupDrafter())
+    door = start(num_pages=6, page_size=4, drafter=PromptLookupDrafter())
     write(door, [7] * 8, [3] * 8, random_tokens(6), tokens=9)
     engine = door.thread.engine
     found = counts(door)

@@ -153,12 +153,12 @@ def test_nothing_outside_the_rows_is_read(library, bad):
 
 
 def test_the_engine_and_its_drafter_draw_in_c(native, torch_numbers):
-    from engine.drafter import PagedDrafter
+    from engine.drafter import PagedModelDrafter
     from engine.engine import Engine
 
     prompts = [[1, 2, 3], [4], [5, 6]]
     params = params_of({"max_new_tokens": 20, "ignore_eos": True} | PARAMS[0], 3)
-    engine = Engine(native, drafter=PagedDrafter(native, native))
+    engine = Engine(native, drafter=PagedModelDrafter(native, native))
     texts = outputs_of(engine, prompts, params)
     assert torch_numbers == [] and engine.num_accepted_tokens > 0
     assert texts == own_texts(native, prompts, params)

@@ -57,15 +57,15 @@ def requests(count: int, seed: int) -> tuple[list, list]:
 @pytest.mark.parametrize("drafts", ["none", "lookup", "model"])
 def test_still_texts_of_a_checkpoint_bit_for_bit(name, kind, drafts):
     """They are equal in float32 too, with preemption, shared prefixes, chunks and drafts."""
-    from engine.drafter import LookupDrafter, PagedDrafter
+    from engine.drafter import PagedModelDrafter, PromptLookupDrafter
 
     model = native(load_model(CHECKPOINTS / name, kind))
     options = {"max_num_seqs": 4, "num_pages": 32, "page_size": 8, "max_num_batched_tokens": 40}
     if drafts == "lookup":
-        options["drafter"] = LookupDrafter()
+        options["drafter"] = PromptLookupDrafter()
     elif drafts == "model":
         draft = native(load_model(DRAFT, kind))
-        options["drafter"] = PagedDrafter(draft, model, 4)
+        options["drafter"] = PagedModelDrafter(draft, model, 4)
     engine, made = make_engine(model, *requests(8, seed=len(drafts)), **options)
     finish(engine)
     check_texts(model, made)

@@ -20,19 +20,19 @@ AGAIN = STORY + "<|endoftext|>Once upon a time"  # the beginning of that story o
 
 def passes(target, prompt, gamma=3, generator=None, stride=None, **params):
     """All passes of a run without a draft model."""
-    from infer_speculative import generate_speculative, propose_lookup
+    from infer_speculative import generate_speculative, propose_prompt_lookup
     from sampling import SamplingParams
 
     run = (prompt, SamplingParams(**params), gamma, generator, stride)
-    return list(generate_speculative(target, propose_lookup, *run))
+    return list(generate_speculative(target, propose_prompt_lookup, *run))
 
 
 # What followed the newest n-gram.
 
 
-def by_hand(text, count, longest, shortest):
+def by_hand(text, count, max_ngram_size, min_ngram_size):
     """All earlier places of each n-gram, the longest first: what follows the last of them."""
-    for size in range(shortest, longest + 1)[::-1]:
+    for size in range(min_ngram_size, max_ngram_size + 1)[::-1]:
         newest = text[len(text) - size :]
         ends = [end for end in range(size, len(text)) if text[end - size : end] == newest]
         if ends:
@@ -46,12 +46,14 @@ def by_hand(text, count, longest, shortest):
     sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)).map(sorted),
 )
 def test_lookup_finds_what_a_search_by_hand_finds(text, count, sizes):
-    from drafts import lookup
+    from drafts import prompt_lookup
 
     before = list(text)
-    shortest, longest = sizes
-    assert lookup(text, count, longest, shortest) == by_hand(text, count, longest, shortest)
-    assert lookup(text, count) == by_hand(text, count, 3, 2)
+    min_ngram_size, max_ngram_size = sizes
+    assert prompt_lookup(text, count, max_ngram_size, min_ngram_size) == by_hand(
+        text, count, max_ngram_size, min_ngram_size
+    )
+    assert prompt_lookup(text, count) == by_hand(text, count, 3, 2)
     assert text == before
 
 
@@ -72,17 +74,17 @@ def test_lookup_finds_what_a_search_by_hand_finds(text, count, sizes):
     ],
 )
 def test_lookup_on_texts_that_one_can_read(text, drafts):
-    from drafts import lookup
+    from drafts import prompt_lookup
 
-    assert lookup(text, 3) == drafts
+    assert prompt_lookup(text, 3) == drafts
 
 
 @pytest.mark.parametrize("text, drafts", [([1, 2, 7, 1, 2], [7, 1]), ([1, 2], [])])
 def test_nothing_is_drawn(text, drafts):
     """None in the place of q: it is all on the drafts."""
-    from infer_speculative import propose_lookup
+    from infer_speculative import propose_prompt_lookup
 
-    assert propose_lookup(text, 2, len(text)) == (drafts, None)
+    assert propose_prompt_lookup(text, 2, len(text)) == (drafts, None)
 
 
 # Greedy: token for token.
@@ -118,14 +120,14 @@ def test_greedy_at_several_windows(tiny, gamma, penalties):
 
 def test_drafts_are_looked_up_in_prompt_and_output(tiny):
     """Also in what the window has left; never more than window and budget have room for."""
-    from drafts import lookup
+    from drafts import prompt_lookup
 
     target = tiny(seed=11, vocab_size=8, eos_token_id=7)
     text = [1, 2, 3, 4, 5] * 6
     end = len(text) + 40
     for step in passes(target, text, 6, max_new_tokens=40, ignore_eos=True):
         last = 16 + 8 * math.ceil((len(text) - 16) / 8)  # position before the next hop
-        assert step.drafts == lookup(text, min(6, last - len(text), end - len(text) - 1))
+        assert step.drafts == prompt_lookup(text, min(6, last - len(text), end - len(text) - 1))
         text = text + step.tokens
     assert len(text) == end
 

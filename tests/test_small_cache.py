@@ -186,12 +186,12 @@ def test_a_shared_prefix_is_that_of_its_own_run(build, dtype):
 @DTYPES
 @pytest.mark.parametrize("drafts", ["lookup", "model"])
 def test_drafts_change_no_text(build, tiny, dtype, drafts):
-    from engine.drafter import LookupDrafter, PagedDrafter
+    from engine.drafter import PagedModelDrafter, PromptLookupDrafter
 
     model = build()
-    drafter = LookupDrafter()
+    drafter = PromptLookupDrafter()
     if drafts == "model":
-        drafter = PagedDrafter(tiny(n_layer=1), model, 3, 4, dtype)
+        drafter = PagedModelDrafter(tiny(n_layer=1), model, 3, 4, dtype)
         assert drafter.cache.storage.dtype == dtype
     write(model, drafter, max_num_seqs=3, page_size=4, cache_dtype=dtype)
 

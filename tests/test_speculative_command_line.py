@@ -6,7 +6,7 @@ import pytest
 from conftest import CHECKPOINTS
 
 import infer_speculative
-from infer_speculative import Pass, main
+from infer_speculative import SpeculativeStep, main
 
 DRAFT = CHECKPOINTS / "stories-draft"
 
@@ -35,7 +35,7 @@ def test_the_text_is_that_of_the_target(run_main, cli, arguments):
 
 
 def test_samples_and_prompt_files(run_main, passes, tmp_path):
-    passes(Pass([65], [], 0))
+    passes(SpeculativeStep([65], [], 0))
     file = tmp_path / "prompts.txt"
     file.write_text("Lily\n")
     prompts = ("--target", DRAFT, "--prompt", "Once", "--prompt-file", file)
@@ -49,7 +49,11 @@ def test_samples_and_prompt_files(run_main, passes, tmp_path):
 def test_the_report_counts_before_the_text_is_cut(run_main, passes, monkeypatch):
     import command_line
 
-    passes(Pass([1, 2, 3], [1, 2], 2), Pass([4], [5, 6], 0), Pass([7], [7, 8], 1))
+    passes(
+        SpeculativeStep([1, 2, 3], [1, 2], 2),
+        SpeculativeStep([4], [5, 6], 0),
+        SpeculativeStep([7], [7, 8], 1),
+    )
     clock = iter([0.0, 0.5, 1.0, 2.0])
     monkeypatch.setattr(command_line.time, "perf_counter", lambda: next(clock))
     _, _, err = run_main(main, "--target", DRAFT, "--prompt", "Once")
@@ -61,7 +65,7 @@ def test_the_report_counts_before_the_text_is_cut(run_main, passes, monkeypatch)
 
 
 def test_the_report_of_one_token_without_a_draft(run_main, passes):
-    passes(Pass([4], [], 0))
+    passes(SpeculativeStep([4], [], 0))
     _, _, err = run_main(main, "--target", DRAFT, "--max-new-tokens", 1)
     assert err.startswith("0 of 0 drafts accepted (0%), 1.00 tokens a target pass\n")
 
@@ -94,7 +98,7 @@ def test_colours_are_for_terminals(run_main, passes, monkeypatch, terminal, no_c
     monkeypatch.delenv("NO_COLOR", raising=False)
     if no_color is not None:
         monkeypatch.setenv("NO_COLOR", no_color)
-    passes(Pass([65, 66, 67], [65, 66], 2), Pass([68], [], 0))
+    passes(SpeculativeStep([65, 66, 67], [65, 66], 2), SpeculativeStep([68], [], 0))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     for arguments, coloured in ((("--show",), colours), ((), False)):
         _, out, _ = run_main(main, "--target", DRAFT, "--prompt", "Once", *arguments)
@@ -105,7 +109,7 @@ def test_colours_are_for_terminals(run_main, passes, monkeypatch, terminal, no_c
 
 def test_ctrl_c_keeps_the_text(run_main, monkeypatch):
     def interrupted(*args, **options):
-        yield Pass([65, 66], [65], 1)
+        yield SpeculativeStep([65, 66], [65], 1)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(infer_speculative, "generate_speculative", interrupted)

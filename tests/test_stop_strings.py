@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stops import beginning, characters, cut, encoding_of
 
-from engine.drafter import LookupDrafter, PagedDrafter
+from engine.drafter import PagedModelDrafter, PromptLookupDrafter
 from engine.engine import Engine
 from errors import UserError
 from loading.load import load_model
@@ -106,7 +106,9 @@ def test_each_text_is_its_own_run_cut_at_its_own_stop_strings(model, data, rows,
     """Whatever chunks, pages, preemptions, shared prefixes and drafts there are."""
     draw = data.draw
     size = draw(st.integers(1, 5), "page_size")
-    drafter = draw(st.sampled_from([None, LookupDrafter(), PagedDrafter(model, model)]), "drafter")
+    drafter = draw(
+        st.sampled_from([None, PromptLookupDrafter(), PagedModelDrafter(model, model)]), "drafter"
+    )
     options = {"page_size": size, "drafter": drafter, "gamma": draw(st.integers(1, 5), "gamma")}
     options["num_pages"] = draw(st.integers(-(-16 // size), 3 * -(-16 // size)), "num_pages")
     options["max_num_seqs"] = draw(st.integers(1, 4), "max_num_seqs")
@@ -148,7 +150,7 @@ def test_a_stop_string_within_accepted_drafts_ends_the_text_there(model):
     lengths = set()
     text = text_of(model, prompt, **LONG)
     for end in range(4, 28, 2):
-        options = {"drafter": PagedDrafter(model, model), "gamma": 6}
+        options = {"drafter": PagedModelDrafter(model, model), "gamma": 6}
         engine, request, events = check_stopped(model, prompt, [text[end - 2 : end]], **options)
         assert request.finish_reason == "stop"
         assert engine.num_accepted_tokens >= len(request.output) - engine.steps
@@ -173,7 +175,7 @@ def test_what_was_held_is_shown_at_the_end(tiny, wanted, params, drafts):
     model = tiny(seed=4, eos_token_id=EOS)
     runs = (([first], *expected(model, [first], [], **params)) for first in range(60))
     prompt, tokens, text, reason = next(run for run in runs if run[3] == wanted and len(run[2]) > 5)
-    engine = make(model, drafter=PagedDrafter(model, model) if drafts else None)
+    engine = make(model, drafter=PagedModelDrafter(model, model) if drafts else None)
     request = add(engine, prompt, [text[-2:] + "never"], **params)
     while engine.busy:
         assert request.text == "" or not request.text.endswith(text[-2:])
@@ -200,7 +202,7 @@ def test_text_and_tokens_of_a_step_count_together_or_not_at_all(model, error):
     """After an error at the second token of a step with accepted drafts."""
     encoding = encoding_of(PIECES)
     known = encoding.decode_single_token_bytes
-    engine = make(model, encoding=encoding, drafter=PagedDrafter(model, model), gamma=4)
+    engine = make(model, encoding=encoding, drafter=PagedModelDrafter(model, model), gamma=4)
     text = text_of(model, [5], **LONG)
     request = add(engine, [5], [text[6:8] + "never"], **LONG)
     engine.step()

@@ -121,11 +121,11 @@ def test_no_draw_ends_a_text_early(tiny, compiled, in_c):
 @pytest.mark.parametrize("draft", ["model", "lookup", "itself"])
 @pytest.mark.parametrize("min_tokens", [0, 7])
 def test_greedy_speculation_writes_the_same_text(tiny, written, draft, min_tokens):
-    from infer_speculative import generate_speculative, propose_lookup
+    from infer_speculative import generate_speculative, propose_prompt_lookup
     from sampling import SamplingParams
 
     model, tokens = written
-    drafter = {"model": tiny(seed=6), "lookup": propose_lookup, "itself": model}[draft]
+    drafter = {"model": tiny(seed=6), "lookup": propose_prompt_lookup, "itself": model}[draft]
     for stop in sorted({*tokens[:9]}):
         fields = FREE | {"stop_token_ids": (stop,), "min_tokens": min_tokens}
         steps = list(generate_speculative(model, drafter, [1], SamplingParams(**fields), 4))
@@ -156,7 +156,7 @@ def test_speculation_draws_no_end_early(tiny):
 @pytest.mark.parametrize("in_c", [False, True])
 def test_the_engine_writes_the_texts_of_own_runs(tiny, compiled, in_c):
     """Each row has its own ends, among drafts; few pages, chunks and windows that move."""
-    from engine.drafter import PagedDrafter
+    from engine.drafter import PagedModelDrafter
     from native import use_native
 
     model = tiny(seed=12, dtype=torch.float32) if in_c else tiny(seed=12)
@@ -170,7 +170,7 @@ def test_the_engine_writes_the_texts_of_own_runs(tiny, compiled, in_c):
     fields[3] |= {"min_tokens": 40}
     fields[4] |= {"temperature": 1.0}
     params = [params_of(FREE | own, 6)[row] for row, own in enumerate(fields)]
-    options = {"drafter": PagedDrafter(model, model), "gamma": 5}
+    options = {"drafter": PagedModelDrafter(model, model), "gamma": 5}
     options |= {"max_num_seqs": 4, "page_size": 4, "num_pages": 12, "max_num_batched_tokens": 9}
     engine, requests = make_engine(model, prompts, params, **options)
     finish(engine)
@@ -184,11 +184,11 @@ def test_the_engine_writes_the_texts_of_own_runs(tiny, compiled, in_c):
 
 
 def test_a_model_that_drafts_for_itself_has_each_draft_accepted(tiny):
-    from engine.drafter import PagedDrafter
+    from engine.drafter import PagedModelDrafter
 
     model = tiny(seed=2)
     fields = {"max_new_tokens": 15, "min_tokens": 15, "stop_token_ids": tuple(range(20))}
-    options = {"drafter": PagedDrafter(model, model), "max_num_seqs": 3}
+    options = {"drafter": PagedModelDrafter(model, model), "max_num_seqs": 3}
     engine, requests = make_engine(model, [[1], [2, 3], [4]], params_of(fields, 3), **options)
     finish(engine)
     assert engine.num_accepted_tokens == engine.num_draft_tokens > 0

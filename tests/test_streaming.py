@@ -18,7 +18,7 @@ from serving import (
     writing,
 )
 
-from engine.drafter import LookupDrafter
+from engine.drafter import PromptLookupDrafter
 from sampling import NOT_FINITE
 
 BODIES = [
@@ -35,7 +35,7 @@ def test_16_clients_have_the_texts_of_the_engine(tiny_llama):
     bodies = [BODIES[row % 4] for row in range(16)]
 
     def make():
-        return small_engine(tiny_llama, max_num_seqs=6, drafter=LookupDrafter())
+        return small_engine(tiny_llama, max_num_seqs=6, drafter=PromptLookupDrafter())
 
     with serving(make) as door, ThreadPoolExecutor(16) as pool:
 

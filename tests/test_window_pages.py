@@ -140,7 +140,7 @@ def test_still_any_texts_are_those_of_their_own_runs(
     tiny_windows, compiled, backend, texts, page_size, pages, max_num_batched_tokens, drafts
 ):
     """They share beginnings, are preempted, cut into chunks, drafted, and outgrow block_size."""
-    from engine.drafter import LookupDrafter
+    from engine.drafter import PromptLookupDrafter
 
     if backend not in MODELS:
         MODELS[backend] = sliding_model(tiny_windows, backend)
@@ -154,7 +154,7 @@ def test_still_any_texts_are_those_of_their_own_runs(
     }
     options["max_num_seqs"] = 3
     if drafts:
-        options["drafter"] = LookupDrafter()
+        options["drafter"] = PromptLookupDrafter()
     engine, requests = make_engine(model, prompts, params, **options)
     finish(engine)
     assert [request.output for request in requests] == own_texts(model, prompts, params)

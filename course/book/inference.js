@@ -239,7 +239,7 @@ function choose(logits, params, text, promptLength) {
 }
 
 // 19-prompt-lookup: what followed the newest earlier occurrence of the last three tokens, or two.
-function lookup(text, count) {
+function promptLookup(text, count) {
   for (const size of [3, 2]) {
     const newest = text.slice(-size).join();
     for (let start = text.length - size - 1; start >= 0; start--)
@@ -252,7 +252,7 @@ function lookup(text, count) {
 // 18-speculative-decoding, in the form of 48-batched-speculation: a small model writes on, with the
 // random numbers that the target will use at the same places. q: what each draft was drawn from.
 function propose(models, params, text, promptLength, count) {
-  if (params.draft === "lookup") return lookup(text, count).map((token) => ({ token, q: 1 }));
+  if (params.draft === "lookup") return promptLookup(text, count).map((token) => ({ token, q: 1 }));
   const model = models[params.draft];
   const drafts = [];
   while (model && drafts.length < count) {

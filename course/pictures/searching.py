@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from drafts import lookup
+from drafts import prompt_lookup
 from infer import beam_search
-from infer_speculative import generate_speculative, propose_lookup
+from infer_speculative import generate_speculative, propose_prompt_lookup
 from pictures import drafting, runs, scene
 from pictures.scene import percent, signed, times, word
 from sampling import SamplingParams, keyed_noise, token_logprob
@@ -86,14 +86,16 @@ def draw_tree(record: Record) -> scene.Scene:
 def record_lookup(prompt: str, count: int = 16) -> Record:
     """Drafts copied from the text before them."""
     ids = runs.encode(prompt, 100)
-    passes = list(generate_speculative(runs.load(), propose_lookup, ids, SamplingParams(count)))
+    passes = list(
+        generate_speculative(runs.load(), propose_prompt_lookup, ids, SamplingParams(count))
+    )
     verdicts = [
         drafting.Verdict(runs.texts_of(each.drafts), each.accepted, runs.texts_of(each.tokens))
         for each in passes
     ]
     shown = next((at for at, each in enumerate(passes) if each.accepted), None)
     text = ids + [token for each in passes[: shown or 0] for token in each.tokens]
-    size = max((size for size in (2, 3) if lookup(text, 1, size, size)), default=0)
+    size = max((size for size in (2, 3) if prompt_lookup(text, 1, size, size)), default=0)
     places = range(len(text) - size)
     found = [at for at in places if text[at : at + size] == text[len(text) - size :]]
     return Record(

@@ -3,7 +3,7 @@
 import itertools
 from types import SimpleNamespace as Record
 
-from engine.drafter import TRIAL, PagedDrafter, Trial
+from engine.drafter import TRIAL_STEPS, PagedModelDrafter, SpeculationTrial
 from engine.engine import Engine
 from pictures import runs, scene
 from pictures.runs import Arrival
@@ -11,7 +11,7 @@ from pictures.scene import signed
 from sampling import SamplingParams
 
 GAMMA = 3
-STEPS = 6 * TRIAL
+STEPS = 6 * TRIAL_STEPS
 CLOCKS = {  # what a step costs with drafts: title, note; a pass over one token costs 1
     "weights": (
         "Reading the weights takes the time",
@@ -29,7 +29,7 @@ def record_trials(prompt: str) -> list[Record]:
     ids = runs.encode(prompt, 20)
     target, draft = runs.load(), runs.load("stories-draft")
     params = SamplingParams(200, ignore_eos=True, temperature=0.8, seed=1)
-    engine = Engine(target, 1, gamma=GAMMA, drafter=PagedDrafter(draft, target, 1))
+    engine = Engine(target, 1, gamma=GAMMA, drafter=PagedModelDrafter(draft, target, 1))
     run = runs.play(engine, [Arrival(0, ids, params)])
     counts = [frame["running"][0]["work"][3] for frame in run.frames[1:-1]]
     sizes = [sum(weight.numel() for weight in model.parameters()) for model in (draft, target)]
@@ -39,16 +39,16 @@ def record_trials(prompt: str) -> list[Record]:
 
 def tried(clock: str, cost: float, counts: list[int]) -> Record:
     """counts: tokens of each step with drafts."""
-    trial = Trial()
+    trial = SpeculationTrial()
     with_drafts = itertools.cycle(counts)
     steps = []
     while len(steps) < STEPS:
-        drafts = trial.drafts
+        drafts = trial.should_draft
         tokens = next(with_drafts) if drafts else 1
         steps.append((drafts, tokens))
-        trial.note(drafts, tokens, cost if drafts else 1.0)
-        if len(steps) == 2 * TRIAL:
-            rates = trial.rate(True), trial.rate(False)
+        trial.record_step(drafts, tokens, cost if drafts else 1.0)
+        if len(steps) == 2 * TRIAL_STEPS:
+            rates = trial.throughput(True), trial.throughput(False)
     return Record(
         clock=clock,
         cost=cost,  # of a step with drafts
@@ -88,7 +88,8 @@ def draw_trials(record: list[Record]) -> scene.Scene:
         parts.append(scene.Panel(f"{title}: drafts {pays}", lines, note))
     return scene.Scene(
         "Drafts pay where a step with them yields more tokens in its time. The engine measures "
-        f"{TRIAL} steps with drafts and {TRIAL} without, then goes on with the faster way. "
+        f"{TRIAL_STEPS} steps with drafts and {TRIAL_STEPS} without, "
+        "then goes on with the faster way. "
         "Times are counted here, not measured.",
         *parts,
     )

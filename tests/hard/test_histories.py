@@ -105,7 +105,7 @@ class Histories(RuleBasedStateMachine):
 
     @initialize(architecture=st.sampled_from(["GPT-2", "Llama"]), base=BASES, data=st.data())
     def begin(self, architecture, base, data):
-        from engine.drafter import LookupDrafter, PagedDrafter
+        from engine.drafter import PagedModelDrafter, PromptLookupDrafter
         from engine.engine import Engine
 
         self.model = self.make(architecture)
@@ -120,11 +120,11 @@ class Histories(RuleBasedStateMachine):
         self.cache_dtype = options["cache_dtype"] = data.draw(st.sampled_from(self.cache_dtypes))
         draft = data.draw(st.sampled_from([None, "lookup", "GPT-2", "Llama"]))
         if draft == "lookup":
-            options["drafter"] = LookupDrafter()
+            options["drafter"] = PromptLookupDrafter()
         elif draft:  # a smaller one, or the target itself
             n_layer = data.draw(st.integers(1, 2))
             made = self.make(draft, n_layer, data.draw(st.sampled_from([5, BLOCK_SIZE])))
-            options["drafter"] = PagedDrafter(
+            options["drafter"] = PagedModelDrafter(
                 made, self.model, self.max_num_seqs, options["page_size"]
             )
         options["encoding"] = Letters()
