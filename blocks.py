@@ -164,7 +164,7 @@ def with_block_layers(model: nn.Module, forms: dict[str, Form]) -> nn.Module:
     forms: by the name of a weight; of all others Q8_0.
     """
     embedding = model.path("embedding")
-    if model.config.tied_head:
+    if model.config.tie_word_embeddings:
         forms = forms | {f"{model.path('head')}.weight": forms.get(f"{embedding}.weight", Q8_0)}
     for path, layer in list(model.named_modules()):
         if isinstance(layer, nn.Linear):

@@ -204,7 +204,7 @@ def cached_attention(
 
 def layer_sliding_windows(config) -> tuple[int | None, ...]:
     """The window of each layer: how many positions one sees, itself included; None: all."""
-    return config.windows or (None,) * config.n_layer
+    return config.sliding_windows or (None,) * config.n_layer
 
 
 def kv_cache_group_ids(config, separate: bool) -> list[int]:

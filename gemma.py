@@ -19,20 +19,20 @@ class GemmaConfig(LlamaConfig):
     """The shape of a Gemma 3; layers with a window have rotations of their own."""
 
     qk_norm: bool = True
-    local_theta: float | None = 10000.0
-    query_scalar: float = 256  # scores are divided by its root, instead of head_dim's
+    rope_local_base_freq: float | None = 10000.0
+    query_pre_attn_scalar: float = 256  # scores are divided by its root, instead of head_dim's
 
 
 class GemmaNorm(RMSNorm):
     """An RMSNorm whose weights are stored less 1, and that rounds once, at the end."""
 
-    base = 1.0  # what is added to the weights
-    factor = 1.0  # what the result is multiplied by
+    weight_offset = 1.0  # what is added to the weights
+    output_scale = 1.0  # what the result is multiplied by
 
     def forward(self, x):
         wide = torch.promote_types(x.dtype, torch.float32)
-        y = F.rms_norm(x.to(wide), x.shape[-1:], eps=self.epsilon)
-        return (y * self.factor * (self.base + self.weight.to(wide))).to(x.dtype)
+        y = F.rms_norm(x.to(wide), x.shape[-1:], eps=self.eps)
+        return (y * self.output_scale * (self.weight_offset + self.weight.to(wide))).to(x.dtype)
 
 
 class GemmaMLP(MLP):
@@ -50,7 +50,9 @@ class GemmaBlock(nn.Module):
         self.input_layernorm = GemmaNorm(config)
         self.self_attn = Attention(config, GemmaNorm)
         # Attention divides scores by the root of head_dim.
-        self.self_attn.q_norm.factor = math.sqrt(config.head_dim / config.query_scalar)
+        self.self_attn.q_norm.output_scale = math.sqrt(
+            config.head_dim / config.query_pre_attn_scalar
+        )
         self.post_attention_layernorm = GemmaNorm(config)
         self.pre_feedforward_layernorm = GemmaNorm(config)
         self.mlp = GemmaMLP(config)

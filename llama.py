@@ -31,11 +31,11 @@ class RopeScaling:
 class ExpertsConfig:
     """What an MLP of experts looks like: Qwen3-MoE and Mixtral."""
 
-    count: int
-    chosen: int  # of them, for each token
+    num_experts: int
+    num_experts_per_tok: int
     n_inner: int  # the width inside one
-    is_normalized: bool = False  # the weights of those chosen add up to 1
-    dense_layers: tuple[int, ...] = ()  # layers that have one MLP for all tokens
+    norm_topk_prob: bool = False  # the weights of those chosen add up to 1
+    mlp_only_layers: tuple[int, ...] = ()  # layers that have one MLP for all tokens
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,19 @@ class LlamaConfig:
     n_inner: int = 512  # the width inside the MLP
     bos_token_id: int = 4095  # what an empty prompt starts from
     eos_token_ids: tuple[int, ...] = (4095,)
-    norm_epsilon: float = 1e-6
+    norm_eps: float = 1e-6
     rope_theta: float = 10000.0  # about the positions in which the slowest rotation makes a radian
     rope_scaling: RopeScaling | None = None
-    rope_factors: tuple[float, ...] | None = None  # how much slower each rotation is: GGUF files
+    rope_freq_factors: tuple[float, ...] | None = None  # of each pair: GGUF files
     qkv_bias: bool = False  # queries, keys and values have biases: Qwen2
     qk_norm: bool = False  # each head's query and key have an RMSNorm before rotation: Qwen3
-    tied_head: bool = True
+    tie_word_embeddings: bool = True
     experts: ExpertsConfig | None = None
     # How many positions a token sees in each layer, itself included; None: all. (): all in each.
-    windows: tuple[int | None, ...] = ()
+    sliding_windows: tuple[int | None, ...] = ()
     # Layers with a window may have another rope_theta; the others may divide positions: Gemma 3.
-    local_theta: float | None = None
-    rope_factor: float = 1.0
+    rope_local_base_freq: float | None = None
+    rope_linear_factor: float = 1.0
 
 
 class RMSNorm(nn.Module):
@@ -76,18 +76,18 @@ class RMSNorm(nn.Module):
     def __init__(self, config: LlamaConfig, size: int | None = None):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size or config.n_embd))
-        self.epsilon = config.norm_epsilon
+        self.eps = config.norm_eps
 
     def forward(self, x):
         # Its squares are float32: 256 ** 2 is no float16.
-        return self.weight * F.rms_norm(x, x.shape[-1:], eps=self.epsilon)
+        return self.weight * F.rms_norm(x, x.shape[-1:], eps=self.eps)
 
 
-PIECE = 64  # positions that a table of rotations grows by
+TABLE_CHUNK = 64  # positions that a table of rotations grows by
 
 
-class Rotations:
-    """For `rotate`: the cosine and the sine of each position's angles, as far as texts have come.
+class RotaryEmbedding:
+    """Cosines and sines of each position's RoPE angles, as far as sequences have come.
 
     local: those of layers with a window, where they have their own.
 
@@ -100,25 +100,25 @@ class Rotations:
         self, config: LlamaConfig, dtype: torch.dtype, device: torch.device, local: bool = False
     ):
         powers = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        theta = config.local_theta if local else config.rope_theta
-        self.frequencies = 1 / theta**powers  # radians a position, of each pair
+        theta = config.rope_local_base_freq if local else config.rope_theta
+        self.inv_freq = 1 / theta**powers  # radians a position, of each pair
         if not local:
-            self.frequencies /= config.rope_factor
+            self.inv_freq /= config.rope_linear_factor
         if config.rope_scaling:
-            self.frequencies = slowed(self.frequencies, config.rope_scaling)
-        if config.rope_factors:
-            self.frequencies = self.frequencies / torch.tensor(config.rope_factors)
+            self.inv_freq = scale_llama3_frequencies(self.inv_freq, config.rope_scaling)
+        if config.rope_freq_factors:
+            self.inv_freq = self.inv_freq / torch.tensor(config.rope_freq_factors)
         self.cos = torch.empty(0, 1, config.head_dim, dtype=dtype, device=device)
         self.sin = torch.empty(0, 1, config.head_dim, dtype=dtype, device=device)
 
-    def first(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def cos_sin(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The cosines and the sines of the first positions, each (length, 1, head_dim)."""
         if len(self.cos) < length:
             cosines = [self.cos]
             sines = [self.sin]
-            for start in range(len(self.cos), max(length, 2 * len(self.cos)), PIECE):
-                positions = torch.arange(start, start + PIECE)
-                angles = positions[:, None, None] * self.frequencies
+            for start in range(len(self.cos), max(length, 2 * len(self.cos)), TABLE_CHUNK):
+                positions = torch.arange(start, start + TABLE_CHUNK)
+                angles = positions[:, None, None] * self.inv_freq
                 cos = angles.cos()
                 sin = angles.sin()
                 cosines.append(torch.cat([cos, cos], -1).to(self.cos))
@@ -128,28 +128,30 @@ class Rotations:
         return self.cos[:length], self.sin[:length]
 
 
-rotations = functools.lru_cache(maxsize=4)(Rotations)  # a target's and its draft's
+rotary_embedding = functools.lru_cache(maxsize=4)(RotaryEmbedding)  # a target's and its draft's
 
 
-def local_layers(config: LlamaConfig) -> list[bool]:
-    """Whether each layer has rotations with `local_theta`."""
-    return [bool(config.local_theta and window) for window in layer_sliding_windows(config)]
+def local_rope_layers(config: LlamaConfig) -> list[bool]:
+    """Whether each layer has rotations with `rope_local_base_freq`."""
+    return [
+        bool(config.rope_local_base_freq and window) for window in layer_sliding_windows(config)
+    ]
 
 
-def slowed(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+def scale_llama3_frequencies(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     """The frequencies for a longer window, as in Llama 3.1: only the slow ones get slower.
 
-    Between both limits the factor is blended. frequencies: (n), in radians a position.
+    Between both limits the factor is blended. inv_freq: (n), in radians a position.
     """
     low = scaling.low_freq_factor
     high = scaling.high_freq_factor
     # In the original window.
-    turns = scaling.original_max_position_embeddings / (2 * math.pi / frequencies)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+    periods = scaling.original_max_position_embeddings / (2 * math.pi / inv_freq)
+    smooth_factor = ((periods - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth_factor) * inv_freq / scaling.factor + smooth_factor * inv_freq
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary positions (Su et al. 2021, 2104.09864): turn queries or keys by a position's angles.
 
     x: (..., heads, head_dim). cos, sin: (..., 1, head_dim). Number i of a head's first half and
@@ -176,8 +178,8 @@ class Attention(nn.Module):
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (..., n_head, head_dim)
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (..., n_kv_head, head_dim)
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        q = rotate(self.q_norm(q), cos, sin)  # one norm for all heads, each by itself
-        k = rotate(self.k_norm(k), cos, sin)
+        q = apply_rotary_emb(self.q_norm(q), cos, sin)  # one norm for all heads, each by itself
+        k = apply_rotary_emb(self.k_norm(k), cos, sin)
         return self.o_proj(attend(q, k, v).flatten(-2))
 
 
@@ -207,28 +209,28 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         sizes = config.experts
-        self.chosen = sizes.chosen
-        self.is_normalized = sizes.is_normalized
-        self.gate = nn.Linear(config.n_embd, sizes.count, bias=False)
-        self.experts = nn.ModuleList(MLP(config, sizes.n_inner) for _ in range(sizes.count))
+        self.top_k = sizes.num_experts_per_tok
+        self.norm_topk_prob = sizes.norm_topk_prob
+        self.gate = nn.Linear(config.n_embd, sizes.num_experts, bias=False)
+        self.experts = nn.ModuleList(MLP(config, sizes.n_inner) for _ in range(sizes.num_experts))
 
     def route(self, x):
         """(N, C) to the weights and the numbers of each token's experts, both (N, chosen)."""
-        shares = self.gate(x).softmax(-1, dtype=torch.float32)  # whatever the weights are
+        routing_weights = self.gate(x).softmax(-1, dtype=torch.float32)  # whatever the weights are
         # Not topk, which may take either of two equal ones; here the lower number wins.
-        shares, experts = shares.sort(dim=-1, descending=True, stable=True)
-        shares = shares[:, : self.chosen]
-        if self.is_normalized:
-            shares = shares / shares.sum(-1, keepdim=True)
-        return shares.to(x.dtype), experts[:, : self.chosen]
+        routing_weights, experts = routing_weights.sort(dim=-1, descending=True, stable=True)
+        routing_weights = routing_weights[:, : self.top_k]
+        if self.norm_topk_prob:
+            routing_weights = routing_weights / routing_weights.sum(-1, keepdim=True)
+        return routing_weights.to(x.dtype), experts[:, : self.top_k]
 
     def forward(self, x):
         tokens = x.flatten(0, -2)  # (N, C)
         weights, experts = self.route(tokens)
         y = torch.zeros_like(tokens)
         for expert in experts.unique().tolist():  # in order: a token's sum depends on no other
-            rows, places = torch.where(experts == expert)
-            y[rows] += weights[rows, places, None] * self.experts[expert](tokens[rows])
+            rows, slots = torch.where(experts == expert)
+            y[rows] += weights[rows, slots, None] * self.experts[expert](tokens[rows])
         return y.view_as(x)
 
 
@@ -238,7 +240,7 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(config)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config)
-        has_experts = config.experts and layer not in config.experts.dense_layers
+        has_experts = config.experts and layer not in config.experts.mlp_only_layers
         self.mlp = MixtureOfExperts(config) if has_experts else MLP(config)
 
     def forward(self, x, cos, sin, attend):
@@ -292,11 +294,13 @@ class Llama(Model):
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """What the last block gives at each position, (..., C); arguments as of `GPT.hidden`."""
         length = int(positions.max()) + 1
-        local = local_layers(self.config)
+        local = local_rope_layers(self.config)
         angles = {}
-        for kind in set(local):
-            tables = rotations(self.config, self.dtype, self.device, kind).first(length)
-            angles[kind] = [table[positions] for table in tables]
+        for is_local in set(local):
+            tables = rotary_embedding(self.config, self.dtype, self.device, is_local).cos_sin(
+                length
+            )
+            angles[is_local] = [table[positions] for table in tables]
         x = self.embed(tokens)
         for layer, block in enumerate(self.layers):
             x = block(x, *angles[local[layer]], functools.partial(attend, layer))

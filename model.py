@@ -35,8 +35,8 @@ class GPTConfig:
     n_embd: int = 768
     eos_token_ids: tuple[int, ...] = (50256,)  # each of them ends a text
     layer_norm_epsilon: float = 1e-5
-    tied_head: ClassVar[bool] = True  # the head's weight is the token embedding's
-    windows: ClassVar[tuple] = ()  # as in LlamaConfig
+    tie_word_embeddings: ClassVar[bool] = True  # the head's weight is the token embedding's
+    sliding_windows: ClassVar[tuple] = ()  # as in LlamaConfig
 
     @property
     def bos_token_id(self) -> int:
@@ -59,23 +59,23 @@ class GPTConfig:
         return 4 * self.n_embd
 
     @property
-    def norm_epsilon(self) -> float:
+    def norm_eps(self) -> float:
         return self.layer_norm_epsilon
 
 
 def causal_attention(
-    layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
+    layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sliding_window: int | None = None
 ) -> torch.Tensor:
     """Each position attends to itself and those before it. All: (B, T, heads, head_dim).
 
-    k and v may have fewer heads: neighbouring query heads then share one. window: as in
+    k and v may have fewer heads: neighbouring query heads then share one. sliding_window: as in
     `make_causal_mask`.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, T, head_dim)
     mask = None
-    if window is not None and window < q.shape[2]:
+    if sliding_window is not None and sliding_window < q.shape[2]:
         positions = torch.arange(q.shape[2], device=q.device)
-        mask = make_causal_mask(positions[:, None], positions, window)  # (T, T)
+        mask = make_causal_mask(positions[:, None], positions, sliding_window)  # (T, T)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
     ).transpose(1, 2)
@@ -169,7 +169,7 @@ class Model(nn.Module):
 
     def tie_weights(self) -> "Model":
         """Make the head and the token embedding one parameter, if they are one in this model."""
-        if self.config.tied_head:
+        if self.config.tie_word_embeddings:
             embedding = self.layer("embedding")
             head = self.layer("head")
             head.weight = embedding.weight

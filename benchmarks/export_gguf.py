@@ -10,11 +10,18 @@ import torch
 
 from errors import UserError
 from gemma import GemmaConfig
-from llama import LlamaConfig, Rotations
+from llama import LlamaConfig, RotaryEmbedding
 from loading.byte_level import PATTERNS
 from loading.chat import read_template
 from loading.checkpoint import check_values, read_json
-from loading.gguf_model import ENDS, GEMMA_PATTERN, gguf_name, norm_base, one_sees_all, query_scalar
+from loading.gguf_model import (
+    ENDS,
+    GEMMA_SLIDING_WINDOW_PATTERN,
+    gguf_name,
+    norm_weight_offset,
+    query_pre_attn_scalar,
+    swa_layers,
+)
 from loading.load import parse_name
 from loading.tokenizer import read_tokenizer_json
 from model import Model
@@ -50,7 +57,7 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     for name, token in zip(ENDS, config.eos_token_ids):
         writer.add_uint32(name, token)
     # llama.cpp reads a Gemma's windows only. Texts that fit into the others do not need them.
-    limits = () if kind == "gemma3" else filter(None, config.windows)
+    limits = () if kind == "gemma3" else filter(None, config.sliding_windows)
     writer.add_context_length(min([config.block_size, *limits]))
     writer.add_block_count(config.n_layer)
     writer.add_head_count(config.n_head)
@@ -58,7 +65,7 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     writer.add_embedding_length(config.n_embd)
     writer.add_feed_forward_length(config.n_inner)
     if kind != "gpt2":
-        writer.add_layer_norm_rms_eps(config.norm_epsilon)
+        writer.add_layer_norm_rms_eps(config.norm_eps)
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
         writer.add_rope_dimension_count(config.head_dim)
@@ -66,12 +73,12 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
         if kind == "llama":  # in the others llama.cpp refuses it
             writer.add_tensor("rope_freqs.weight", slowness(config).numpy())
     else:
-        writer.add_layer_norm_eps(config.norm_epsilon)
+        writer.add_layer_norm_eps(config.norm_eps)
     if kind == "gemma3":
         add_gemma(writer, config)
     if kind != "gpt2" and config.experts:
-        writer.add_expert_count(config.experts.count)
-        writer.add_expert_used_count(config.experts.chosen)
+        writer.add_expert_count(config.experts.num_experts)
+        writer.add_expert_used_count(config.experts.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.experts.n_inner)
     heads = {"query": config.n_head, "key": config.n_kv_head} if kind == "llama" else {}
     q8_0 = gguf.GGMLQuantizationType.Q8_0
@@ -83,7 +90,7 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
         weight = torch.stack(weights) if role.startswith("expert_") else weights[0]
         if role in heads:
             weight = pairs_together(weight, heads[role])
-        if base := norm_base(kind, role):
+        if base := norm_weight_offset(kind, role):
             weight = weight + base
         values = weight.contiguous().numpy()
         has_blocks = weight.dim() > 1 and weight.shape[-1] % 32 == 0
@@ -101,10 +108,10 @@ def name_of_architecture(config) -> str:
     """What llama.cpp calls this kind of model. Raises UserError for one that it reads wrongly."""
     if not isinstance(config, LlamaConfig):
         return "gpt2"
-    if config.qk_norm and (config.rope_scaling or config.rope_factors):
+    if config.qk_norm and (config.rope_scaling or config.rope_freq_factors):
         raise UserError("llama.cpp reads no slowed rotations of a Qwen3, so it is not exported")
     experts = config.experts
-    if experts and (experts.dense_layers or not experts.is_normalized):
+    if experts and (experts.mlp_only_layers or not experts.norm_topk_prob):
         only = "llama.cpp reads experts in all layers, with weights that add up to 1"
         raise UserError(f"{only}; this is another model, so it is not exported")
     if isinstance(config, GemmaConfig):
@@ -120,12 +127,12 @@ def name_of_architecture(config) -> str:
 
 def check_gemma(config: GemmaConfig) -> None:
     """Raise UserError for a Gemma that a file cannot describe."""
-    theirs = query_scalar(config)
-    if config.query_scalar != theirs:
-        found = f"by the root of {theirs}, this model by that of {config.query_scalar}"
+    theirs = query_pre_attn_scalar(config)
+    if config.query_pre_attn_scalar != theirs:
+        found = f"by the root of {theirs}, this model by that of {config.query_pre_attn_scalar}"
         raise UserError(f"llama.cpp divides scores {found}, so it is not exported")
-    if len({*config.windows} - {None}) > 1:
-        found = f"windows are {config.windows}"
+    if len({*config.sliding_windows} - {None}) > 1:
+        found = f"sliding_windows are {config.sliding_windows}"
         raise UserError(f"{found}: llama.cpp reads those of one size, so it is not exported")
 
 
@@ -133,14 +140,14 @@ def add_gemma(writer, config: GemmaConfig) -> None:
     """Add the keys that only a Gemma's file has."""
     import gguf
 
-    if config.rope_factor != 1:
+    if config.rope_linear_factor != 1:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(config.rope_factor)
-    slides = [size is not None for size in config.windows]
+        writer.add_rope_scaling_factor(config.rope_linear_factor)
+    slides = [size is not None for size in config.sliding_windows]
     if any(slides):
-        writer.add_sliding_window(max(filter(None, config.windows)))
-        writer.add_rope_freq_base_swa(config.local_theta)
-        if slides != one_sees_all(GEMMA_PATTERN, config.n_layer):
+        writer.add_sliding_window(max(filter(None, config.sliding_windows)))
+        writer.add_rope_freq_base_swa(config.rope_local_base_freq)
+        if slides != swa_layers(GEMMA_SLIDING_WINDOW_PATTERN, config.n_layer):
             writer.add_sliding_window_pattern(slides)
 
 
@@ -200,16 +207,16 @@ def split_name(file: Path, step: dict) -> str:
 def pairs_together(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """The rows that make queries or keys, in llama.cpp's order, which is that of Meta's files.
 
-    What `llama.rotate` has in a head's two halves, the coordinates of a point, are neighbours
-    there. weight: (heads * head_dim, ...).
+    What `llama.apply_rotary_emb` has in a head's two halves, the coordinates of a point, are
+    neighbours there. weight: (heads * head_dim, ...).
     """
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 def slowness(config: LlamaConfig) -> torch.Tensor:
     """What llama.cpp divides each frequency of a rotation by, (head_dim / 2): 1 but in Llama 3."""
-    if config.rope_factors:
-        return torch.tensor(config.rope_factors)
+    if config.rope_freq_factors:
+        return torch.tensor(config.rope_freq_factors)
     plain = dataclasses.replace(config, rope_scaling=None)
-    unslowed = Rotations(plain, torch.float32, "cpu").frequencies
-    return unslowed / Rotations(config, torch.float32, "cpu").frequencies
+    unslowed = RotaryEmbedding(plain, torch.float32, "cpu").inv_freq
+    return unslowed / RotaryEmbedding(config, torch.float32, "cpu").inv_freq

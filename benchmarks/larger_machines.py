@@ -27,7 +27,7 @@ LLAMA = LlamaConfig(  # Llama 3's of 70 billion parameters
     head_dim=128,
     n_embd=8192,
     n_inner=28672,
-    tied_head=False,
+    tie_word_embeddings=False,
 )
 
 

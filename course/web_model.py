@@ -23,7 +23,7 @@ from errors import UserError
 from gemma import GemmaConfig
 from infer import generate, next_logits
 from int8 import Int8Linear
-from llama import Llama, rotations
+from llama import Llama, rotary_embedding
 from loading.byte_level import PATTERNS
 from loading.load import load_config, load_model
 from loading.tokenizer import EOT, load_encoding
@@ -116,13 +116,15 @@ def export(directory: Path) -> dict:
     Raises UserError for a model that it would compute wrongly.
     """
     config = load_config(directory)
-    if any(config.windows) or isinstance(config, GemmaConfig):
+    if any(config.sliding_windows) or isinstance(config, GemmaConfig):
         raise UserError(f"{directory}: the page computes no layers with windows, and no Gemma")
     model = with_plain_layers(load_model(directory, torch.int8))
     tensors = list(model.state_dict().values())
     tables = [torch.empty(0)] * 2
     if isinstance(model, Llama):
-        tables = rotations(config, torch.float32, torch.device("cpu")).first(config.block_size)
+        tables = rotary_embedding(config, torch.float32, torch.device("cpu")).cos_sin(
+            config.block_size
+        )
     image = Image([*tensors, *tables], config.n_layer)
     shape = ("n_layer", "n_kv_head", "head_dim", "vocab_size", "block_size", "bos_token_id")
     return {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from errors import UserError
 from loading.checkpoint import read_json
-from loading.config import NAMES, read_special_tokens
+from loading.config import SPECIAL_TOKEN_NAMES, read_special_tokens
 from loading.gguf_tokenizer import read_chat
 from loading.load import Source, parse_name
 from loading.tokenizer import Encoding
@@ -27,7 +27,9 @@ TALKS = [
     [{"role": "system", "content": "a"}, {"role": "user", "content": "a"}],
 ]
 # Variables that `render` sets, and no request.
-OWN = {"messages", "tools", "documents", "add_generation_prompt"} | {f"{n}_token" for n in NAMES}
+OWN = {"messages", "tools", "documents", "add_generation_prompt"} | {
+    f"{n}_token" for n in SPECIAL_TOKEN_NAMES
+}
 
 
 class Chat:

@@ -13,16 +13,16 @@ from model import GPTConfig
 
 
 def read_sizes(
-    file: Path, raw: dict, sizes: dict[str, tuple[str, int]], missing: dict[str, int]
+    file: Path, raw: dict, sizes: dict[str, tuple[str, int]], defaults: dict[str, int]
 ) -> dict[str, int]:
     """The sizes in a config.json: of each field, an integer from 1 to its largest value.
 
-    sizes: field -> its key, and the largest value. missing: field -> what a missing key means.
+    sizes: field -> its key, and the largest value. defaults: field -> what a missing key means.
     Raises UserError if one is anything else.
     """
     fields = {}
     for field, (key, limit) in sizes.items():
-        value = raw.get(key, missing.get(field))
+        value = raw.get(key, defaults.get(field))
         if type(value) is not int or not 1 <= value <= limit:
             raise UserError(
                 f"{file}: {key} is {reprlib.repr(value)}; it must be an integer from 1 to {limit}"
@@ -32,13 +32,13 @@ def read_sizes(
 
 
 def read_token_ids(
-    file: Path, raw: dict, key: str, vocab_size: int, missing: int | None
+    file: Path, raw: dict, key: str, vocab_size: int, default: int | None
 ) -> tuple[int, ...]:
     """The different ids in a field of a config.json, an id or a list of ids, in their order.
 
-    missing: what a missing key means. Raises UserError if it holds neither.
+    default: what a missing key means. Raises UserError if it holds neither.
     """
-    value = raw.get(key, missing)
+    value = raw.get(key, default)
     ids = value if isinstance(value, list) else [value]
     if not ids or not all(type(token) is int and 0 <= token < vocab_size for token in ids):
         allowed = f"an id below {vocab_size}, or a list of them"
@@ -46,9 +46,9 @@ def read_token_ids(
     return tuple(dict.fromkeys(ids))
 
 
-def read_number(file: Path, raw: dict, key: str, missing: float | None, limit: float) -> float:
+def read_number(file: Path, raw: dict, key: str, default: float | None, limit: float) -> float:
     """A number in a config.json, above 0 and up to limit. Raises UserError if it is no such."""
-    value = raw.get(key, missing)
+    value = raw.get(key, default)
     if type(value) not in (int, float) or not 0 < value <= limit:
         raise UserError(
             f"{file}: {key} is {reprlib.repr(value)}; it must be above 0 and at most {limit}"
@@ -94,7 +94,7 @@ def read_gpt_config(file: Path, raw: dict) -> GPTConfig:
     return GPTConfig(**fields, eos_token_ids=eos, layer_norm_epsilon=epsilon)
 
 
-def gpt_fields(config: GPTConfig) -> dict:
+def gpt_to_dict(config: GPTConfig) -> dict:
     """What a config.json says of this GPT-2, except the dtype of its weights."""
     eos = config.eos_token_ids
     return {
@@ -118,7 +118,7 @@ LLAMA_SIZES = {  # field of LlamaConfig -> its key in config.json, and the large
     "n_inner": ("intermediate_size", 10**6),
     "head_dim": ("head_dim", 1000),
 }
-LLAMA_SUPPORTED = {  # what the forward pass computes
+LLAMA_SUPPORTED_VALUES = {  # what the forward pass computes
     "model_type": ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral"),
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -129,7 +129,7 @@ LLAMA_SUPPORTED = {  # what the forward pass computes
 }
 
 
-def read_scaling(file: Path, rope: dict) -> RopeScaling:
+def read_rope_scaling(file: Path, rope: dict) -> RopeScaling:
     """The RopeScaling in a part of a config.json. Raises UserError for what makes no sense."""
     names = [field.name for field in dataclasses.fields(RopeScaling)]
     scaling = RopeScaling(*(read_number(file, rope, name, None, 1e9) for name in names))
@@ -142,12 +142,12 @@ def read_scaling(file: Path, rope: dict) -> RopeScaling:
     return scaling
 
 
-FULL = "full_attention"
-SLIDING = "sliding_attention"
-ALL_SLIDING = ("Mistral", "Qwen3Moe")  # that have one window in all layers, if in any
+FULL_ATTENTION = "full_attention"
+SLIDING_ATTENTION = "sliding_attention"
+UNIFORM_SLIDING = ("Mistral", "Qwen3Moe")  # that have one window in all layers, if in any
 
 
-def read_windows(file: Path, raw: dict, n_layer: int) -> tuple[int | None, ...]:
+def read_sliding_windows(file: Path, raw: dict, n_layer: int) -> tuple[int | None, ...]:
     """The window of each layer in a config.json, () if none has one.
 
     A Mistral or Mixtral has it in each layer, and so has a Qwen3-MoE if use_sliding_window is true.
@@ -155,37 +155,47 @@ def read_windows(file: Path, raw: dict, n_layer: int) -> tuple[int | None, ...]:
     Gemma has it in those, or in all but each sixth. Raises UserError for other layers.
     """
     model_type = raw.get("model_type")
-    is_used = raw.get("use_sliding_window")  # of Qwens
-    has_all = model_type in ("mistral", "mixtral") or (model_type == "qwen3_moe" and is_used)
-    kinds = (FULL,)  # that layers may have
-    missing = [FULL] * n_layer
+    use_sliding_window = raw.get("use_sliding_window")  # of Qwens
+    is_uniform = model_type in ("mistral", "mixtral") or (
+        model_type == "qwen3_moe" and use_sliding_window
+    )
+    allowed = (FULL_ATTENTION,)  # that layers may have
+    defaults = [FULL_ATTENTION] * n_layer
     # transformers gives a Mixtral no window where the key is missing.
     if raw.get("sliding_window", None if model_type == "mixtral" else 4096) is not None:
-        if has_all:
-            kinds = (SLIDING,)
-            missing = [SLIDING] * n_layer
-        elif model_type in ("qwen2", "qwen3") and is_used:
-            kinds = (FULL, SLIDING)
-            full = raw.get("max_window_layers", 28)
-            if type(full) is not int:
-                raise UserError(f"{file}: max_window_layers is {full!r}; it must be an integer")
-            missing = [FULL if layer < full else SLIDING for layer in range(n_layer)]
+        if is_uniform:
+            allowed = (SLIDING_ATTENTION,)
+            defaults = [SLIDING_ATTENTION] * n_layer
+        elif model_type in ("qwen2", "qwen3") and use_sliding_window:
+            allowed = (FULL_ATTENTION, SLIDING_ATTENTION)
+            max_window_layers = raw.get("max_window_layers", 28)
+            if type(max_window_layers) is not int:
+                raise UserError(
+                    f"{file}: max_window_layers is {max_window_layers!r}; it must be an integer"
+                )
+            defaults = [
+                FULL_ATTENTION if layer < max_window_layers else SLIDING_ATTENTION
+                for layer in range(n_layer)
+            ]
         elif model_type in ("gemma3_text", "gemma3"):
-            kinds = (FULL, SLIDING)
-            each = {"each": ("sliding_window_pattern", 1000)}
-            each = read_sizes(file, raw, each, {"each": 6})["each"]
-            missing = [SLIDING if (layer + 1) % each else FULL for layer in range(n_layer)]
+            allowed = (FULL_ATTENTION, SLIDING_ATTENTION)
+            pattern = {"pattern": ("sliding_window_pattern", 1000)}
+            pattern = read_sizes(file, raw, pattern, {"pattern": 6})["pattern"]
+            defaults = [
+                SLIDING_ATTENTION if (layer + 1) % pattern else FULL_ATTENTION
+                for layer in range(n_layer)
+            ]
     layers = raw.get("layer_types")
-    layers = missing if layers is None else layers
+    layers = defaults if layers is None else layers
     layers = layers if isinstance(layers, list) else [layers] * n_layer
     for layer in layers:
-        check_values(file, {"layer_types": layer}, {"layer_types": kinds})
+        check_values(file, {"layer_types": layer}, {"layer_types": allowed})
     if len(layers) != n_layer:
         raise UserError(f"{file}: layer_types has {len(layers)} layers; this model has {n_layer}")
-    if SLIDING not in layers:
+    if SLIDING_ATTENTION not in layers:
         return ()
-    size = read_sizes(file, raw, {"size": ("sliding_window", 10**7)}, {"size": 4096})["size"]
-    return tuple(size if layer == SLIDING else None for layer in layers)
+    window = read_sizes(file, raw, {"size": ("sliding_window", 10**7)}, {"size": 4096})["size"]
+    return tuple(window if layer == SLIDING_ATTENTION else None for layer in layers)
 
 
 def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
@@ -193,9 +203,9 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
 
     file: the config.json, for errors. raw: the object in it.
     """
-    given = raw
+    original = raw
     raw = {key: value for key, value in raw.items() if value is not None}  # as if it were missing
-    check_values(file, raw, LLAMA_SUPPORTED)
+    check_values(file, raw, LLAMA_SUPPORTED_VALUES)
     model_type = raw.get("model_type")
     has_qk_norm = model_type in ("qwen3", "qwen3_moe")
     if model_type == "mixtral":
@@ -206,19 +216,20 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
     rope = raw.get(key, {})
     if not isinstance(rope, dict):
         rope = {"rope_type": rope}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    check_values(f"{file}: {key}", {"rope_type": kind}, {"rope_type": ("default", "llama3")})
-    missing = {"n_kv_head": raw.get("num_attention_heads"), "head_dim": 1}
-    fields = read_sizes(file, raw, LLAMA_SIZES, missing)
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    check_values(f"{file}: {key}", {"rope_type": rope_type}, {"rope_type": ("default", "llama3")})
+    defaults = {"n_kv_head": raw.get("num_attention_heads"), "head_dim": 1}
+    fields = read_sizes(file, raw, LLAMA_SIZES, defaults)
     if "head_dim" not in raw:
         fields["head_dim"] = fields["n_embd"] // fields["n_head"]
-    heads = fields["n_head"]
-    shared = fields["n_kv_head"]
-    size = fields["head_dim"]
-    if heads % shared or size % 2 or not size:
+    n_head = fields["n_head"]
+    n_kv_head = fields["n_kv_head"]
+    head_dim = fields["head_dim"]
+    if n_head % n_kv_head or head_dim % 2 or not head_dim:
         allowed = "num_attention_heads must be a multiple of num_key_value_heads, head_dim even"
         raise UserError(
-            f"{file}: {heads} heads, {shared} of them with keys, of {size} numbers each; {allowed}"
+            f"{file}: {n_head} heads, {n_kv_head} of them with keys,"
+            f" of {head_dim} numbers each; {allowed}"
         )
     vocabulary = fields["vocab_size"]
     is_qwen = has_qk_norm or model_type == "qwen2"
@@ -227,21 +238,21 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
         **fields,
         bos_token_id=read_token_ids(file, raw, "bos_token_id", vocabulary, eos[0])[0],
         eos_token_ids=eos,
-        norm_epsilon=read_number(file, raw, "rms_norm_eps", 1e-6, 1),
+        norm_eps=read_number(file, raw, "rms_norm_eps", 1e-6, 1),
         rope_theta=read_number(file, raw | rope, "rope_theta", 10000.0, 1e12),
-        rope_scaling=read_scaling(file, rope) if kind == "llama3" else None,
+        rope_scaling=read_rope_scaling(file, rope) if rope_type == "llama3" else None,
         qkv_bias=model_type == "qwen2",
         qk_norm=has_qk_norm,
-        tied_head=raw.get("tie_word_embeddings", False),
-        experts=read_experts(file, raw, fields) if model_type in EXPERTS_TYPES else None,
-        windows=read_windows(file, given, fields["n_layer"]),
+        tie_word_embeddings=raw.get("tie_word_embeddings", False),
+        experts=read_experts(file, raw, fields) if model_type in MOE_MODEL_TYPES else None,
+        sliding_windows=read_sliding_windows(file, original, fields["n_layer"]),
     )
 
 
-EXPERTS_TYPES = ("qwen3_moe", "mixtral")
+MOE_MODEL_TYPES = ("qwen3_moe", "mixtral")
 EXPERTS_SIZES = {  # field of ExpertsConfig -> its key, and the largest value read
-    "count": ("num_experts", 1000),
-    "chosen": ("num_experts_per_tok", 1000),
+    "num_experts": ("num_experts", 1000),
+    "num_experts_per_tok": ("num_experts_per_tok", 1000),
     "n_inner": ("moe_intermediate_size", 10**6),
 }
 
@@ -252,20 +263,26 @@ def read_experts(file: Path, raw: dict, sizes: dict) -> ExpertsConfig:
     sizes: fields of the LlamaConfig.
     """
     if raw["model_type"] == "mixtral":  # all layers alike, and experts as wide as one MLP would be
-        names = {"count": ("num_local_experts", 1000), "chosen": EXPERTS_SIZES["chosen"]}
-        fields = read_sizes(file, raw, names, {"count": 8, "chosen": 2})
-        if fields["chosen"] > fields["count"]:
-            few = f"num_experts_per_tok is {fields['chosen']}, and num_local_experts"
-            raise UserError(f"{file}: {few} {fields['count']}")
-        return ExpertsConfig(**fields, n_inner=sizes["n_inner"], is_normalized=True)
+        names = {
+            "num_experts": ("num_local_experts", 1000),
+            "num_experts_per_tok": EXPERTS_SIZES["num_experts_per_tok"],
+        }
+        fields = read_sizes(file, raw, names, {"num_experts": 8, "num_experts_per_tok": 2})
+        if fields["num_experts_per_tok"] > fields["num_experts"]:
+            few = f"num_experts_per_tok is {fields['num_experts_per_tok']}, and num_local_experts"
+            raise UserError(f"{file}: {few} {fields['num_experts']}")
+        return ExpertsConfig(**fields, n_inner=sizes["n_inner"], norm_topk_prob=True)
     n_layer = sizes["n_layer"]
     check_values(file, raw, {"norm_topk_prob": (False, True)})
     if "num_experts" not in raw and "num_local_experts" in raw:  # as transformers 5 writes it
         raw = raw | {"num_experts": raw["num_local_experts"]}
-    fields = read_sizes(file, raw, EXPERTS_SIZES, {"count": 128, "chosen": 8, "n_inner": 768})
-    if fields["chosen"] > fields["count"]:
+    fields = read_sizes(
+        file, raw, EXPERTS_SIZES, {"num_experts": 128, "num_experts_per_tok": 8, "n_inner": 768}
+    )
+    if fields["num_experts_per_tok"] > fields["num_experts"]:
         raise UserError(
-            f"{file}: num_experts_per_tok is {fields['chosen']}, and num_experts {fields['count']}"
+            f"{file}: num_experts_per_tok is {fields['num_experts_per_tok']},"
+            f" and num_experts {fields['num_experts']}"
         )
     step = read_sizes(file, raw, {"step": ("decoder_sparse_step", 1000)}, {"step": 1})["step"]
     dense = raw.get("mlp_only_layers", [])
@@ -275,10 +292,10 @@ def read_experts(file: Path, raw: dict, sizes: dict) -> ExpertsConfig:
         )
     layers = (layer for layer in range(n_layer) if layer in dense or (layer + 1) % step)
     normalized = raw.get("norm_topk_prob", False)
-    return ExpertsConfig(**fields, is_normalized=normalized, dense_layers=tuple(layers))
+    return ExpertsConfig(**fields, norm_topk_prob=normalized, mlp_only_layers=tuple(layers))
 
 
-def llama_fields(config: LlamaConfig) -> dict:
+def llama_to_dict(config: LlamaConfig) -> dict:
     """What a config.json says of this Llama, except the dtype of its weights.
 
     Raises UserError for a shape that transformers refuses.
@@ -286,14 +303,14 @@ def llama_fields(config: LlamaConfig) -> dict:
     name = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
     if isinstance(config, GemmaConfig):
         name = "Gemma3"
-    elif config.windows and name == "Llama":
+    elif config.sliding_windows and name == "Llama":
         name = "Mistral"
     if config.n_embd % config.n_head and name in ("Llama", "Qwen2", "Gemma3"):
         raise UserError(
             f"n_embd is {config.n_embd}, no multiple of n_head, which is {config.n_head}:"
             " transformers reads no such model, so it is not written"
         )
-    if config.rope_factors:
+    if config.rope_freq_factors:
         raise UserError(
             "a config.json cannot say by which factors a GGUF file slows rotations down,"
             " so the model is not written"
@@ -307,42 +324,45 @@ def llama_fields(config: LlamaConfig) -> dict:
         name = "Qwen3Moe"
         model_type = "qwen3_moe"
         experts = {key: getattr(config.experts, field) for field, (key, _) in EXPERTS_SIZES.items()}
-        experts["norm_topk_prob"] = config.experts.is_normalized
-        experts["mlp_only_layers"] = list(config.experts.dense_layers)
+        experts["norm_topk_prob"] = config.experts.norm_topk_prob
+        experts["mlp_only_layers"] = list(config.experts.mlp_only_layers)
     return {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": model_type,
         **{key: getattr(config, field) for field, (key, _) in LLAMA_SIZES.items()},
         "hidden_act": "silu",
-        "rms_norm_eps": config.norm_epsilon,
+        "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling and {"rope_type": "llama3", **vars(scaling)},
-        "tie_word_embeddings": config.tied_head,
+        "tie_word_embeddings": config.tie_word_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids),
         **experts,
-        **window_fields(config, name),
+        **sliding_window_fields(config, name),
     }
 
 
-def window_fields(config: LlamaConfig, name: str) -> dict:
+def sliding_window_fields(config: LlamaConfig, name: str) -> dict:
     """What a config.json says of windows. Raises UserError for some that transformers refuses."""
-    if not any(config.windows):
+    if not any(config.sliding_windows):
         return {}
-    sizes = set(config.windows)
-    if len(sizes - {None}) > 1 or (name in ALL_SLIDING and None in sizes):
+    sizes = set(config.sliding_windows)
+    if len(sizes - {None}) > 1 or (name in UNIFORM_SLIDING and None in sizes):
         raise UserError(
-            f"windows are {config.windows}: transformers reads no such {name}, so it is not written"
+            f"sliding_windows are {config.sliding_windows}:"
+            f" transformers reads no such {name}, so it is not written"
         )
     fields = {"sliding_window": max(sizes - {None})}
     if name.startswith("Qwen"):
         fields["use_sliding_window"] = True
-    if name not in ALL_SLIDING:
-        fields["layer_types"] = [SLIDING if window else FULL for window in config.windows]
+    if name not in UNIFORM_SLIDING:
+        fields["layer_types"] = [
+            SLIDING_ATTENTION if window else FULL_ATTENTION for window in config.sliding_windows
+        ]
     return fields
 
 
-GEMMA_SUPPORTED = {  # what the forward pass computes
+GEMMA_SUPPORTED_VALUES = {  # what the forward pass computes
     "hidden_activation": ("gelu_pytorch_tanh",),
     "attention_bias": (False,),
     "use_bidirectional_attention": (False,),
@@ -350,9 +370,9 @@ GEMMA_SUPPORTED = {  # what the forward pass computes
     "final_logit_softcapping": (None,),
     "tie_word_embeddings": (True, False),
 }
-GEMMA_MISSING = {"head_dim": 256, "num_key_value_heads": 4, "eos_token_id": 1, "bos_token_id": 2}
+GEMMA_DEFAULTS = {"head_dim": 256, "num_key_value_heads": 4, "eos_token_id": 1, "bos_token_id": 2}
 # What a text_config may lack: transformers writes only what differs from its defaults.
-GEMMA_TEXT = {
+GEMMA_TEXT_DEFAULTS = {
     "vocab_size": 262208,
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -362,7 +382,7 @@ GEMMA_TEXT = {
 }
 
 
-def text_part(file: Path, raw: dict) -> dict:
+def read_text_config(file: Path, raw: dict) -> dict:
     """Return the config.json of the part that reads and writes texts, of a model with more parts.
 
     Ids that end or begin a text, and weights that are quantized, are said of the whole model.
@@ -370,12 +390,12 @@ def text_part(file: Path, raw: dict) -> dict:
     """
     if raw.get("model_type") != "gemma3":
         return raw
-    text = raw.get("text_config")
-    if not isinstance(text, dict):
-        raise UserError(f"{file}: text_config is {reprlib.repr(text)}; it must be an object")
+    text_config = raw.get("text_config")
+    if not isinstance(text_config, dict):
+        raise UserError(f"{file}: text_config is {reprlib.repr(text_config)}; it must be an object")
     keys = ("eos_token_id", "bos_token_id", "tie_word_embeddings", "quantization_config")
-    whole = {key: raw[key] for key in keys if raw.get(key) is not None}
-    return GEMMA_TEXT | text | whole | {"model_type": "gemma3"}
+    top_level = {key: raw[key] for key in keys if raw.get(key) is not None}
+    return GEMMA_TEXT_DEFAULTS | text_config | top_level | {"model_type": "gemma3"}
 
 
 def read_object(file: Path, raw: dict, key: str) -> dict:
@@ -388,52 +408,59 @@ def read_object(file: Path, raw: dict, key: str) -> dict:
 
 def read_gemma_config(file: Path, raw: dict) -> GemmaConfig:
     """The configuration of a Gemma 3. Arguments and errors are as of `read_llama_config`."""
-    given = raw
-    raw = GEMMA_MISSING | {key: value for key, value in raw.items() if value is not None}
-    check_values(file, raw, GEMMA_SUPPORTED)
-    ropes = read_object(file, raw, "rope_parameters")  # newer files; older ones have other keys
-    full = {"rope_theta": raw.get("rope_theta", 1e6)} | read_object(file, ropes, FULL)
-    full |= read_object(file, raw, "rope_scaling")
-    local = {"rope_theta": raw.get("rope_local_base_freq", 1e4)} | read_object(file, ropes, SLIDING)
-    kind = full.get("rope_type", full.get("type", "default"))
-    check_values(
-        f"{file}: full_attention", {"rope_type": kind}, {"rope_type": ("default", "linear")}
+    original = raw
+    raw = GEMMA_DEFAULTS | {key: value for key, value in raw.items() if value is not None}
+    check_values(file, raw, GEMMA_SUPPORTED_VALUES)
+    rope_parameters = read_object(file, raw, "rope_parameters")  # older files have other keys
+    global_rope = {"rope_theta": raw.get("rope_theta", 1e6)} | read_object(
+        file, rope_parameters, FULL_ATTENTION
     )
-    check_values(f"{file}: sliding_attention", local, {"rope_type": ("default",)})
+    global_rope |= read_object(file, raw, "rope_scaling")
+    local_rope = {"rope_theta": raw.get("rope_local_base_freq", 1e4)} | read_object(
+        file, rope_parameters, SLIDING_ATTENTION
+    )
+    rope_type = global_rope.get("rope_type", global_rope.get("type", "default"))
+    check_values(
+        f"{file}: full_attention", {"rope_type": rope_type}, {"rope_type": ("default", "linear")}
+    )
+    check_values(f"{file}: sliding_attention", local_rope, {"rope_type": ("default",)})
     # Sizes and ids are a Llama's.
     llama = {key: raw[key] for key in raw.keys() - {"layer_types", "rope_scaling", "hidden_act"}}
-    llama |= {"model_type": "llama", "rope_parameters": {"rope_theta": full["rope_theta"]}}
+    llama |= {"model_type": "llama", "rope_parameters": {"rope_theta": global_rope["rope_theta"]}}
     config = read_llama_config(file, {"tie_word_embeddings": True} | llama)
     return GemmaConfig(
         **vars(config)
         | {
             "qk_norm": True,
-            "windows": read_windows(file, given, config.n_layer),
-            "local_theta": read_number(file, local, "rope_theta", None, 1e12),
-            "rope_factor": read_number(file, full, "factor", None, 1e6)
-            if kind == "linear"
+            "sliding_windows": read_sliding_windows(file, original, config.n_layer),
+            "rope_local_base_freq": read_number(file, local_rope, "rope_theta", None, 1e12),
+            "rope_linear_factor": read_number(file, global_rope, "factor", None, 1e6)
+            if rope_type == "linear"
             else 1.0,
-            "query_scalar": read_number(file, raw, "query_pre_attn_scalar", 256, 1e6),
+            "query_pre_attn_scalar": read_number(file, raw, "query_pre_attn_scalar", 256, 1e6),
         }
     )
 
 
-def gemma_fields(config: GemmaConfig) -> dict:
-    """What a config.json says of this Gemma 3. Errors are as of `llama_fields`."""
-    factor = config.rope_factor
-    return llama_fields(config) | {
+def gemma_to_dict(config: GemmaConfig) -> dict:
+    """What a config.json says of this Gemma 3. Errors are as of `llama_to_dict`."""
+    factor = config.rope_linear_factor
+    return llama_to_dict(config) | {
         "model_type": "gemma3_text",
         "hidden_act": "gelu_pytorch_tanh",
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": config.query_scalar,
-        "rope_local_base_freq": config.local_theta,
+        "query_pre_attn_scalar": config.query_pre_attn_scalar,
+        "rope_local_base_freq": config.rope_local_base_freq,
         "rope_scaling": None if factor == 1 else {"rope_type": "linear", "factor": factor},
-        "layer_types": [SLIDING if window else FULL for window in layer_sliding_windows(config)],
+        "layer_types": [
+            SLIDING_ATTENTION if window else FULL_ATTENTION
+            for window in layer_sliding_windows(config)
+        ],
     }
 
 
 # Special tokens that a file may name, each as NAME_token. A chat template may use them.
-NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+SPECIAL_TOKEN_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 def read_special_tokens(source) -> dict[str, str]:
@@ -443,43 +470,43 @@ def read_special_tokens(source) -> dict[str, str]:
     word unless tokenizer_config.json lists added tokens, as newer files do. source: a `Source`.
     Raises UserError for a file that cannot be read.
     """
-    config = read_json_of(source, "tokenizer_config.json")
+    config = read_model_json(source, "tokenizer_config.json")
     files = [config]
     if "added_tokens_decoder" not in config:
-        files.append(read_json_of(source, "special_tokens_map.json"))
+        files.append(read_model_json(source, "special_tokens_map.json"))
     tokens = {}
-    for named in files:
-        for name in NAMES:
-            token = named.get(f"{name}_token")
+    for raw in files:
+        for name in SPECIAL_TOKEN_NAMES:
+            token = raw.get(f"{name}_token")
             token = token.get("content") if isinstance(token, dict) else token
             if isinstance(token, str):
                 tokens[f"{name}_token"] = token
     return tokens
 
 
-def read_json_of(source, name: str) -> dict:
+def read_model_json(source, name: str) -> dict:
     """Return the object in one of a model's files, {} if there is no such file."""
     file = source.find(name)
     return read_json(file) if file else {}
 
 
-def find_end(source) -> int | None:
+def find_eos_token_id(source) -> int | None:
     """Return the id of the token that ends a text by its tokenizer's files; None: they name none.
 
     vLLM ends texts at it too, because some models name it nowhere else. Raises UserError as
     `read_special_tokens`.
     """
-    end = read_special_tokens(source).get("eos_token")
-    if end is None:
+    eos_token = read_special_tokens(source).get("eos_token")
+    if eos_token is None:
         return None
-    listed = read_json_of(source, "tokenizer_config.json").get("added_tokens_decoder")
+    listed = read_model_json(source, "tokenizer_config.json").get("added_tokens_decoder")
     for id, token in listed.items() if isinstance(listed, dict) else ():
-        if isinstance(token, dict) and token.get("content") == end and id.isdecimal():
+        if isinstance(token, dict) and token.get("content") == eos_token and id.isdecimal():
             return int(id)
-    raw = read_json_of(source, "tokenizer.json")
+    raw = read_model_json(source, "tokenizer.json")
     for token in raw.get("added_tokens") or ():
-        if isinstance(token, dict) and token.get("content") == end:
+        if isinstance(token, dict) and token.get("content") == eos_token:
             return token.get("id")
     model = raw.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    return vocabulary.get(end) if isinstance(vocabulary, dict) else None
+    return vocabulary.get(eos_token) if isinstance(vocabulary, dict) else None

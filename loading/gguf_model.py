@@ -33,13 +33,13 @@ SIZES = {  # field of a config -> its key behind the architecture's name, and th
     "head_dim": ("attention.key_length", 1000),
 }
 EXPERTS_SIZES = {  # the same of ExpertsConfig
-    "count": ("expert_count", 1000),
-    "chosen": ("expert_used_count", 1000),
+    "num_experts": ("expert_count", 1000),
+    "num_experts_per_tok": ("expert_used_count", 1000),
     "n_inner": ("expert_feed_forward_length", 10**6),
 }
 ENDS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-ROTATIONS = "rope_freqs.weight"
-GEMMA_PATTERN = 6  # one of six layers of a Gemma sees all: no key says so, llama.cpp's code does
+ROPE_FREQS = "rope_freqs.weight"
+GEMMA_SLIDING_WINDOW_PATTERN = 6  # one of six sees all: no key says so, llama.cpp's code does
 # Types whose numbers stand in the file as torch has them.
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -70,11 +70,13 @@ def read_gguf_config(gguf: GGUF) -> GPTConfig | LlamaConfig:
 def gpt_config(gguf: GGUF, architecture: str, fields: dict) -> GPTConfig:
     epsilon = f"{architecture}.attention.layer_norm_epsilon"
     fields["layer_norm_epsilon"] = read_number(gguf.file, gguf.metadata, epsilon, None, 1)
-    heads = fields["n_head"]
+    n_head = fields["n_head"]
     width = fields["n_embd"]
     found = fields.pop("n_kv_head"), fields.pop("head_dim"), fields.pop("n_inner")
-    if found != (heads, width / heads, 4 * width):
-        shape = f"{heads} heads and a width of {width}, but keys, head size and inner width {found}"
+    if found != (n_head, width / n_head, 4 * width):
+        shape = (
+            f"{n_head} heads and a width of {width}, but keys, head size and inner width {found}"
+        )
         raise UserError(f"{gguf.file}: no GPT-2: {shape}")
     return GPTConfig(**fields)
 
@@ -82,14 +84,14 @@ def gpt_config(gguf: GGUF, architecture: str, fields: dict) -> GPTConfig:
 def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
     file = gguf.file
     raw = gguf.metadata
-    heads = fields["n_head"]
-    shared = fields["n_kv_head"]
-    size = fields["head_dim"]
-    if heads % shared or size % 2 or not size:
+    n_head = fields["n_head"]
+    n_kv_head = fields["n_kv_head"]
+    head_dim = fields["head_dim"]
+    if n_head % n_kv_head or head_dim % 2 or not head_dim:
         raise UserError(
-            f"{file}: {heads} heads, {shared} of them with keys, of {size} numbers each"
+            f"{file}: {n_head} heads, {n_kv_head} of them with keys, of {head_dim} numbers each"
         )
-    supported = {"attention.value_length": (size,), "rope.dimension_count": (size,)}
+    supported = {"attention.value_length": (head_dim,), "rope.dimension_count": (head_dim,)}
     supported["rope.scale_linear"] = (1,)
     if architecture != "gemma3":
         supported |= {"rope.scaling.type": ("none",), "rope.scaling.factor": (1,)}
@@ -108,12 +110,14 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
     return LlamaConfig(
         **fields,
         bos_token_id=bos[0],
-        norm_epsilon=read_number(file, raw, epsilon, None, 1),
+        norm_eps=read_number(file, raw, epsilon, None, 1),
         rope_theta=read_number(file, raw, f"{architecture}.rope.freq_base", 10000.0, 1e12),
-        rope_factors=read_factors(gguf, size // 2) if is_llama(gguf) else None,
+        rope_freq_factors=read_rope_freq_factors(gguf, head_dim // 2)
+        if has_interleaved_rope(gguf)
+        else None,
         qkv_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in gguf.tensors,
         qk_norm=architecture in ("qwen3", "qwen3moe", "gemma3"),
-        tied_head="output.weight" not in gguf.tensors,
+        tie_word_embeddings="output.weight" not in gguf.tensors,
         experts=experts,
     )
 
@@ -146,40 +150,42 @@ def gemma_config(gguf: GGUF, architecture: str, fields: dict) -> GemmaConfig:
     return GemmaConfig(
         **vars(config)
         | {
-            "windows": read_windows(gguf, config.n_layer),
-            "local_theta": read_number(file, raw, "gemma3.rope.freq_base_swa", 10000.0, 1e12),
-            "rope_factor": factor,
-            "query_scalar": query_scalar(config),
+            "sliding_windows": read_sliding_windows(gguf, config.n_layer),
+            "rope_local_base_freq": read_number(
+                file, raw, "gemma3.rope.freq_base_swa", 10000.0, 1e12
+            ),
+            "rope_linear_factor": factor,
+            "query_pre_attn_scalar": query_pre_attn_scalar(config),
         }
     )
 
 
-def query_scalar(config: LlamaConfig) -> int:
+def query_pre_attn_scalar(config: LlamaConfig) -> int:
     """llama.cpp divides a Gemma's scores by the root of this. No key holds it: the depth tells."""
     is_27b = config.n_layer == 62
     return config.n_embd // config.n_head if is_27b else config.head_dim
 
 
-def one_sees_all(pattern: int, n_layer: int) -> list[bool]:
+def swa_layers(pattern: int, n_layer: int) -> list[bool]:
     """Whether each layer has a window, if one in `pattern` has none. 0: all have one."""
     return [not pattern or (layer + 1) % pattern > 0 for layer in range(n_layer)]
 
 
-def read_windows(gguf: GGUF, n_layer: int) -> tuple[int | None, ...]:
-    """The window of each of a Gemma's layers, as `LlamaConfig.windows`."""
+def read_sliding_windows(gguf: GGUF, n_layer: int) -> tuple[int | None, ...]:
+    """The window of each of a Gemma's layers, as `LlamaConfig.sliding_windows`."""
     key = "gemma3.attention.sliding_window"
     if gguf.metadata.get(key, 0) == 0:
         return ()
-    size = read_sizes(gguf.file, gguf.metadata, {"size": (key, 10**7)}, {})["size"]
-    pattern = gguf.metadata.get(f"{key}_pattern", GEMMA_PATTERN)
+    window = read_sizes(gguf.file, gguf.metadata, {"size": (key, 10**7)}, {})["size"]
+    pattern = gguf.metadata.get(f"{key}_pattern", GEMMA_SLIDING_WINDOW_PATTERN)
     if type(pattern) is int and pattern >= 0:
-        layers = one_sees_all(pattern, n_layer)
+        layers = swa_layers(pattern, n_layer)
     elif isinstance(pattern, array.array) and len(pattern) == n_layer:
         layers = pattern
     else:
         allowed = f"it must be an integer from 0, or {n_layer} booleans"
         raise UserError(f"{gguf.file}: {key}_pattern is {reprlib.repr(pattern)}; {allowed}")
-    return tuple(size if slides else None for slides in layers) if any(layers) else ()
+    return tuple(window if slides else None for slides in layers) if any(layers) else ()
 
 
 def read_experts(gguf: GGUF, architecture: str, sizes: dict) -> ExpertsConfig:
@@ -192,15 +198,18 @@ def read_experts(gguf: GGUF, architecture: str, sizes: dict) -> ExpertsConfig:
     # In a Mixtral's file no key says how wide experts are: as wide as one MLP would be.
     missing = {"n_inner": sizes["n_inner"]} if architecture == "llama" else {}
     fields = read_sizes(gguf.file, gguf.metadata, names, missing)
-    if fields["chosen"] > fields["count"]:
-        few = f"{fields['chosen']} experts for a token, and there are {fields['count']}"
+    if fields["num_experts_per_tok"] > fields["num_experts"]:
+        few = (
+            f"{fields['num_experts_per_tok']} experts for a token,"
+            f" and there are {fields['num_experts']}"
+        )
         raise UserError(f"{gguf.file}: {few}")
-    router = fields["count"], sizes["n_embd"]
-    expert = fields["count"], fields["n_inner"], sizes["n_embd"]
+    router = fields["num_experts"], sizes["n_embd"]
+    expert = fields["num_experts"], fields["n_inner"], sizes["n_embd"]
     for layer in range(sizes["n_layer"]):
         check_tensor(gguf, f"blk.{layer}.ffn_gate_inp.weight", router)
         check_tensor(gguf, f"blk.{layer}.ffn_gate_exps.weight", expert)
-    return ExpertsConfig(**fields, is_normalized=True)
+    return ExpertsConfig(**fields, norm_topk_prob=True)
 
 
 def check(gguf: GGUF, supported: dict[str, tuple]) -> None:
@@ -213,7 +222,7 @@ def check(gguf: GGUF, supported: dict[str, tuple]) -> None:
             raise UserError(f"{gguf.file}: {found}; supported is {allowed}")
 
 
-def is_llama(gguf: GGUF) -> bool:
+def has_interleaved_rope(gguf: GGUF) -> bool:
     """Whether it is written as Meta's files are: what a rotation turns stands in pairs."""
     return gguf.metadata["general.architecture"] == "llama"
 
@@ -225,14 +234,14 @@ def find(gguf: GGUF, name: str) -> Tensor:
     return gguf.tensors[name]
 
 
-def read_factors(gguf: GGUF, count: int) -> tuple[float, ...] | None:
-    """What the file slows each rotation down by, as `LlamaConfig.rope_factors`."""
-    if ROTATIONS not in gguf.tensors:
+def read_rope_freq_factors(gguf: GGUF, count: int) -> tuple[float, ...] | None:
+    """What the file slows each rotation down by, as `LlamaConfig.rope_freq_factors`."""
+    if ROPE_FREQS not in gguf.tensors:
         return None
-    check_tensor(gguf, ROTATIONS, (count,))
-    factors = tuple(read_rows(gguf, gguf.tensors[ROTATIONS], 0, count).tolist())
+    check_tensor(gguf, ROPE_FREQS, (count,))
+    factors = tuple(read_rows(gguf, gguf.tensors[ROPE_FREQS], 0, count).tolist())
     if not all(0 < factor < math.inf for factor in factors):
-        raise UserError(f"{gguf.file}: tensor {ROTATIONS} has numbers that are not above 0")
+        raise UserError(f"{gguf.file}: tensor {ROPE_FREQS} has numbers that are not above 0")
     return None if set(factors) == {1.0} else factors
 
 
@@ -241,7 +250,7 @@ def is_stacked(model: Model, key: str) -> bool:
     return model.role(key).startswith("expert_")
 
 
-def norm_base(architecture: str, role: str) -> int:
+def norm_weight_offset(architecture: str, role: str) -> int:
     """What a file adds to our weights: a Gemma's norms multiply by 1 + w, and it stores the sum."""
     return int(architecture == "gemma3" and role.endswith("norm"))
 
@@ -272,8 +281,8 @@ def read_gguf_tensors(
     names = {}
     for key, _ in model.named_parameters():
         names.setdefault(gguf_name(model, key), []).append(key)
-    unread = {ROTATIONS} if is_llama(gguf) else set()
-    if model.config.tied_head:
+    unread = {ROPE_FREQS} if has_interleaved_rope(gguf) else set()
+    if model.config.tie_word_embeddings:
         check_head(gguf)
         unread.add("output.weight")
     for name in gguf.tensors:
@@ -333,22 +342,22 @@ def read_blocks(
             count, rows, *width = tensor.shape
             tensor = dataclasses.replace(tensor, shape=(count * rows, *width))
         rows = tensor.shape[0] // len(names[name])
-        in_pairs = is_llama(gguf) and model.role(key) in ("query", "key")
-        base = norm_base(gguf.metadata["general.architecture"], model.role(key))
-        unit = model.config.head_dim if in_pairs else 1
-        height = -(-BLOCK // (4 * math.prod(tensor.shape[1:])) // unit) * unit
+        interleaved = has_interleaved_rope(gguf) and model.role(key) in ("query", "key")
+        weight_offset = norm_weight_offset(gguf.metadata["general.architecture"], model.role(key))
+        row_multiple = model.config.head_dim if interleaved else 1
+        height = -(-BLOCK // (4 * math.prod(tensor.shape[1:])) // row_multiple) * row_multiple
         if len(tensor.shape) == 1:  # numbers of a vector may share scales, so it comes whole
             height = rows
         kept = in_blocks and len(tensor.shape) == 2 and tensor.type in FORMS
         for start in range(0, rows, height):
             stop = min(start + height, rows)
             block = read_rows(gguf, tensor, number * rows + start, number * rows + stop, kept)
-            if in_pairs and kept:
-                block = block.map(functools.partial(halves_apart, head_dim=unit))
-            elif in_pairs:
-                block = halves_apart(block, unit)
-            if base:
-                block = block.float() - base  # in 16 bits it rounds below 1 / 2
+            if interleaved and kept:
+                block = block.map(functools.partial(reverse_permute_weights, head_dim=row_multiple))
+            elif interleaved:
+                block = reverse_permute_weights(block, row_multiple)
+            if weight_offset:
+                block = block.float() - weight_offset  # in 16 bits it rounds below 1 / 2
             yield key, slice(start, stop), block
 
 
@@ -368,10 +377,10 @@ def read_rows(
     return numbers.view(-1, *tensor.shape[1:])
 
 
-def halves_apart(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+def reverse_permute_weights(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Rows that make queries or keys, from llama.cpp's order, which is Meta's, to ours.
 
-    What are neighbours there, the coordinates of a point, `llama.rotate` has in a head's two
-    halves. rows: (heads * head_dim, ...).
+    What are neighbours there, the coordinates of a point, `llama.apply_rotary_emb` has in a head's
+    two halves. rows: (heads * head_dim, ...).
     """
     return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)

@@ -26,15 +26,15 @@ from loading.checkpoint import (
     write_checkpoint,
 )
 from loading.config import (
-    find_end,
-    gemma_fields,
-    gpt_fields,
-    llama_fields,
+    find_eos_token_id,
+    gemma_to_dict,
+    gpt_to_dict,
+    llama_to_dict,
     read_gemma_config,
     read_gpt_config,
     read_llama_config,
+    read_text_config,
     read_token_ids,
-    text_part,
 )
 from loading.gguf import GGUF, PART, read_gguf
 from loading.gguf_model import block_forms, read_gguf_config, read_gguf_tensors
@@ -59,7 +59,7 @@ PRESETS = {  # shapes that are known without a file: `random:` stands before the
         n_inner=1536,
         bos_token_id=49151,
         eos_token_ids=(49151,),
-        norm_epsilon=1e-5,
+        norm_eps=1e-5,
         rope_theta=100000.0,
     ),
 }
@@ -287,9 +287,9 @@ class Architecture:
     fields: Callable  # config -> what config.json says, except the dtype
 
 
-GPT2 = Architecture(GPT, GPTConfig, read_gpt_config, gpt_fields)
-LLAMA = Architecture(Llama, LlamaConfig, read_llama_config, llama_fields)
-GEMMA3 = Architecture(Gemma, GemmaConfig, read_gemma_config, gemma_fields)
+GPT2 = Architecture(GPT, GPTConfig, read_gpt_config, gpt_to_dict)
+LLAMA = Architecture(Llama, LlamaConfig, read_llama_config, llama_to_dict)
+GEMMA3 = Architecture(Gemma, GemmaConfig, read_gemma_config, gemma_to_dict)
 LLAMAS = "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral"
 # By the model_type of config.json.
 ARCHITECTURES = {"gpt2": GPT2, "gemma3_text": GEMMA3, "gemma3": GEMMA3} | dict.fromkeys(
@@ -310,7 +310,7 @@ def load_config(name):
     if source.kind == "gguf":
         return read_gguf_config(source.gguf)
     file = source.file("config.json")
-    raw = text_part(file, read_json(file))
+    raw = read_text_config(file, read_json(file))
     kind = raw.get("model_type")
     check_values(file, {"model_type": kind}, {"model_type": tuple(ARCHITECTURES)})
     check_unquantized(file, raw)
@@ -320,7 +320,7 @@ def load_config(name):
     # Where chat models add ids that end a text.
     generation = source.find("generation_config.json")
     ends = read_json(generation).get("eos_token_id") if generation else None
-    of_tokenizer = find_end(source)
+    of_tokenizer = find_eos_token_id(source)
     if ends is None and of_tokenizer is None:
         return read_config(file, raw)
     config = read_config(file, raw if is_named else raw | {"eos_token_id": 0})
@@ -385,16 +385,16 @@ def model_of(source: Source) -> Model:
     """
     config = load_config(source)
     model = empty_model(config)
-    if not config.tied_head or source.kind not in ("directory", "hub"):
+    if not config.tie_word_embeddings or source.kind not in ("directory", "hub"):
         return model
     files = source.weights()
     if not differ(files, model.renamed, model.path("embedding"), "lm_head"):
         return model
     other = f"{files[0].parent}: lm_head.weight is not the embedding"
-    if not any(field.name == "tied_head" for field in dataclasses.fields(config)):
+    if not any(field.name == "tie_word_embeddings" for field in dataclasses.fields(config)):
         raise UserError(f"{other}; in a {type(model).__name__} it must be, and both are one matrix")
     note(f"{other}, though tie_word_embeddings is true: it counts, as in transformers")
-    return empty_model(dataclasses.replace(config, tied_head=False))
+    return empty_model(dataclasses.replace(config, tie_word_embeddings=False))
 
 
 def read_blocks(source: Source, model: Model, dtype: torch.dtype, device) -> Iterator[tuple]:

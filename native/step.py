@@ -5,7 +5,7 @@ import ctypes
 import torch
 
 from cache import kv_cache_group_ids, stored_head_dim
-from llama import Llama, local_layers, rotations
+from llama import Llama, local_rope_layers, rotary_embedding
 from model import TorchRunner
 from native import build, draw
 from native.linear import NativeLinear, address, native_layers
@@ -69,11 +69,13 @@ class NativeRunner(NativeDraws):
         # Without and with a storage of their own for layers with a window.
         self.kinds = [kv_cache_group_ids(self.config, separate) for separate in (False, True)]
         self.layers = [layer_arrays(kinds) for kinds in self.kinds]
-        self.rotations = []
+        self.rotary_embedding = []
         if isinstance(model, Llama):
-            kinds = sorted(set(local_layers(model.config)) | {False})
+            kinds = sorted(set(local_rope_layers(model.config)) | {False})
             cpu = torch.device("cpu")
-            self.rotations = [rotations(model.config, torch.float32, cpu, kind) for kind in kinds]
+            self.rotary_embedding = [
+                rotary_embedding(model.config, torch.float32, cpu, kind) for kind in kinds
+            ]
         # Kept, so that their memory goes to nothing else.
         self.weights = list(model.state_dict().values())
 
@@ -149,7 +151,7 @@ class NativeRunner(NativeDraws):
             (INT * len(numbers))(*numbers) for numbers in lists
         )
         kinds = tuple(caches), (page_table, sliding_page_table), tuple(num_pages)
-        angles = [table for each in self.rotations for table in each.first(length)]
+        angles = [table for each in self.rotary_embedding for table in each.cos_sin(length)]
         angles = (address(table, torch.float32, length, 1, config.head_dim) for table in angles)
         sizes = page_size, len(tokens), len(wants)
         job = PassStruct(*kinds, *sizes, *self.layers[separate], *arrays, *angles)

@@ -4,7 +4,7 @@ import ctypes
 
 from cache import layer_sliding_windows
 from gemma import Gemma
-from llama import ExpertsConfig, Llama, local_layers
+from llama import ExpertsConfig, Llama, local_rope_layers
 from model import GPT
 from native.linear import LinearStruct, NativeEmbedding, NativeLinear, check_layer, floats
 
@@ -65,8 +65,10 @@ def model_struct(model) -> ModelStruct:
     blocks = model.get_submodule(model.ROLES["attn_norm"][0].partition(".*")[0])
     layers = [layer_struct(model, block) for block in range(len(blocks))]
     positions = getattr(model.layer("positions"), "weight", None)
-    experts = getattr(config, "experts", None) or ExpertsConfig(count=0, chosen=1, n_inner=0)
-    rows = experts.chosen * max(C, 2 * experts.n_inner)
+    experts = getattr(config, "experts", None) or ExpertsConfig(
+        num_experts=0, num_experts_per_tok=1, n_inner=0
+    )
+    rows = experts.num_experts_per_tok * max(C, 2 * experts.n_inner)
     mlps = [layer.mlp.inputs[0].width for layer in layers]
     return ModelStruct(
         n_layer=len(layers),
@@ -74,11 +76,11 @@ def model_struct(model) -> ModelStruct:
         n_kv_head=config.n_kv_head,
         head_dim=config.head_dim,
         n_embd=C,
-        widest=max(C, layers[0].attn_in[0].width, *mlps, experts.count, rows),
-        n_expert=experts.count,
-        chosen=experts.chosen,
-        is_normalized=experts.is_normalized,
-        epsilon=config.norm_epsilon,
+        widest=max(C, layers[0].attn_in[0].width, *mlps, experts.num_experts, rows),
+        n_expert=experts.num_experts,
+        chosen=experts.num_experts_per_tok,
+        is_normalized=experts.norm_topk_prob,
+        epsilon=config.norm_eps,
         embedding_scale=getattr(model, "embedding_scale", 1.0),
         gelu_gate=isinstance(model, Gemma),
         embedding=linear(model.layer("embedding"), config.vocab_size, C),
@@ -113,9 +115,11 @@ def layer_struct(model, block: int) -> LayerStruct:
     router = model.layer("router", block)
     if router is not None:
         sizes = config.experts
-        experts = [mlp("expert_", sizes.n_inner, block, number) for number in range(sizes.count)]
+        experts = [
+            mlp("expert_", sizes.n_inner, block, number) for number in range(sizes.num_experts)
+        ]
         mlps = {
-            "router": linear(router, sizes.count, C),
+            "router": linear(router, sizes.num_experts, C),
             "experts": (MLPStruct * len(experts))(*experts),
         }
     else:
@@ -131,14 +135,14 @@ def layer_struct(model, block: int) -> LayerStruct:
         **mlps,
         down_norm=norm(model.layer("down_norm", block), C),
         window=layer_sliding_windows(config)[block] or NO_WINDOW,
-        local=isinstance(model, Llama) and local_layers(config)[block],
+        local=isinstance(model, Llama) and local_rope_layers(config)[block],
     )
 
 
 def norm(layer, size: int) -> NormStruct:
     """What C reads of a norm; NULL for what a model lacks."""
     tensors = (getattr(layer, name, None) for name in ("weight", "bias"))
-    numbers = getattr(layer, "base", 0.0), getattr(layer, "factor", 1.0)
+    numbers = getattr(layer, "weight_offset", 0.0), getattr(layer, "output_scale", 1.0)
     return NormStruct(*(floats(tensor, size) for tensor in tensors), *numbers)
 
 

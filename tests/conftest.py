@@ -293,7 +293,7 @@ def tiny_llama():
         from llama import Llama, LlamaConfig
 
         small = {"vocab_size": 61, "block_size": 16, "n_layer": 2, "n_embd": 16, "n_inner": 24}
-        small |= {"n_head": 4, "n_kv_head": 2, "head_dim": 6, "tied_head": False}
+        small |= {"n_head": 4, "n_kv_head": 2, "head_dim": 6, "tie_word_embeddings": False}
         small |= {"bos_token_id": 59, "eos_token_ids": (eos_token_id,)}
         model = Llama(LlamaConfig(**small | shape)).to(dtype)
         return model.init_weights(std=0.4, generator=torch.Generator().manual_seed(seed)).eval()
@@ -308,7 +308,12 @@ def tiny_experts(tiny_llama):
     def build(seed=0, sizes=None, **shape):
         from llama import ExpertsConfig
 
-        experts = {"count": 5, "chosen": 2, "n_inner": 12, "is_normalized": True} | (sizes or {})
+        experts = {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "n_inner": 12,
+            "norm_topk_prob": True,
+        } | (sizes or {})
         return tiny_llama(seed, qk_norm=True, experts=ExpertsConfig(**experts), **shape)
 
     return build
@@ -318,9 +323,9 @@ def tiny_experts(tiny_llama):
 def tiny_windows(tiny_llama):
     """`tiny_llama` with layers of both kinds, and texts longer than their windows."""
 
-    def build(seed=0, windows=(3, None, 8), **shape):
-        shape = {"n_layer": len(windows), "block_size": 40} | shape
-        return tiny_llama(seed, windows=windows, **shape)
+    def build(seed=0, sliding_windows=(3, None, 8), **shape):
+        shape = {"n_layer": len(sliding_windows), "block_size": 40} | shape
+        return tiny_llama(seed, sliding_windows=sliding_windows, **shape)
 
     return build
 
@@ -329,13 +334,19 @@ def tiny_windows(tiny_llama):
 def tiny_gemma():
     """A function that builds a random Gemma 3 with both kinds of layers."""
 
-    def build(seed=0, dtype=torch.float64, eos_token_id=60, windows=(3, 8, None), **shape):
+    def build(seed=0, dtype=torch.float64, eos_token_id=60, sliding_windows=(3, 8, None), **shape):
         from gemma import Gemma, GemmaConfig
 
-        small = {"vocab_size": 61, "block_size": 40, "n_layer": len(windows), "n_embd": 16}
-        small |= {"n_inner": 24, "n_head": 4, "n_kv_head": 2, "head_dim": 6, "query_scalar": 5}
-        small |= {"bos_token_id": 59, "eos_token_ids": (eos_token_id,), "rope_factor": 8.0}
-        model = Gemma(GemmaConfig(windows=windows, **small | shape)).to(dtype)
+        small = {"vocab_size": 61, "block_size": 40, "n_layer": len(sliding_windows), "n_embd": 16}
+        small |= {
+            "n_inner": 24,
+            "n_head": 4,
+            "n_kv_head": 2,
+            "head_dim": 6,
+            "query_pre_attn_scalar": 5,
+        }
+        small |= {"bos_token_id": 59, "eos_token_ids": (eos_token_id,), "rope_linear_factor": 8.0}
+        model = Gemma(GemmaConfig(sliding_windows=sliding_windows, **small | shape)).to(dtype)
         generator = torch.Generator().manual_seed(seed)
         for weight in model.parameters():
             weight.data.normal_(std=0.4, generator=generator)

@@ -21,7 +21,7 @@ SMALL = {
 
 def kinds(build, backend="torch", **shape):
     """A model with both kinds of layers."""
-    shape = {"windows": (5, None, 8), "block_size": 200} | shape
+    shape = {"sliding_windows": (5, None, 8), "block_size": 200} | shape
     model = build(dtype=torch.float64 if backend == "torch" else torch.float32, **shape)
     if backend == "torch":
         return model
@@ -48,16 +48,18 @@ def cache_bytes(model, **options) -> int:
 
 def test_the_cache_takes_less_memory(tiny_gemma):
     """Five layers of six have 13 pages, not 60."""
-    whole = cache_bytes(tiny_gemma(block_size=200, windows=(None,) * 6), **SMALL)
-    model = kinds(tiny_gemma, windows=(8,) * 5 + (None,))
+    whole = cache_bytes(tiny_gemma(block_size=200, sliding_windows=(None,) * 6), **SMALL)
+    model = kinds(tiny_gemma, sliding_windows=(8,) * 5 + (None,))
     assert cache_bytes(model, **SMALL) == whole * (60 + 5 * 13) // (6 * 60)
 
 
-@pytest.mark.parametrize("windows, pages", [((None,) * 6, 240), ((8,) * 6, 240), ((8, None), 10)])
-def test_still_one_kind_has_all_pages(tiny_gemma, windows, pages):
+@pytest.mark.parametrize(
+    "sliding_windows, pages", [((None,) * 6, 240), ((8,) * 6, 240), ((8, None), 10)]
+)
+def test_still_one_kind_has_all_pages(tiny_gemma, sliding_windows, pages):
     """Also of two kinds, where pages are so few that a window needs no less."""
-    model = tiny_gemma(block_size=200, windows=windows)
-    whole = len(windows) * 2 * pages * 2 * 4 * 6 * 8
+    model = tiny_gemma(block_size=200, sliding_windows=sliding_windows)
+    whole = len(sliding_windows) * 2 * pages * 2 * 4 * 6 * 8
     assert cache_bytes(model, **SMALL | {"num_pages": pages}) == whole
 
 
@@ -146,7 +148,7 @@ def test_any_texts_are_those_of_their_own_runs(
     from engine.drafter import PagedModelDrafter, PromptLookupDrafter
 
     if backend not in MODELS:
-        shape = {"windows": (5, None), "block_size": 40}
+        shape = {"sliding_windows": (5, None), "block_size": 40}
         MODELS[backend] = [kinds(tiny_windows, backend, seed=seed, **shape) for seed in (0, 1)]
     model, draft = MODELS[backend]
     prompts = [random_tokens(length, 5, seed=seed) for seed, length, _ in texts]
@@ -182,7 +184,7 @@ def test_any_texts_are_those_of_their_own_runs(
 def test_c_touches_no_page_outside_either_storage(tiny_gemma, compiled):
     from engine.cache import PagedCache
 
-    model = native(tiny_gemma(dtype=torch.float32, windows=(3, None)))
+    model = native(tiny_gemma(dtype=torch.float32, sliding_windows=(3, None)))
     cache = PagedCache(model, 4, 2, 3)
     for storage in cache.storages:
         storage.fill_(torch.nan)

@@ -128,7 +128,7 @@ def test_stacked_experts_and_their_router(tiny_experts, tmp_path):
 
 
 def test_a_head_of_its_own_has_its_own_form(made, tmp_path):  # noqa: F811
-    file = made(tied_head=False)[1]
+    file = made(tie_word_embeddings=False)[1]
     (head,) = (each for each in gguf.GGUFReader(file).tensors if each.name == "output.weight")
     data = gguf.quantize(head.data, gguf.GGMLQuantizationType.Q8_0)
     given = {"output.weight": (data, "Q8_0")}

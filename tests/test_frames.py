@@ -59,10 +59,12 @@ def test_at_first_it_says_what_the_engine_is_and_how_it_stands(start):
     assert frame["steps"] == frame["positions"] == 0 and frame["cached"] == []
 
 
-@pytest.mark.parametrize("windows", [(), (3, 5)], ids=str)
-def test_each_page_is_where_the_pool_has_it(start, tiny, tiny_windows, windows):
+@pytest.mark.parametrize("sliding_windows", [(), (3, 5)], ids=str)
+def test_each_page_is_where_the_pool_has_it(start, tiny, tiny_windows, sliding_windows):
     """A page that went back keeps its place, so that each page tells which positions it has."""
-    model = tiny_windows(windows=windows, block_size=16) if windows else tiny()
+    model = (
+        tiny_windows(sliding_windows=sliding_windows, block_size=16) if sliding_windows else tiny()
+    )
     door = start(model, num_pages=9, page_size=4, max_num_seqs=3)
     engine = door.thread.engine
     seen = []
@@ -91,7 +93,7 @@ def test_each_page_is_where_the_pool_has_it(start, tiny, tiny_windows, windows):
     tables = [[page for row in frame["running"] for page in row["pages"]] for frame in seen]
     held = [[page for page in pages if page is not None] for pages in tables]
     assert any(len(set(pages)) < len(pages) for pages in held)  # some are shared
-    assert any(None in pages for pages in tables) == bool(windows)
+    assert any(None in pages for pages in tables) == bool(sliding_windows)
     assert any(frame["waiting"] for frame in seen)
     assert seen[-1]["running"] == [] and seen[-1]["cached"]
 

@@ -67,7 +67,7 @@ def test_logits_equal_transformers(peer, seed):
         **shape,
     )
     ours = load(directory)
-    assert ours.config.rope_factor == full.get("factor", 1)
+    assert ours.config.rope_linear_factor == full.get("factor", 1)
     assert difference(ours, theirs) < 1e-9
     if n_layer < 7:  # deeper random weights magnify float32's rounding
         assert difference(load(directory, torch.float32), theirs.float()) < 1e-4
@@ -129,12 +129,12 @@ def test_the_engine_writes_the_text_of_each_own_run(tiny_gemma):
 @pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_have_the_logits_of_one_process(tiny_gemma, compiled, tmp_path, kind, size):
-    name = save_uneven(tiny_gemma, tmp_path, "tiny_llama", windows=(5, None))
+    name = save_uneven(tiny_gemma, tmp_path, "tiny_llama", sliding_windows=(5, None))
     assert compared(size, name, torch.tensor([random_tokens(23)]), dtype=kind)[0] <= ROUNDING[kind]
 
 
 def test_ranks_that_add_up_in_float64(tiny_gemma, tmp_path):
-    name = save_uneven(tiny_gemma, tmp_path, "tiny_llama", windows=(5, None))
+    name = save_uneven(tiny_gemma, tmp_path, "tiny_llama", sliding_windows=(5, None))
     tokens = torch.tensor([random_tokens(23)])
     options = {"dtype": torch.float64, "native": False}
     found = results(3, lambda: logits_of(name, tokens, "reduce", **options))[0][0]
@@ -144,7 +144,7 @@ def test_ranks_that_add_up_in_float64(tiny_gemma, tmp_path):
 
 def test_two_ranks_write_the_texts_of_one(tiny_gemma, engine_cli, tmp_path):
     def build(**shape):
-        return tiny_gemma(windows=(5, None), **shape)
+        return tiny_gemma(sliding_windows=(5, None), **shape)
 
     check_two_ranks(build, engine_cli, tmp_path, 30)
 
@@ -154,22 +154,29 @@ def test_two_ranks_write_the_texts_of_one(tiny_gemma, engine_cli, tmp_path):
 
 @pytest.mark.parametrize(
     "shape",
-    [{}, {"tied_head": False}, {"windows": (None, None)}, {"rope_factor": 1.0, "windows": (5, 5)}],
+    [
+        {},
+        {"tie_word_embeddings": False},
+        {"sliding_windows": (None, None)},
+        {"rope_linear_factor": 1.0, "sliding_windows": (5, 5)},
+    ],
     ids=str,
 )
 def test_save_and_load_give_the_same_model(tiny_gemma, tmp_path, shape):
     from transformers import AutoModelForCausalLM
 
-    if "windows" not in shape:
-        shape = shape | {"windows": (5, 5, None)}
+    if "sliding_windows" not in shape:
+        shape = shape | {"sliding_windows": (5, 5, None)}
     ours = tiny_gemma(dtype=torch.float32, **shape)
     save_model(ours, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert type(theirs).__name__ == "Gemma3ForCausalLM"
     assert difference(ours, theirs) < 2e-4
     again = load(tmp_path).config
-    assert [*again.windows] == [*ours.config.windows] or not any(ours.config.windows)
-    assert {**vars(again), "windows": ()} == {**vars(ours.config), "windows": ()}
+    assert [*again.sliding_windows] == [*ours.config.sliding_windows] or not any(
+        ours.config.sliding_windows
+    )
+    assert {**vars(again), "sliding_windows": ()} == {**vars(ours.config), "sliding_windows": ()}
 
 
 def read(**values):
@@ -191,14 +198,14 @@ def test_what_a_config_lacks_is_as_in_transformers():
     ours = read(**dict.fromkeys(GEMMA.keys() - {*kept, "model_type"}, "missing"))
     assert ours.head_dim == theirs.head_dim == 256
     assert ours.n_kv_head == theirs.num_key_value_heads
-    assert ours.norm_epsilon == theirs.rms_norm_eps
-    assert ours.query_scalar == theirs.query_pre_attn_scalar
-    assert ours.tied_head == theirs.tie_word_embeddings is True
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.query_pre_attn_scalar == theirs.query_pre_attn_scalar
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings is True
     assert (ours.bos_token_id, ours.eos_token_ids) == (theirs.bos_token_id, (theirs.eos_token_id,))
-    windows = {"sliding_attention": theirs.sliding_window, "full_attention": None}
-    assert ours.windows == tuple(windows[kind] for kind in theirs.layer_types)
+    sliding_windows = {"sliding_attention": theirs.sliding_window, "full_attention": None}
+    assert ours.sliding_windows == tuple(sliding_windows[kind] for kind in theirs.layer_types)
     assert ours.rope_theta == theirs.rope_parameters["full_attention"]["rope_theta"]
-    assert ours.local_theta == theirs.rope_parameters["sliding_attention"]["rope_theta"]
+    assert ours.rope_local_base_freq == theirs.rope_parameters["sliding_attention"]["rope_theta"]
 
 
 @pytest.mark.parametrize(
@@ -213,19 +220,19 @@ def test_what_a_config_lacks_is_as_in_transformers():
 )
 def test_rotations_in_older_and_newer_files(values, expected):
     config = read(**values)
-    assert (config.rope_theta, config.local_theta, config.rope_factor) == expected
+    assert (config.rope_theta, config.rope_local_base_freq, config.rope_linear_factor) == expected
 
 
 @pytest.mark.parametrize(
-    "values, windows",
+    "values, sliding_windows",
     [
         ({"sliding_window": 8}, (8, 8, 8, 8, 8, None, 8)),
         ({"sliding_window": 8, "sliding_window_pattern": 2}, (8, None) * 3 + (8,)),
         ({"sliding_window": 8, "layer_types": ["full_attention"] * 7}, ()),
     ],
 )
-def test_windows_of_a_config(values, windows):
-    assert read(**values).windows == windows
+def test_windows_of_a_config(values, sliding_windows):
+    assert read(**values).sliding_windows == sliding_windows
 
 
 @pytest.mark.parametrize(
@@ -254,7 +261,7 @@ def test_a_config_that_this_model_cannot_be_is_refused(values, words):
 
 
 def test_a_model_of_pictures_and_texts_needs_a_part_for_texts(tiny_gemma, tmp_path):
-    save_model(tiny_gemma(windows=(5, None)), tmp_path)
+    save_model(tiny_gemma(sliding_windows=(5, None)), tmp_path)
     edit_json(tmp_path / "config.json", {"model_type": "gemma3"})
     with pytest.raises(UserError, match="text_config is None; it must be an object"):
         load(tmp_path)
@@ -311,7 +318,7 @@ def test_the_texts_of_a_model_of_pictures(pictures, form, has_head, capsys):
     expected = theirs(tokens, attention_mask=torch.ones_like(tokens)).logits
     assert (ours(tokens) - expected).abs().max() < 1e-9
     assert ours.config.eos_token_ids == (1, 7)
-    assert ours.config.tied_head == (not has_head)
+    assert ours.config.tie_word_embeddings == (not has_head)
     said = capsys.readouterr().err
     assert "tensors of multi_modal_projector and vision_tower are not read" in said
     assert ("lm_head.weight is not the embedding, though" in said) == has_head
@@ -330,6 +337,8 @@ def test_what_a_text_config_lacks_is_as_in_transformers(tmp_path):
     assert ours.vocab_size == theirs.vocab_size == 262208
     assert (ours.n_head, ours.n_kv_head) == (theirs.num_attention_heads, theirs.num_key_value_heads)
     assert (ours.head_dim, ours.block_size) == (theirs.head_dim, theirs.max_position_embeddings)
-    assert [size for size in ours.windows if size] == [1024] * 29 and len(ours.windows) == 34
-    assert (ours.rope_theta, ours.local_theta, ours.rope_factor) == (1e6, 1e4, 8.0)
+    assert [size for size in ours.sliding_windows if size] == [1024] * 29 and len(
+        ours.sliding_windows
+    ) == 34
+    assert (ours.rope_theta, ours.rope_local_base_freq, ours.rope_linear_factor) == (1e6, 1e4, 8.0)
     assert (ours.eos_token_ids, ours.bos_token_id) == ((1, 106), 2)

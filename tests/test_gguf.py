@@ -66,7 +66,7 @@ def same(ours, theirs) -> bool:
 def test_what_was_written_comes_back_bit_for_bit(made, kind):
     shapes = [{}, {"n_layer": 12, "eos_token_ids": (4, 9, 7)}]
     if kind != "gpt2":
-        shapes += [{"tied_head": True, "rope_theta": 500.0, "norm_epsilon": 1e-5}]
+        shapes += [{"tie_word_embeddings": True, "rope_theta": 500.0, "norm_eps": 1e-5}]
     for shape in shapes:
         model, file = made(kind, **shape)
         assert same(loaded(file), model), shape
@@ -437,7 +437,7 @@ print(peaks[1] - peaks[0])
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss in KiB")
 def test_peak_memory_is_the_weights_and_a_block(made, tmp_path):
-    shape = {"vocab_size": 40000, "n_embd": 256, "tied_head": True}
+    shape = {"vocab_size": 40000, "n_embd": 256, "tie_word_embeddings": True}
     small = shutil.copy(made("qwen3")[1], tmp_path / "small.gguf")
     model, file = made("qwen3", **shape)
     size = sum(weight.nbytes for weight in model.parameters()) // 1024

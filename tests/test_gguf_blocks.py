@@ -24,7 +24,7 @@ def made(tiny_llama, tmp_path):
     """A function that writes a random Llama with rows of whole blocks: the model, its file."""
 
     def make(**shape):
-        shape = {"n_embd": 64, "n_inner": 96, "head_dim": 16, "tied_head": True} | shape
+        shape = {"n_embd": 64, "n_inner": 96, "head_dim": 16, "tie_word_embeddings": True} | shape
         model = tiny_llama(dtype=torch.float32, **shape)
         write_gguf(model, tmp_path / "f32.gguf", "float32")
         return model, tmp_path / "f32.gguf"

@@ -21,8 +21,10 @@ SIXTH = (5, 5, 5, 5, 5, None, 5)  # one of six layers sees all
 def made(tiny_gemma, tmp_path):
     """A function that writes a random Gemma: the model, its file."""
 
-    def make(windows=SIXTH, query_scalar=6, **shape):
-        model = tiny_gemma(windows=windows, query_scalar=query_scalar, **shape)
+    def make(sliding_windows=SIXTH, query_pre_attn_scalar=6, **shape):
+        model = tiny_gemma(
+            sliding_windows=sliding_windows, query_pre_attn_scalar=query_pre_attn_scalar, **shape
+        )
         model = model.bfloat16().float()  # as real ones: 1 + w is exact
         try:
             write_gguf(model, tmp_path / "gemma.gguf", "float32")
@@ -74,11 +76,13 @@ def test_a_file_says_what_llama_cpps_says(made):
     "shape",
     [
         {},
-        {"rope_factor": 1.0, "tied_head": False, "local_theta": 77.0},
-        {"windows": (None, 5, 5, None)},
-        {"windows": (5, 5, 5)},
-        {"windows": (), "n_layer": 4, "rope_theta": 1e6},
-        pytest.param({"windows": (5,) * 62, "query_scalar": 4}, id="as deep as the 27B"),
+        {"rope_linear_factor": 1.0, "tie_word_embeddings": False, "rope_local_base_freq": 77.0},
+        {"sliding_windows": (None, 5, 5, None)},
+        {"sliding_windows": (5, 5, 5)},
+        {"sliding_windows": (), "n_layer": 4, "rope_theta": 1e6},
+        pytest.param(
+            {"sliding_windows": (5,) * 62, "query_pre_attn_scalar": 4}, id="as deep as the 27B"
+        ),
     ],
     ids=str,
 )
@@ -94,7 +98,7 @@ def test_what_was_written_comes_back_bit_for_bit(made, shape):
 def test_other_norms_are_a_rounding_away_and_stay(made, tiny_gemma):
     """1 + w may lose bits of w, once."""
     _, file = made()
-    model = tiny_gemma(dtype=torch.float32, windows=SIXTH, query_scalar=6)
+    model = tiny_gemma(dtype=torch.float32, sliding_windows=SIXTH, query_pre_attn_scalar=6)
     write_gguf(model, file, "float32")
     found = load_model(file)
     assert not same(found, model)
@@ -117,7 +121,7 @@ def test_1_goes_before_a_norm_is_rounded(made, kind):
 
 
 @pytest.mark.parametrize(
-    "values, windows",
+    "values, sliding_windows",
     [
         ({"_pattern": 2}, (5, None, 5, None, 5, None, 5)),
         ({"_pattern": 1}, ()),
@@ -129,11 +133,12 @@ def test_1_goes_before_a_norm_is_rounded(made, kind):
     ],
     ids=str,
 )
-def test_which_layers_have_a_window(made, values, windows):
+def test_which_layers_have_a_window(made, values, sliding_windows):
     _, file = made()
     values = {f"gemma3.attention.sliding_window{key}": value for key, value in values.items()}
     assert (
-        load_model(edited(file, file.with_name("w.gguf"), values=values)).config.windows == windows
+        load_model(edited(file, file.with_name("w.gguf"), values=values)).config.sliding_windows
+        == sliding_windows
     )
 
 
@@ -148,15 +153,17 @@ def test_which_layers_have_a_window(made, values, windows):
     ids=str,
 )
 def test_rotations_of_a_file(made, values, expected):
-    _, file = made(local_theta=77.0)
+    _, file = made(rope_local_base_freq=77.0)
     values = {f"gemma3.{key}": value for key, value in values.items()}
     config = load_config(edited(file, file.with_name("r.gguf"), values=values))
-    assert (config.local_theta, config.rope_factor) == expected
+    assert (config.rope_local_base_freq, config.rope_linear_factor) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 def test_in_c_and_on_ranks(made, compiled, dtype):
-    _, file = made(windows=(5, None), n_embd=64, n_inner=64, head_dim=32, query_scalar=32)
+    _, file = made(
+        sliding_windows=(5, None), n_embd=64, n_inner=64, head_dim=32, query_pre_attn_scalar=32
+    )
     check_backends(file, dtype, 23)
 
 
@@ -186,32 +193,40 @@ def test_a_vocabulary_with_turns_and_runs_of_blanks(made):
 def test_other_windows_limit_a_file_to_what_fits_into_them(tiny_windows, tiny_llama, tmp_path):
     """Up to there they change nothing. llama.cpp reads no windows of a Mistral or a Qwen."""
     file = tmp_path / "model.gguf"
-    for shape in ({"windows": (8, 12)}, {"windows": (None, 8), "qk_norm": True}):
+    for shape in ({"sliding_windows": (8, 12)}, {"sliding_windows": (None, 8), "qk_norm": True}):
         model = tiny_windows(dtype=torch.float32, **shape)
         try:
             write_gguf(model, file, "float32")
         except UserError as error:
             raise AssertionError(str(error)) from None
         found = loaded(file)
-        assert (found.config.windows, found.config.block_size) == ((), 8)
+        assert (found.config.sliding_windows, found.config.block_size) == ((), 8)
         rows = [random_tokens(3)]
         options = {"max_new_tokens": 6, "ignore_eos": True}  # the last pass is of 8 tokens
         assert run_rows(found, rows, **options) == run_rows(model, rows, **options)
-    write_gguf(tiny_windows(dtype=torch.float32, windows=(50, None)), file, "float32")
+    write_gguf(tiny_windows(dtype=torch.float32, sliding_windows=(50, None)), file, "float32")
     assert loaded(file).config.block_size == 40
 
 
 @pytest.mark.parametrize(
     "shape, words",
     [
-        ({"query_scalar": 5}, "llama.cpp divides scores by the root of 6, this model by that of 5"),
-        pytest.param({"windows": (5,) * 62}, "by the root of 4, this model by that of 6", id="27B"),
-        ({"windows": (3, 8, None)}, "windows are (3, 8, None): llama.cpp reads those of one size"),
+        (
+            {"query_pre_attn_scalar": 5},
+            "llama.cpp divides scores by the root of 6, this model by that of 5",
+        ),
+        pytest.param(
+            {"sliding_windows": (5,) * 62}, "by the root of 4, this model by that of 6", id="27B"
+        ),
+        (
+            {"sliding_windows": (3, 8, None)},
+            "sliding_windows are (3, 8, None): llama.cpp reads those of one size",
+        ),
     ],
     ids=str,
 )
 def test_what_a_file_cannot_say_is_not_exported(tiny_gemma, tmp_path, shape, words):
-    model = tiny_gemma(dtype=torch.float32, **{"query_scalar": 6} | shape)
+    model = tiny_gemma(dtype=torch.float32, **{"query_pre_attn_scalar": 6} | shape)
     message = refused(write_gguf, model, tmp_path / "m.gguf", "float32")
     assert words in message and message.endswith(", so it is not exported")
     assert not (tmp_path / "m.gguf").exists()
@@ -242,7 +257,7 @@ def test_a_file_of_another_model_is_refused(made, values, words):
 
 
 def test_changed_files_are_a_model_or_one_line(made, tmp_path):
-    _, file = made(windows=(5, None))
+    _, file = made(sliding_windows=(5, None))
     assert 0 < loadable(file, file.stat().st_size // 3, 60, seed=0) < 50
 
 

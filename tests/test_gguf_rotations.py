@@ -37,7 +37,7 @@ def same(ours, theirs) -> bool:
     return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
 
 
-@pytest.mark.parametrize("shape", [{}, {"tied_head": True}, {"qkv_bias": True}], ids=str)
+@pytest.mark.parametrize("shape", [{}, {"tie_word_embeddings": True}, {"qkv_bias": True}], ids=str)
 def test_what_was_written_comes_back_bit_for_bit(made, shape):
     model, file = made(**shape, n_layer=3, n_head=6, n_kv_head=2, head_dim=8)
     found = loaded(file)
@@ -58,8 +58,8 @@ def test_halves_apart_undoes_pairs_together():
     for shape in ((4 * 6, 16), (4 * 6,)):
         rows = torch.randn(shape)
         pairs = pairs_together(rows, 4)
-        assert torch.equal(loading.halves_apart(pairs, 6), rows)
-    assert loading.halves_apart(torch.arange(12), 6).tolist() == [
+        assert torch.equal(loading.reverse_permute_weights(pairs, 6), rows)
+    assert loading.reverse_permute_weights(torch.arange(12), 6).tolist() == [
         0,
         2,
         4,
@@ -106,29 +106,29 @@ def test_slowed_rotations_are_a_table_of_factors(made, tmp_path):
     options = {"rope_scaling": SCALING, "head_dim": 16, "rope_theta": 1000.0, "block_size": 90}
     model, file = made(**options)
     found = loaded(file)
-    factors = found.config.rope_factors
+    factors = found.config.rope_freq_factors
     assert len(factors) == 8 and (factors[0], factors[-1]) == (1.0, 8.0)
     assert hash(found.config) and found.config.rope_scaling is None
     tokens = torch.tensor([random_tokens(90)])
     with torch.inference_mode():
         assert (found(tokens) - model(tokens)).abs().max() < 1e-4
         plain = loaded(edited(file, tmp_path / "plain.gguf", tensors={FACTORS: None}))
-        assert plain.config.rope_factors is None
+        assert plain.config.rope_freq_factors is None
         assert (plain(tokens) - model(tokens)).abs().max() > 1e-2
     write_gguf(found, tmp_path / "again.gguf", "float32")
     assert (tmp_path / "again.gguf").read_bytes() == file.read_bytes()
 
 
 def test_factors_divide_each_frequency(made, tmp_path):
-    from llama import Rotations
+    from llama import RotaryEmbedding
 
     _, file = made()
     loaded(file)
     file = edited(file, tmp_path / "f.gguf", tensors={FACTORS: [1, 2, 0.5]})
     config = load_model(file).config
-    assert config.rope_factors == (1.0, 2.0, 0.5)
+    assert config.rope_freq_factors == (1.0, 2.0, 0.5)
     plain = 10000.0 ** -(torch.arange(3) / 3)
-    found = Rotations(config, torch.float32, "cpu").frequencies
+    found = RotaryEmbedding(config, torch.float32, "cpu").inv_freq
     assert torch.allclose(found, plain / torch.tensor([1, 2, 0.5]), rtol=1e-6)
 
 

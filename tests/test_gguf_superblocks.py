@@ -32,7 +32,7 @@ def made(tiny_llama, tmp_path):
     """A function that writes a Llama of random superblocks: its file, and its numbers' file."""
 
     def make(name):
-        shape = {"n_embd": 256, "n_inner": 512, "head_dim": 64, "tied_head": True}
+        shape = {"n_embd": 256, "n_inner": 512, "head_dim": 64, "tie_word_embeddings": True}
         model = tiny_llama(dtype=torch.float32, **shape)
         write_gguf(model, tmp_path / "f32.gguf", "float32")
         blocks = {}

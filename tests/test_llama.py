@@ -73,11 +73,11 @@ def test_greedy_text_equals_transformers(peer):
 
 def test_a_large_window_costs_nothing_until_it_is_used(tiny_llama):
     """A table for all of it would be 4 GB here: a config.json of one line would fill the memory."""
-    from llama import rotations
+    from llama import rotary_embedding
 
     model = tiny_llama(block_size=10**6, head_dim=500, dtype=torch.float32)
     run(model, [[1, 2]], max_new_tokens=3, options={"use_cache": False})
-    table = rotations(model.config, torch.float32, torch.device("cpu"))
+    table = rotary_embedding(model.config, torch.float32, torch.device("cpu"))
     assert len(table.cos) == len(table.sin) < 100
 
 
@@ -132,9 +132,9 @@ def test_speculation_gives_the_text_of_the_target(tiny, tiny_llama, drafter):
 @pytest.mark.parametrize("tied", [True, False])
 @torch.inference_mode()
 def test_int8_rounds_all_matrices_and_nothing_else(tiny_llama, tmp_path, tied):
-    whole = tiny_llama(dtype=torch.float32, tied_head=tied)
+    whole = tiny_llama(dtype=torch.float32, tie_word_embeddings=tied)
     save_model(whole, tmp_path)
-    rounded = to_int8(tiny_llama(dtype=torch.float32, tied_head=tied)).state_dict()
+    rounded = to_int8(tiny_llama(dtype=torch.float32, tie_word_embeddings=tied)).state_dict()
     read = load(tmp_path, torch.int8)
     tensors = read.state_dict()
     assert tensors.keys() == rounded.keys()
@@ -180,8 +180,8 @@ def test_a_shape_with_random_weights():
 def test_save_and_load_give_the_same_model(tiny_llama, tmp_path, tied):
     from transformers import AutoModelForCausalLM
 
-    shape = {"eos_token_ids": (60, 3), "rope_theta": 500.0, "norm_epsilon": 1e-3}
-    ours = tiny_llama(dtype=torch.float32, tied_head=tied, **shape)
+    shape = {"eos_token_ids": (60, 3), "rope_theta": 500.0, "norm_eps": 1e-3}
+    ours = tiny_llama(dtype=torch.float32, tie_word_embeddings=tied, **shape)
     save_model(ours, tmp_path)
     again = load(tmp_path, torch.float32)
     assert again.config == ours.config

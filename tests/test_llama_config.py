@@ -25,19 +25,19 @@ def read(**values):
 
 def test_the_default_shape_can_be_written_and_read():
     from llama import LlamaConfig
-    from loading.config import llama_fields, read_llama_config
+    from loading.config import llama_to_dict, read_llama_config
 
-    assert read_llama_config(Path("config.json"), llama_fields(LlamaConfig())) == LlamaConfig()
+    assert read_llama_config(Path("config.json"), llama_to_dict(LlamaConfig())) == LlamaConfig()
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe"])
 def test_its_class_is_named_as_transformers_does(tmp_path, kind):
     """Other programs than transformers go by this name, not by model_type."""
-    from loading.config import llama_fields, read_llama_config
+    from loading.config import llama_to_dict, read_llama_config
 
     random_peer(kind, tmp_path)
     theirs = json.loads((tmp_path / "config.json").read_text())
-    ours = llama_fields(read_llama_config(tmp_path, theirs))
+    ours = llama_to_dict(read_llama_config(tmp_path, theirs))
     keys = ("architectures", "model_type")
     assert [ours[key] for key in keys] == [theirs[key] for key in keys]
 
@@ -53,8 +53,8 @@ def test_what_a_config_lacks_is_as_in_transformers(value):
     theirs = transformers.LlamaConfig(hidden_size=16, num_attention_heads=4)
     assert ours.n_kv_head == theirs.num_key_value_heads == 4
     assert ours.head_dim == theirs.head_dim == 4
-    assert ours.norm_epsilon == theirs.rms_norm_eps
-    assert ours.tied_head == theirs.tie_word_embeddings
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
     assert ours.eos_token_ids == (theirs.eos_token_id,) == (2,)
     assert ours.bos_token_id == 2  # an empty prompt needs one

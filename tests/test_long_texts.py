@@ -80,9 +80,9 @@ def cache_shape(model) -> tuple[int, int, int]:
 
 
 FORMS = [
-    {"windows": (40, None), "n_kv_head": 1},
-    {"windows": (None, 33, 7), "n_head": 6, "n_kv_head": 2, "head_dim": 64},
-    {"windows": (64,), "n_head": 2, "n_kv_head": 2, "head_dim": 20},
+    {"sliding_windows": (40, None), "n_kv_head": 1},
+    {"sliding_windows": (None, 33, 7), "n_head": 6, "n_kv_head": 2, "head_dim": 64},
+    {"sliding_windows": (64,), "n_head": 2, "n_kv_head": 2, "head_dim": 20},
 ]
 
 
@@ -107,7 +107,7 @@ def test_still_the_bits_of_a_query_depend_on_its_position_only(tiny_windows, tar
 
 @torch.inference_mode()
 def test_still_int8_logits_of_long_texts_are_those_of_every_processor(tiny_windows):
-    model = to_int8(tiny_windows(dtype=torch.float32, block_size=150, windows=(40, None)))
+    model = to_int8(tiny_windows(dtype=torch.float32, block_size=150, sliding_windows=(40, None)))
     text = torch.tensor([random_tokens(150)])
     found = [in_pieces(native(copy.deepcopy(model), target), text, 50) for target in TARGETS]
     assert all(torch.equal(logits, found[0]) for logits in found)

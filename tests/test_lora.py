@@ -305,7 +305,7 @@ def test_tensors_that_are_refused(wrong, change):
 
 
 def test_the_head_of_an_embedding_has_no_adapter(cli, tiny_llama, tmp_path):
-    save_speaking(tiny_llama, tmp_path, tied_head=True)
+    save_speaking(tiny_llama, tmp_path, tie_word_embeddings=True)
     adapter = save_adapter(tmp_path / "a", random_tensors(load_model(tmp_path), ("lm_head",)))
     result = cli("--model", tmp_path, "--adapter", adapter)
     assert is_one_line(

@@ -79,7 +79,7 @@ def mixture(model, layer: int = 1):
 @torch.inference_mode()
 def test_weights_are_shares_of_a_softmax_over_all_experts(tiny_experts):
     x = torch.randn(7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    weights, experts = mixture(tiny_experts(sizes={"is_normalized": False})).route(x)
+    weights, experts = mixture(tiny_experts(sizes={"norm_topk_prob": False})).route(x)
     layer = mixture(tiny_experts())
     shares = layer.gate(x).float().softmax(-1)
     for row, own, chosen in zip(shares.tolist(), weights.tolist(), experts.tolist()):
@@ -95,7 +95,7 @@ def test_weights_are_shares_of_a_softmax_over_all_experts(tiny_experts):
 @pytest.mark.parametrize("count", [5, 200])  # from some size on, sorts of torch are others
 def test_of_experts_that_tie_the_lower_numbers_win(tiny_experts, count):
     """torch.topk leaves open which: for zeros it gives 6, 5 and 4 of 8."""
-    layer = mixture(tiny_experts(sizes={"count": count, "chosen": 3}))
+    layer = mixture(tiny_experts(sizes={"num_experts": count, "num_experts_per_tok": 3}))
     layer.gate.weight.zero_()
     weights, experts = layer.route(torch.randn(4, 16).double())
     assert experts.tolist() == [[0, 1, 2]] * 4
@@ -191,7 +191,7 @@ def test_the_engine_writes_the_text_of_each_own_run(tiny_experts):
 
 # On several processes.
 
-UNEVEN = {"sizes": {"n_inner": 160, "dense_layers": (0,)}}
+UNEVEN = {"sizes": {"n_inner": 160, "mlp_only_layers": (0,)}}
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
@@ -236,7 +236,12 @@ def test_two_ranks_write_the_texts_of_one(tiny_experts, engine_cli, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "shape", [{}, {"tied_head": True}, {"sizes": {"dense_layers": (1,), "is_normalized": False}}]
+    "shape",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"sizes": {"mlp_only_layers": (1,), "norm_topk_prob": False}},
+    ],
 )
 def test_save_and_load_give_the_same_model(tiny_experts, tmp_path, shape):
     from transformers import AutoModelForCausalLM
@@ -279,11 +284,11 @@ def test_what_a_config_lacks_is_as_in_transformers():
     theirs = transformers.Qwen3MoeConfig(**{k: v for k, v in QWEN3_MOE.items() if k not in few})
     ours = read(**dict.fromkeys(few))
     experts = ours.experts
-    assert (experts.count, theirs.num_experts) == (128, 128)
-    assert (experts.chosen, theirs.num_experts_per_tok) == (8, 8)
+    assert (experts.num_experts, theirs.num_experts) == (128, 128)
+    assert (experts.num_experts_per_tok, theirs.num_experts_per_tok) == (8, 8)
     assert (experts.n_inner, theirs.moe_intermediate_size) == (768, 768)
-    assert (experts.is_normalized, theirs.norm_topk_prob) == (False, False)
-    assert experts.dense_layers == ()
+    assert (experts.norm_topk_prob, theirs.norm_topk_prob) == (False, False)
+    assert experts.mlp_only_layers == ()
     assert (ours.head_dim, ours.qk_norm, ours.bos_token_id) == (4, True, 60)  # 4 heads of 16 / 4
 
 
@@ -299,8 +304,8 @@ def test_what_a_config_lacks_is_as_in_transformers():
     ],
 )
 def test_older_and_newer_files(values, dense):
-    assert read(**values).experts.count == 5
-    assert read(**values).experts.dense_layers == dense
+    assert read(**values).experts.num_experts == 5
+    assert read(**values).experts.mlp_only_layers == dense
 
 
 @pytest.mark.parametrize(

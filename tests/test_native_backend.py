@@ -94,7 +94,10 @@ def test_an_embedding_reads_its_rows(tiny, target, shape):
 
 
 def test_a_shared_weight_is_packed_once(tiny, tiny_llama, compiled):
-    for model in (tiny(dtype=torch.float32), tiny_llama(dtype=torch.float32, tied_head=True)):
+    for model in (
+        tiny(dtype=torch.float32),
+        tiny_llama(dtype=torch.float32, tie_word_embeddings=True),
+    ):
         with_native_layers(model)
         assert model.layer("embedding").linear is model.lm_head
     other = with_native_layers(tiny_llama(dtype=torch.float32))

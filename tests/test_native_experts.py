@@ -13,11 +13,35 @@ from int8 import to_int8
 
 KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
 FORMS = [
-    {"sizes": {"count": 1, "chosen": 1, "n_inner": 1}, "n_embd": 3},
-    {"sizes": {"count": 9, "chosen": 9, "n_inner": 57}, "n_embd": 51, "tied_head": True},
-    {"sizes": {"count": 40, "chosen": 8, "n_inner": 30, "is_normalized": False}, "n_embd": 130},
-    {"sizes": {"count": 7, "chosen": 3, "dense_layers": (0,)}, "n_layer": 3, "n_inner": 33},
-    {"sizes": {"count": 300, "chosen": 1, "n_inner": 2, "dense_layers": (1,)}, "n_inner": 200},
+    {"sizes": {"num_experts": 1, "num_experts_per_tok": 1, "n_inner": 1}, "n_embd": 3},
+    {
+        "sizes": {"num_experts": 9, "num_experts_per_tok": 9, "n_inner": 57},
+        "n_embd": 51,
+        "tie_word_embeddings": True,
+    },
+    {
+        "sizes": {
+            "num_experts": 40,
+            "num_experts_per_tok": 8,
+            "n_inner": 30,
+            "norm_topk_prob": False,
+        },
+        "n_embd": 130,
+    },
+    {
+        "sizes": {"num_experts": 7, "num_experts_per_tok": 3, "mlp_only_layers": (0,)},
+        "n_layer": 3,
+        "n_inner": 33,
+    },
+    {
+        "sizes": {
+            "num_experts": 300,
+            "num_experts_per_tok": 1,
+            "n_inner": 2,
+            "mlp_only_layers": (1,),
+        },
+        "n_inner": 200,
+    },
 ]
 EACH_FORM = pytest.mark.parametrize("form", FORMS, ids=str)
 
@@ -78,7 +102,7 @@ def test_int8_logits_in_c_are_those_of_every_processor_and_near_torchs(
 @pytest.mark.parametrize("count, chosen", [(5, 2), (200, 9)])
 def test_of_experts_that_tie_the_lower_numbers_win(tiny_experts, compiled, count, chosen):
     """A router of zeros: all experts have the same share, in torch and in C."""
-    sizes = {"count": count, "chosen": chosen}
+    sizes = {"num_experts": count, "num_experts_per_tok": chosen}
     model = tiny_experts(dtype=torch.float32, sizes=sizes)
     for layer in model.layers:
         layer.mlp.gate.weight.zero_()
@@ -94,7 +118,7 @@ def test_of_experts_that_tie_the_lower_numbers_win(tiny_experts, compiled, count
 @KINDS
 def test_experts_that_no_token_chose_are_not_read(tiny_experts, compiled, kind):
     """Their addresses become one that nothing may read."""
-    model = tiny_experts(dtype=torch.float32, sizes={"count": 9, "chosen": 2})
+    model = tiny_experts(dtype=torch.float32, sizes={"num_experts": 9, "num_experts_per_tok": 2})
     model = to_int8(model) if kind == torch.int8 else model
     text = random_texts(model, 1, 3)
     chosen = []

@@ -20,10 +20,23 @@ def test_the_command_line_writes_what_transformers_does(cli, tmp_path):
 
 
 FORMS = [
-    {"n_head": 1, "n_kv_head": 1, "head_dim": 2, "n_embd": 3, "n_inner": 1, "windows": (1, None)},
+    {
+        "n_head": 1,
+        "n_kv_head": 1,
+        "head_dim": 2,
+        "n_embd": 3,
+        "n_inner": 1,
+        "sliding_windows": (1, None),
+    },
     {"n_head": 9, "n_kv_head": 3, "head_dim": 20, "n_embd": 51, "n_inner": 57},
-    {"head_dim": 64, "n_embd": 130, "tied_head": False, "local_theta": 3.0, "query_scalar": 168},
-    {"n_kv_head": 1, "head_dim": 128, "n_embd": 33, "norm_epsilon": 0.1, "windows": (None,)},
+    {
+        "head_dim": 64,
+        "n_embd": 130,
+        "tie_word_embeddings": False,
+        "rope_local_base_freq": 3.0,
+        "query_pre_attn_scalar": 168,
+    },
+    {"n_kv_head": 1, "head_dim": 128, "n_embd": 33, "norm_eps": 0.1, "sliding_windows": (None,)},
 ]
 
 

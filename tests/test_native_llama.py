@@ -16,8 +16,8 @@ KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
 FORMS = [
     {"n_head": 1, "n_kv_head": 1, "head_dim": 2, "n_embd": 3, "n_inner": 1},
     {"n_head": 9, "n_kv_head": 3, "head_dim": 20, "n_embd": 51, "n_inner": 57},
-    {"head_dim": 64, "n_embd": 130, "n_inner": 130, "tied_head": True},
-    {"n_embd": 33, "n_layer": 3, "norm_epsilon": 0.1, "qkv_bias": True},
+    {"head_dim": 64, "n_embd": 130, "n_inner": 130, "tie_word_embeddings": True},
+    {"n_embd": 33, "n_layer": 3, "norm_eps": 0.1, "qkv_bias": True},
     {"n_kv_head": 1, "head_dim": 16, "n_embd": 64, "rope_theta": 10.0},
 ]
 

@@ -24,7 +24,7 @@ def test_the_command_line_writes_what_transformers_does(cli, torch_passes, tmp_p
 @KINDS
 def test_each_layer_reaches_its_window_further(tiny_windows, kind):
     """Two layers of windows 3 and 4 see 1 + 2 + 3 positions; what was before changes no bit."""
-    model = of_kind(tiny_windows(windows=(3, 4), dtype=torch.float32), kind)
+    model = of_kind(tiny_windows(sliding_windows=(3, 4), dtype=torch.float32), kind)
     text = torch.tensor([random_tokens(30)])
     for size in (1, 30):
         last = in_pieces(model, text, size)[0, -1]
@@ -45,11 +45,22 @@ def test_the_engine_writes_the_text_of_each_own_run(tiny_windows, kind, page_siz
 
 
 FORMS = [
-    {"n_head": 1, "n_kv_head": 1, "head_dim": 2, "n_embd": 3, "n_inner": 1, "windows": (1, 2)},
+    {
+        "n_head": 1,
+        "n_kv_head": 1,
+        "head_dim": 2,
+        "n_embd": 3,
+        "n_inner": 1,
+        "sliding_windows": (1, 2),
+    },
     {"n_head": 9, "n_kv_head": 3, "head_dim": 20, "n_embd": 51, "n_inner": 57},
-    {"head_dim": 64, "n_embd": 130, "windows": (20, None, 17), "block_size": 70},
-    {"n_kv_head": 1, "head_dim": 128, "n_embd": 33, "windows": (33,), "block_size": 80},
-    {"windows": (5, 5), "qk_norm": True, "experts": ExpertsConfig(5, 2, 12, dense_layers=(1,))},
+    {"head_dim": 64, "n_embd": 130, "sliding_windows": (20, None, 17), "block_size": 70},
+    {"n_kv_head": 1, "head_dim": 128, "n_embd": 33, "sliding_windows": (33,), "block_size": 80},
+    {
+        "sliding_windows": (5, 5),
+        "qk_norm": True,
+        "experts": ExpertsConfig(5, 2, 12, mlp_only_layers=(1,)),
+    },
 ]
 
 

@@ -152,7 +152,10 @@ def test_the_weights_of_an_int8_model_are_packed():
 
 
 def test_an_int8_weight_that_is_shared_is_packed_once(tiny, tiny_llama):
-    for model in (tiny(dtype=torch.float32), tiny_llama(dtype=torch.float32, tied_head=True)):
+    for model in (
+        tiny(dtype=torch.float32),
+        tiny_llama(dtype=torch.float32, tie_word_embeddings=True),
+    ):
         with_native_layers(to_int8(model))
         assert model.layer("embedding").linear is model.lm_head
 

@@ -58,13 +58,13 @@ def test_what_a_mixtrals_config_lacks_is_as_in_transformers(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(said))
     ours = load_config(tmp_path)
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
-    assert (ours.n_kv_head, ours.norm_epsilon) == (theirs.num_key_value_heads, theirs.rms_norm_eps)
+    assert (ours.n_kv_head, ours.norm_eps) == (theirs.num_key_value_heads, theirs.rms_norm_eps)
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
     experts = ours.experts
-    assert experts.count == theirs.num_local_experts
-    assert experts.chosen == theirs.num_experts_per_tok
-    assert (experts.n_inner, experts.is_normalized) == (24, True)
-    assert ours.windows == () and theirs.sliding_window is None
+    assert experts.num_experts == theirs.num_local_experts
+    assert experts.num_experts_per_tok == theirs.num_experts_per_tok
+    assert (experts.n_inner, experts.norm_topk_prob) == (24, True)
+    assert ours.sliding_windows == () and theirs.sliding_window is None
     edit_json(tmp_path / "config.json", {"num_experts_per_tok": 9})
     assert "num_experts_per_tok is 9, and num_local_experts 8" in refused(load_config, tmp_path)
 
@@ -72,7 +72,7 @@ def test_what_a_mixtrals_config_lacks_is_as_in_transformers(tmp_path):
 def test_a_mixtral_in_a_gguf_file_is_a_llama_with_experts(tiny_llama, tmp_path):
     from llama import ExpertsConfig
 
-    experts = ExpertsConfig(count=5, chosen=2, n_inner=24, is_normalized=True)
+    experts = ExpertsConfig(num_experts=5, num_experts_per_tok=2, n_inner=24, norm_topk_prob=True)
     model = tiny_llama(dtype=torch.float32, experts=experts)
     file = tmp_path / "model.gguf"
     write_gguf(model, file, "float32")
@@ -99,17 +99,17 @@ def test_another_head_in_the_file_counts_as_in_transformers(peer, notes, kind):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
     notes()
     ours = load(directory)
-    assert not ours.config.tied_head
+    assert not ours.config.tie_word_embeddings
     assert difference(ours, theirs) < 1e-9
     words = "lm_head.weight is not the embedding, though tie_word_embeddings is true: it counts"
     assert notes() == f"note: {directory}: {words}, as in transformers\n"
 
 
 def test_still_the_same_head_is_tied(tiny_llama, tmp_path, notes):
-    model = tiny_llama(tied_head=True)
+    model = tiny_llama(tie_word_embeddings=True)
     save_model(model, tmp_path)
     add_head(tmp_path, model.embed_tokens.weight.detach().clone())
-    assert load(tmp_path).config.tied_head and notes() == ""
+    assert load(tmp_path).config.tie_word_embeddings and notes() == ""
 
 
 def test_a_gpt_2_has_no_other_head(tiny, tmp_path):

@@ -110,8 +110,8 @@ def test_the_engine_writes_the_text_of_each_own_run(tiny_qwen3, compiled, backen
 FORMS = [
     {"n_head": 1, "n_kv_head": 1, "head_dim": 2, "n_embd": 3, "n_inner": 1},
     {"n_head": 9, "n_kv_head": 3, "head_dim": 20, "n_embd": 51, "n_inner": 57},
-    {"head_dim": 64, "n_embd": 130, "n_inner": 130, "tied_head": True},
-    {"n_kv_head": 1, "head_dim": 128, "n_embd": 33, "norm_epsilon": 0.1},
+    {"head_dim": 64, "n_embd": 130, "n_inner": 130, "tie_word_embeddings": True},
+    {"n_kv_head": 1, "head_dim": 128, "n_embd": 33, "norm_eps": 0.1},
 ]
 
 
@@ -197,7 +197,7 @@ def test_two_ranks_write_the_texts_of_one(tiny_qwen3, engine_cli, tmp_path):
 # Its files.
 
 
-@pytest.mark.parametrize("shape", [{}, {"tied_head": True}, {"n_embd": 18}], ids=str)
+@pytest.mark.parametrize("shape", [{}, {"tie_word_embeddings": True}, {"n_embd": 18}], ids=str)
 def test_save_and_load_give_the_same_model(tiny_qwen3, tmp_path, shape):
     """Heads of a Qwen3 need not divide its width."""
     from transformers import AutoModelForCausalLM
@@ -227,9 +227,9 @@ def test_what_a_config_lacks_is_as_in_transformers():
     config = {key: value for key, value in QWEN3.items() if key not in ("head_dim", "bos_token_id")}
     (ours, theirs) = read(head_dim=None, bos_token_id=None), transformers.Qwen3Config(**config)
     assert ours.head_dim == theirs.head_dim == 128
-    assert ours.norm_epsilon == theirs.rms_norm_eps
+    assert ours.norm_eps == theirs.rms_norm_eps
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
-    assert ours.tied_head == theirs.tie_word_embeddings is False
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings is False
     assert (ours.qk_norm, ours.qkv_bias, ours.bos_token_id) == (True, False, 60)
 
 
@@ -287,7 +287,7 @@ def test_its_gguf_file_is_what_llama_cpp_reads(tiny_qwen3, tmp_path, tied):
 
     from benchmarks.export_gguf import write_gguf
 
-    model = tiny_qwen3(dtype=torch.float32, tied_head=tied)
+    model = tiny_qwen3(dtype=torch.float32, tie_word_embeddings=tied)
     write_gguf(model, tmp_path / "model.gguf", "float32")
     file = gguf.GGUFReader(tmp_path / "model.gguf")
     about = {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 6}

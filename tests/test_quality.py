@@ -31,7 +31,7 @@ def script():
 @pytest.fixture
 def bench(request, tiny_llama, tmp_path):
     module = script()
-    model = save_speaking(tiny_llama, tmp_path / "model", tied_head=True)
+    model = save_speaking(tiny_llama, tmp_path / "model", tie_word_embeddings=True)
     text = CHECKPOINTS.parent / "benchmarks" / "texts" / "stories.txt"
     bench = Bench(request, module, "--model", model, "--text", text, "--length", 24)
     bench.model = model

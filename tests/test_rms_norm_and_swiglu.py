@@ -24,7 +24,7 @@ def inputs(*shape) -> torch.Tensor:
 @torch.inference_mode()
 def test_a_norm_divides_by_the_root_of_the_mean_square(shape, epsilon):
     llama = module_with("llama", "LlamaConfig", "RMSNorm")
-    norm = filled(llama.RMSNorm(llama.LlamaConfig(n_embd=5, norm_epsilon=epsilon)))
+    norm = filled(llama.RMSNorm(llama.LlamaConfig(n_embd=5, norm_eps=epsilon)))
     x = inputs(*shape)
     root = (x.square().mean(dim=-1, keepdim=True) + epsilon).sqrt()
     torch.testing.assert_close(norm(x), norm.weight * x / root, rtol=0, atol=1e-14)
@@ -38,7 +38,7 @@ def test_a_norm_is_that_of_transformers(size, epsilon):
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     llama = module_with("llama", "LlamaConfig", "RMSNorm")
-    ours = filled(llama.RMSNorm(llama.LlamaConfig(n_embd=size, norm_epsilon=epsilon)))
+    ours = filled(llama.RMSNorm(llama.LlamaConfig(n_embd=size, norm_eps=epsilon)))
     theirs = LlamaRMSNorm(size, epsilon).double()
     theirs.load_state_dict(ours.state_dict())
     x = inputs(2, 3, size)

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from cache import KVCache
 from infer import next_logits
-from llama import Llama, LlamaConfig, RMSNorm, rotate, rotations
+from llama import Llama, LlamaConfig, RMSNorm, apply_rotary_emb, rotary_embedding
 from loading import load
-from loading.config import llama_fields, read_llama_config
+from loading.config import llama_to_dict, read_llama_config
 from loading.load import load_model, save_model
 from model import Model
 from native import structs, use_native
@@ -32,7 +32,9 @@ class Attention(nn.Module):
 
     def forward(self, x, cos, sin, attend):
         q, k, v = self.wqkv(x).unflatten(-1, (3, -1, self.head_dim)).unbind(-3)
-        return self.wo(attend(rotate(q, cos, sin), rotate(k, cos, sin), v).flatten(-2))
+        return self.wo(
+            attend(apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin), v).flatten(-2)
+        )
 
 
 class Block(nn.Module):
@@ -81,7 +83,9 @@ class Other(Llama):
         self.tie_weights()
 
     def hidden(self, tokens, positions, attend):
-        tables = rotations(self.config, self.dtype, self.device).first(int(positions.max()) + 1)
+        tables = rotary_embedding(self.config, self.dtype, self.device).cos_sin(
+            int(positions.max()) + 1
+        )
         cos, sin = (table[positions] for table in tables)
         x = self.tok_embeddings(tokens)
         for layer, block in enumerate(self.blocks):
@@ -104,12 +108,12 @@ def both(request, tiny_llama, tmp_path, monkeypatch):
         return OtherConfig(**vars(read_llama_config(file, raw | {"model_type": "llama"})))
 
     def fields(config):
-        return llama_fields(config) | {"model_type": "other"}
+        return llama_to_dict(config) | {"model_type": "other"}
 
     other = load.Architecture(Other, OtherConfig, read, fields)
     monkeypatch.setitem(load.ARCHITECTURES, "other", other)
     shape = {"block_size": 64, "n_kv_head": 4, "n_embd": 32, "n_inner": 64, "n_layer": 11}
-    model = tiny_llama(dtype=torch.float32, tied_head=request.param, head_dim=8, **shape)
+    model = tiny_llama(dtype=torch.float32, tie_word_embeddings=request.param, head_dim=8, **shape)
     load.save_model(model, tmp_path / "llama")
     given = load_file(tmp_path / "llama" / "model.safetensors")
     tensors = {"inner.blocks.0.rope.freqs": torch.ones(4)}
@@ -132,7 +136,7 @@ def both(request, tiny_llama, tmp_path, monkeypatch):
 def test_it_is_loaded_and_saved(both, tmp_path, dtype):
     llama, other = (load_model(name, dtype) for name in both)
     assert type(other) is Other
-    assert (other.output.weight is other.tok_embeddings.weight) == llama.config.tied_head
+    assert (other.output.weight is other.tok_embeddings.weight) == llama.config.tie_word_embeddings
     torch.testing.assert_close(other(TOKENS), llama(TOKENS), rtol=1e-4, atol=1e-6)
     if dtype != torch.int8:
         save_model(other, tmp_path / "saved")

@@ -11,8 +11,8 @@ CPU = torch.device("cpu")
 
 def tables(length: int, dtype=torch.float64, **shape) -> tuple:
     """The module, the cosines and the sines of the first `length` positions."""
-    llama = module_with("llama", "LlamaConfig", "Rotations", "rotate")
-    return llama, *llama.Rotations(llama.LlamaConfig(**shape), dtype, CPU).first(length)
+    llama = module_with("llama", "LlamaConfig", "RotaryEmbedding", "apply_rotary_emb")
+    return llama, *llama.RotaryEmbedding(llama.LlamaConfig(**shape), dtype, CPU).cos_sin(length)
 
 
 def random_heads(*shape) -> torch.Tensor:
@@ -27,7 +27,7 @@ def test_a_pair_is_turned_by_its_angle():
     for position in range(7):
         fast, slow = position, position / 10  # theta ** (-2 / 4) is a tenth
         expected = [math.cos(fast), -2 * math.sin(slow), math.sin(fast), 2 * math.cos(slow)]
-        turned = llama.rotate(x, cos[position], sin[position])[0].tolist()
+        turned = llama.apply_rotary_emb(x, cos[position], sin[position])[0].tolist()
         assert turned == pytest.approx(expected, abs=1e-6)
 
 
@@ -45,7 +45,7 @@ def test_it_is_the_rotation_of_transformers(head_dim, theta):
     theirs = LlamaRotaryEmbedding(config)(q, torch.arange(90)[None])
     expected = apply_rotary_pos_emb(q, k, *theirs, unsqueeze_dim=2)
     for x, turned in zip((q, k), expected):
-        torch.testing.assert_close(llama.rotate(x, *ours), turned, rtol=0, atol=1e-10)
+        torch.testing.assert_close(llama.apply_rotary_emb(x, *ours), turned, rtol=0, atol=1e-10)
 
 
 def test_a_score_depends_on_the_distance_alone():
@@ -53,7 +53,9 @@ def test_a_score_depends_on_the_distance_alone():
     q, k = random_heads(2, 1, 32)
 
     def score(m, n):
-        return (llama.rotate(q, cos[m], sin[m]) @ llama.rotate(k, cos[n], sin[n]).T).item()
+        return (
+            llama.apply_rotary_emb(q, cos[m], sin[m]) @ llama.apply_rotary_emb(k, cos[n], sin[n]).T
+        ).item()
 
     for distance in (0, 1, 7, 100):
         near = score(distance, 0)
@@ -66,25 +68,27 @@ def test_a_score_depends_on_the_distance_alone():
 def test_rotations_are_the_same_however_far_the_first_texts_came(head_dim):
     """Else a text would depend on what the process has computed before."""
     llama, *whole = tables(700, torch.float32, head_dim=head_dim)
-    grown = llama.Rotations(llama.LlamaConfig(head_dim=head_dim), torch.float32, CPU)
+    grown = llama.RotaryEmbedding(llama.LlamaConfig(head_dim=head_dim), torch.float32, CPU)
     for length in (1, 3, 64, 65, 300, 7, 700):
-        for table, expected in zip(grown.first(length), whole):
+        for table, expected in zip(grown.cos_sin(length), whole):
             assert table.shape == (length, 1, head_dim)
             assert torch.equal(table, expected[:length])
 
 
 def test_a_table_grows_by_whole_pieces_and_at_least_doubles():
-    llama = module_with("llama", "LlamaConfig", "PIECE", "Rotations")
-    table = llama.Rotations(llama.LlamaConfig(), torch.float32, CPU)
+    llama = module_with("llama", "LlamaConfig", "TABLE_CHUNK", "RotaryEmbedding")
+    table = llama.RotaryEmbedding(llama.LlamaConfig(), torch.float32, CPU)
     assert len(table.cos) == len(table.sin) == 0
     for length, expected in ((1, 64), (64, 64), (65, 128), (130, 256), (700, 704), (3, 704)):
-        table.first(length)
+        table.cos_sin(length)
         assert len(table.cos) == len(table.sin) == expected
-    assert llama.PIECE == 64
+    assert llama.TABLE_CHUNK == 64
 
 
 def test_a_table_is_kept_for_the_next_pass():
-    llama = module_with("llama", "LlamaConfig", "rotations")
-    first = llama.rotations(llama.LlamaConfig(), torch.float32, CPU)
-    assert llama.rotations(llama.LlamaConfig(), torch.float32, CPU) is first
-    assert llama.rotations(llama.LlamaConfig(rope_theta=77.0), torch.float32, CPU) is not first
+    llama = module_with("llama", "LlamaConfig", "rotary_embedding")
+    first = llama.rotary_embedding(llama.LlamaConfig(), torch.float32, CPU)
+    assert llama.rotary_embedding(llama.LlamaConfig(), torch.float32, CPU) is first
+    assert (
+        llama.rotary_embedding(llama.LlamaConfig(rope_theta=77.0), torch.float32, CPU) is not first
+    )

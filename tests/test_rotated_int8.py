@@ -68,7 +68,7 @@ def test_what_is_not_rounded_is_the_model(kind, request, monkeypatch):
             layer.weight = int8.turn_weight(weights[f"{name}.weight"])
             layer.scale = torch.ones(len(layer.weight)).double()
     head = model.layer("head")
-    if model.config.tied_head:
+    if model.config.tie_word_embeddings:
         head.weight = model.layer("embedding").weight
         head.scale = model.layer("embedding").scale
     linear = lambda x, weight, scale, bias: F.linear(x, weight * scale[:, None], bias)  # noqa: E731

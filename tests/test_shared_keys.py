@@ -47,7 +47,7 @@ def test_attention_is_that_of_transformers(heads, kv_heads, head_dim):
     causal = torch.full((11, 11), -torch.inf, dtype=x.dtype).triu(1)[None, None]
     turns = LlamaRotaryEmbedding(peer)(x, torch.arange(11)[None])
     expected, _ = theirs(x, turns, causal)
-    cos, sin = llama.Rotations(config, x.dtype, torch.device("cpu")).first(11)
+    cos, sin = llama.RotaryEmbedding(config, x.dtype, torch.device("cpu")).cos_sin(11)
     attend = functools.partial(causal_attention, 0)
     torch.testing.assert_close(ours(x, cos, sin, attend), expected, rtol=0, atol=1e-10)
 
@@ -60,7 +60,7 @@ def empty_cache(heads: int) -> KVCache:
         "n_kv_head": heads,
         "head_dim": 4,
         "block_size": 16,
-        "windows": (),
+        "sliding_windows": (),
     }
     model = SimpleNamespace(config=SimpleNamespace(**shape), dtype=torch.float64, device="cpu")
     return KVCache(model, 2)

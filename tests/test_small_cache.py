@@ -198,7 +198,7 @@ def test_drafts_change_no_text(build, tiny, dtype, drafts):
 
 @DTYPES
 def test_layers_with_a_window_have_small_pages_too(tiny_gemma, dtype):
-    model = tiny_gemma(windows=(5, None, 8), block_size=200)
+    model = tiny_gemma(sliding_windows=(5, None, 8), block_size=200)
     options = {
         "page_size": 4,
         "num_pages": 60,

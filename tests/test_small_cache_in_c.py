@@ -183,7 +183,7 @@ def test_texts_of_the_engine_are_their_own(request, compiled, attended, family, 
 
 @DTYPES
 def test_layers_with_a_window_have_pages_of_their_own(tiny_gemma, compiled, attended, dtype):
-    model = native(tiny_gemma(windows=(5, None, 8), block_size=200, dtype=torch.float32))
+    model = native(tiny_gemma(sliding_windows=(5, None, 8), block_size=200, dtype=torch.float32))
     options = {
         "page_size": 4,
         "num_pages": 60,

@@ -10,7 +10,7 @@ from loading.load import save_model
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_vocabulary_that_three_does_not_divide(compiled, tiny_llama, tmp_path, tied):
-    shape = {"n_embd": 64, "n_head": 4, "head_dim": 32, "n_inner": 96, "tied_head": tied}
+    shape = {"n_embd": 64, "n_head": 4, "head_dim": 32, "n_inner": 96, "tie_word_embeddings": tied}
     save_model(tiny_llama(dtype=torch.float32, **shape), tmp_path)
     edges = [0, 20, 21, 40, 41, 60]  # the first and the last id of each part
     tokens = torch.tensor([[*edges, *random_tokens(10)]])

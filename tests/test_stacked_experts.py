@@ -51,7 +51,7 @@ def test_its_gguf_file_is_what_llama_cpp_reads(tiny_experts, tmp_path):
     assert kinds["blk.1.ffn_gate_inp.weight"] == "F32"  # as llama.cpp's own files
 
 
-@pytest.mark.parametrize("sizes", [{"dense_layers": (0,)}, {"is_normalized": False}], ids=str)
+@pytest.mark.parametrize("sizes", [{"mlp_only_layers": (0,)}, {"norm_topk_prob": False}], ids=str)
 def test_experts_that_llama_cpp_would_read_wrongly_are_not_exported(tiny_experts, tmp_path, sizes):
     model = tiny_experts(dtype=torch.float32, sizes=sizes)
     with pytest.raises(UserError, match="llama.cpp reads experts in all layers, with weights that"):
@@ -63,8 +63,8 @@ def test_experts_that_llama_cpp_would_read_wrongly_are_not_exported(tiny_experts
     "shape",
     [
         {},
-        {"n_layer": 12, "sizes": {"count": 11}},
-        {"tied_head": True, "head_dim": 16, "n_embd": 33},
+        {"n_layer": 12, "sizes": {"num_experts": 11}},
+        {"tie_word_embeddings": True, "head_dim": 16, "n_embd": 33},
     ],
     ids=str,
 )

@@ -55,7 +55,7 @@ def test_logits_equal_transformers(peer, seed):
 def test_a_mixture_of_experts_has_one_in_all_layers(peer, tmp_path, size):
     theirs, directory = peer("Qwen3Moe", use_sliding_window=True, sliding_window=size, **EXPERTS)
     ours = load(directory)
-    assert ours.config.windows == (size, size)
+    assert ours.config.sliding_windows == (size, size)
     assert difference(ours, theirs) < 1e-9
     save_model(ours, tmp_path / "copy")
     copy = load(tmp_path / "copy")
@@ -75,7 +75,7 @@ def test_greedy_text_equals_transformers(peer, kind):
 @torch.inference_mode()
 def test_each_layer_reaches_its_window_further(tiny_windows):
     """Two layers of windows 3 and 4 see 1 + 2 + 3 positions, and nothing of what was before."""
-    model = tiny_windows(windows=(3, 4))
+    model = tiny_windows(sliding_windows=(3, 4))
     text = torch.tensor([random_tokens(30)])
     last = model(text)[0, -1]
     changes = []
@@ -87,13 +87,13 @@ def test_each_layer_reaches_its_window_further(tiny_windows):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int8"])
-@pytest.mark.parametrize("windows", [(3, None, 8), (5, 5)])
-def test_modes_of_the_lessons_before(tiny_windows, dtype, windows):
+@pytest.mark.parametrize("sliding_windows", [(3, None, 8), (5, 5)])
+def test_modes_of_the_lessons_before(tiny_windows, dtype, sliding_windows):
     """Ragged rows, the hop, speculation and beams give the text that a pass over all gives."""
-    model = tiny_windows(windows=windows)
+    model = tiny_windows(sliding_windows=sliding_windows)
     model = model if dtype == "float64" else to_int8(model)
     prompts = [[1, 2, 3], [4], random_tokens(30), random_tokens(70)]
-    check_modes(model, tiny_windows(seed=1, windows=windows), prompts, 60)
+    check_modes(model, tiny_windows(seed=1, sliding_windows=sliding_windows), prompts, 60)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -134,7 +134,7 @@ def test_a_step_reads_no_more_than_the_window(tiny_windows, attended):
 @KINDS
 def test_ranks_have_the_logits_of_one_process(tiny_windows, compiled, tmp_path, kind):
     def build(**shape):
-        return tiny_windows(windows=(5, 5), **shape)
+        return tiny_windows(sliding_windows=(5, 5), **shape)
 
     name = save_uneven(build, tmp_path, "tiny_llama")
     tokens = torch.tensor([random_tokens(40)])
@@ -143,7 +143,7 @@ def test_ranks_have_the_logits_of_one_process(tiny_windows, compiled, tmp_path, 
 
 def test_two_ranks_write_the_texts_of_one(tiny_windows, engine_cli, tmp_path):
     def build(**shape):
-        return tiny_windows(windows=(5, 5), **shape)
+        return tiny_windows(sliding_windows=(5, 5), **shape)
 
     check_two_ranks(build, engine_cli, tmp_path, 30)
 
@@ -154,10 +154,10 @@ def test_two_ranks_write_the_texts_of_one(tiny_windows, engine_cli, tmp_path):
 @pytest.mark.parametrize(
     "name, shape",
     [
-        ("Mistral", {"windows": (5, 5)}),
-        ("Mistral", {"windows": (5, 5), "n_embd": 18}),
-        ("Qwen2", {"windows": (5, None, 5), "qkv_bias": True}),
-        ("Qwen3", {"windows": (None, 5), "qk_norm": True}),
+        ("Mistral", {"sliding_windows": (5, 5)}),
+        ("Mistral", {"sliding_windows": (5, 5), "n_embd": 18}),
+        ("Qwen2", {"sliding_windows": (5, None, 5), "qkv_bias": True}),
+        ("Qwen3", {"sliding_windows": (None, 5), "qk_norm": True}),
     ],
 )
 def test_save_and_load_give_the_same_model(tiny_windows, tmp_path, name, shape):
@@ -174,9 +174,9 @@ def test_save_and_load_give_the_same_model(tiny_windows, tmp_path, name, shape):
 @pytest.mark.parametrize(
     "name, shape",
     [
-        ("Mistral", {"windows": (5, None)}),
-        ("Mistral", {"windows": (5, 6)}),
-        ("Qwen3", {"windows": (5, 6), "qk_norm": True}),
+        ("Mistral", {"sliding_windows": (5, None)}),
+        ("Mistral", {"sliding_windows": (5, 6)}),
+        ("Qwen3", {"sliding_windows": (5, 6), "qk_norm": True}),
     ],
 )
 def test_windows_that_transformers_does_not_have_are_not_written(
@@ -185,7 +185,7 @@ def test_windows_that_transformers_does_not_have_are_not_written(
     with pytest.raises(UserError) as error:
         save_model(tiny_windows(**shape), tmp_path)
     reason = f"transformers reads no such {name}, so it is not written"
-    assert str(error.value) == f"windows are {shape['windows']}: {reason}"
+    assert str(error.value) == f"sliding_windows are {shape['sliding_windows']}: {reason}"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -203,7 +203,7 @@ TYPES = ["full_attention", "sliding_attention", "full_attention"]
 
 
 @pytest.mark.parametrize(
-    "values, windows",
+    "values, sliding_windows",
     [
         (MISTRAL | {"sliding_window": 8}, (8, 8)),
         (MISTRAL, (4096, 4096)),
@@ -223,8 +223,8 @@ TYPES = ["full_attention", "sliding_attention", "full_attention"]
         (EXPERTS_TOO | {"use_sliding_window": False}, ()),
     ],
 )
-def test_windows_of_a_config(values, windows):
-    assert read(**values).windows == windows
+def test_windows_of_a_config(values, sliding_windows):
+    assert read(**values).sliding_windows == sliding_windows
 
 
 def test_what_a_mistrals_config_lacks_is_as_in_transformers():
@@ -237,11 +237,11 @@ def test_what_a_mistrals_config_lacks_is_as_in_transformers():
     ours = read(**config, **dict.fromkeys(left_out, "missing"))
     assert ours.n_kv_head == theirs.num_key_value_heads == 8
     assert ours.head_dim == theirs.head_dim == 6
-    assert ours.windows == (theirs.sliding_window,) * 2
+    assert ours.sliding_windows == (theirs.sliding_window,) * 2
     assert ours.eos_token_ids == (theirs.eos_token_id,)
-    assert ours.norm_epsilon == theirs.rms_norm_eps
+    assert ours.norm_eps == theirs.rms_norm_eps
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
-    assert ours.tied_head == theirs.tie_word_embeddings
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_a_gguf_file_of_a_model_with_windows_is_refused(tiny_llama, tmp_path):
     key = "llama.attention.sliding_window"
     for size in (0, 8):
         edited(tmp_path / "model.gguf", tmp_path / f"{size}.gguf", values={key: size})
-    assert load(tmp_path / "0.gguf").config.windows == ()
+    assert load(tmp_path / "0.gguf").config.sliding_windows == ()
     with pytest.raises(UserError) as error:
         load(tmp_path / "8.gguf")
     assert str(error.value) == f"{tmp_path / '8.gguf'}: {key} is 8; supported is 0"

@@ -11,10 +11,12 @@ from natives import of_kind
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "native", "int8"])
 
 
-def sliding_model(build, backend, windows=(5, 9), **shape):
+def sliding_model(build, backend, sliding_windows=(5, 9), **shape):
     """A model whose layers all have windows."""
     model = build(
-        dtype=torch.float64 if backend == "torch" else torch.float32, windows=windows, **shape
+        dtype=torch.float64 if backend == "torch" else torch.float32,
+        sliding_windows=sliding_windows,
+        **shape,
     )
     if backend == "torch":
         return model
@@ -43,9 +45,9 @@ def test_a_long_text_holds_what_its_windows_see(tiny_windows, compiled, backend,
     assert [request.output] == own_texts(model, [[1, 2, 3]], params)
 
 
-def check_four_texts(tiny_windows, windows, all_run):
+def check_four_texts(tiny_windows, sliding_windows, all_run):
     """Whether four texts run at once, in pages for less than all of them."""
-    model = tiny_windows(windows=windows, block_size=100)
+    model = tiny_windows(sliding_windows=sliding_windows, block_size=100)
     prompts = [random_tokens(3, seed=row) for row in range(4)]
     params = request_params(4, max_new_tokens=80)
     engine, requests = make_engine(model, prompts, params, page_size=4, num_pages=24)
@@ -118,7 +120,7 @@ def test_the_longest_prefix_that_can_go_on():
 
 
 def test_still_no_page_goes_back_where_a_layer_sees_all(tiny_windows):
-    model = tiny_windows(windows=(5, None), block_size=100)
+    model = tiny_windows(sliding_windows=(5, None), block_size=100)
     params = request_params(1, max_new_tokens=60)
     engine, _ = make_engine(model, [[1]], params, page_size=4)
     assert run(engine) == 15

@@ -11,11 +11,11 @@ import torch
 
 from command_line import STORIES
 from infer import generate
-from llama import Llama, LlamaConfig, rotate, rotations
+from llama import Llama, LlamaConfig, apply_rotary_emb, rotary_embedding
 from loading.byte_level import PATTERNS
 from loading.chat import Chat
 from loading.gguf import GGUF
-from loading.gguf_model import halves_apart
+from loading.gguf_model import reverse_permute_weights
 from loading.gguf_tokenizer import tokenizer_json
 from loading.load import load_model
 from loading.tokenizer import Encoding
@@ -42,12 +42,12 @@ def record_turned(prompt: str, most: int = 64) -> Record:
     model.hidden(torch.tensor([ids]), torch.zeros(len(ids), dtype=torch.int64), attend)
     queries, keys = seen[0]  # at position 0, where nothing is turned
     other = max(0, len(ids) - 3)
-    cos, sin = rotations(model.config, model.dtype, model.device).first(LATER + most + 1)
+    cos, sin = rotary_embedding(model.config, model.dtype, model.device).cos_sin(LATER + most + 1)
     scores = {}
     for start in (0, LATER):
         places = slice(start, start + most + 1)
-        turned = rotate(queries[-1], cos[places], sin[places])  # (most + 1, 1, head_dim)
-        key = rotate(keys[other], cos[start], sin[start])
+        turned = apply_rotary_emb(queries[-1], cos[places], sin[places])  # (most + 1, 1, head_dim)
+        key = apply_rotary_emb(keys[other], cos[start], sin[start])
         scores[start] = (turned * key).sum(-1)[:, 0].tolist()
     return Record(
         query=runs.text_of(ids[-1]),
@@ -241,7 +241,7 @@ def record_order(prompt: str, count: int = 24) -> Record:
             layer.weight.data = rows.transpose(1, 2).flatten(0, 2)
     wrong = [token for (token,) in generate(model, [ids], params)]
     return Record(
-        here=halves_apart(torch.arange(HEAD), HEAD).tolist(),  # of each place: the row of the file
+        here=reverse_permute_weights(torch.arange(HEAD), HEAD).tolist(),  # rows of the file
         right=runs.texts_of(right),
         wrong=runs.texts_of(wrong),
     )

@@ -723,7 +723,7 @@ def test_rows_in_the_order_of_a_file():
     assert record.right == written("Once upon a time", "stories-llama", max_new_tokens=24)
     file, here = forms(shown, Cells)[0].rows
     kinds = {cell.text: cell.kind for cell in file.cells}
-    for at in range(4):  # what `llama.rotate` pairs has one colour, and is a pair of the file
+    for at in range(4):  # pairs of `llama.apply_rotary_emb` are pairs of the file, in one colour
         first, second = here.cells[at], here.cells[at + 4]
         assert first.kind == second.kind == kinds[first.text]
         assert (int(first.text), int(second.text)) == (2 * at, 2 * at + 1)

@@ -21,7 +21,9 @@ def test_what_a_page_loads_is_small_and_one_vocabulary():
     assert "\\s" not in found[0]["pattern"].lower()
 
 
-@pytest.mark.parametrize("shape", [{"windows": (5, None)}, {"windows": (None, None)}], ids=str)
+@pytest.mark.parametrize(
+    "shape", [{"sliding_windows": (5, None)}, {"sliding_windows": (None, None)}], ids=str
+)
 def test_a_page_gets_no_gemma(tiny_gemma, tmp_path, shape):
     """It has one table of rotations, and each layer sees all."""
     save_speaking(tiny_gemma, tmp_path, **shape)
@@ -29,7 +31,7 @@ def test_a_page_gets_no_gemma(tiny_gemma, tmp_path, shape):
 
 
 def test_a_page_gets_no_windows(tiny_llama, tmp_path):
-    save_speaking(tiny_llama, tmp_path, windows=(5, 5))
+    save_speaking(tiny_llama, tmp_path, sliding_windows=(5, 5))
     assert "the page computes no layers with windows" in refused(web_model.export, tmp_path)
 
 

@@ -9,7 +9,7 @@ from conftest import CHECKPOINTS
 from test_tokenizer import ADDS_EOT, EOT, MERGES, TEMPLATE, TEXT_A, tokenizer_json
 
 from benchmarks.export_gguf import pairs_together, slowness, write_gguf
-from llama import LlamaConfig, RopeScaling, Rotations, rotate
+from llama import LlamaConfig, RopeScaling, RotaryEmbedding, apply_rotary_emb
 from loading.load import load_model
 from loading.tokenizer import load_encoding
 
@@ -27,7 +27,7 @@ def test_queries_and_keys_in_llama_cpps_order_meet_as_in_ours():
         weight = torch.randn(4 * 6, 16, generator=generator)
         vectors = (weight @ x).view(4, 6)
         points = torch.view_as_complex((pairs_together(weight, 4) @ x).view(4, 3, 2))
-        ours.append(vectors if still else rotate(vectors, cos, sin))
+        ours.append(vectors if still else apply_rotary_emb(vectors, cos, sin))
         theirs.append(torch.view_as_real(points if still else points * turn).flatten(1))
     assert torch.allclose((theirs[0] * theirs[1]).sum(-1), (ours[0] * ours[1]).sum(-1), atol=1e-5)
 
@@ -106,7 +106,7 @@ def test_llama_cpp_slows_rotations_down_as_we_do():
     scaling = RopeScaling(8.0, 1.0, 4.0, 64)
     config = LlamaConfig(head_dim=16, rope_theta=1000.0, rope_scaling=scaling)
     plain = 1000.0 ** -(torch.arange(8) / 8)
-    ours = Rotations(config, torch.float32, "cpu").frequencies
+    ours = RotaryEmbedding(config, torch.float32, "cpu").inv_freq
     assert (plain / slowness(config)).tolist() == pytest.approx(ours.tolist())
     assert slowness(config).tolist()[::7] == pytest.approx([1, 8])  # the fastest, the slowest
     assert torch.equal(slowness(LlamaConfig(head_dim=16)), torch.ones(8))

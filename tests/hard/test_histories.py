@@ -85,7 +85,7 @@ def model(architecture: str, n_layer: int = 2, block_size: int = BLOCK_SIZE, see
         made = GPT(GPTConfig(**shape))
     else:
         heads = {"n_kv_head": 2, "head_dim": 6, "n_inner": 24}
-        made = Llama(LlamaConfig(**shape, **heads, bos_token_id=5, tied_head=False))
+        made = Llama(LlamaConfig(**shape, **heads, bos_token_id=5, tie_word_embeddings=False))
     return made.double().init_weights(std=0.4, generator=torch.Generator().manual_seed(seed)).eval()
 
 

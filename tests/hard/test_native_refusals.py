@@ -11,7 +11,7 @@ from cache import KVCache
 from errors import UserError
 from infer import pass_logits
 from int8 import to_int8
-from llama import rotations
+from llama import rotary_embedding
 from model import TorchRunner
 from native import build, use_native
 
@@ -218,7 +218,7 @@ def test_the_table_of_rotations_outlives_its_cache(tiny_llama):
     eager, model = both(tiny_llama)
     prompt = [random_tokens(4)]
     expected = run_rows(eager, prompt, max_new_tokens=12, ignore_eos=True)
-    rotations.cache_clear()
+    rotary_embedding.cache_clear()
     others = [torch.full((64, 1, 6), torch.nan) for _ in range(1000)]  # in its memory, if free
     assert run_rows(model, prompt, max_new_tokens=12, ignore_eos=True) == expected and others
 
@@ -229,4 +229,4 @@ def test_the_table_of_rotations_grows_with_use(tiny_llama):
     prompt = [random_tokens(4)]
     expected = run_rows(eager, prompt, max_new_tokens=80, ignore_eos=True)
     assert run_rows(model, prompt, max_new_tokens=80, ignore_eos=True) == expected
-    assert len(model.runner.rotations[0].cos) < 1000
+    assert len(model.runner.rotary_embedding[0].cos) < 1000
