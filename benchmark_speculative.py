@@ -18,7 +18,7 @@ from command_line import STORIES, Parser, pick_dtype
 from errors import UserError
 from infer import generate
 from infer_speculative import SpeculativeStep, generate_speculative
-from loading.load import load_model, parse_name
+from loading.load import load_model, resolve_source
 from loading.tokenizer import load_encoding
 from sampling import SamplingParams
 
@@ -75,7 +75,7 @@ def check(target, draft, prompt: list[int], params: SamplingParams, gammas: list
 
 def check_options(args) -> None:
     """Raise UserError for a pair or a length that says nothing."""
-    random = [name for name in (args.target, args.draft) if parse_name(name).kind == "random"]
+    random = [name for name in (args.target, args.draft) if resolve_source(name).type == "random"]
     if random:
         why = "a random model agrees with no other, so speculation says nothing; train a pair"
         raise UserError(f"{random[0]}: {why}")

@@ -311,17 +311,17 @@ def chat_defaults(args, source: Source) -> dict[str, float]:
     """
     if not args.chat or args.generation_config == "none":
         return {}
-    from loading.defaults import apply_defaults, read_defaults  # few runs chat
+    from loading.defaults import apply_sampling_defaults, read_sampling_defaults  # few runs chat
 
-    return apply_defaults(read_defaults(source), args.given, args.temperature)
+    return apply_sampling_defaults(read_sampling_defaults(source), args.given, args.temperature)
 
 
 def note_defaults(defaults: Mapping[str, float]) -> None:
     """Name the sampling parameters of a model on stderr, once it is loaded."""
     if defaults:
-        from loading.defaults import describe
+        from loading.defaults import describe_sampling_defaults
 
-        print(describe(defaults), file=sys.stderr, flush=True)
+        print(describe_sampling_defaults(defaults), file=sys.stderr, flush=True)
 
 
 def load_chat(args, source: Source) -> Chat | None:

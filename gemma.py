@@ -71,8 +71,8 @@ class Gemma(Llama):
         "down_norm": ("layers.*.post_feedforward_layernorm", "blk.*.post_ffw_norm"),
     }
     # Those of the model of images and texts, Gemma3ForConditionalGeneration.
-    RENAMED = ((r"^(model\.)?language_model\.(model\.)?", "model."),)
-    LEFT_OUT = ("vision_tower", "multi_modal_projector")
+    KEY_MAPPING = ((r"^(model\.)?language_model\.(model\.)?", "model."),)
+    SKIP_PREFIXES = ("vision_tower", "multi_modal_projector")
     BLOCK = GemmaBlock
     NORM = GemmaNorm
 

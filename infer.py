@@ -13,7 +13,7 @@ if __name__ == "__main__":
 
 import torch
 
-from adapters import adapted, check_adapter
+from adapters import check_adapter, use_adapters
 from cache import KVCache, check_stride, window_start
 from command_line import (
     CACHE_DTYPES,
@@ -44,7 +44,7 @@ from command_line import (
 )
 from constraints import make_matcher, single_allowed_token
 from errors import UserError, check_limits
-from loading.load import parse_name
+from loading.load import resolve_source
 from loading.tokenizer import Encoding, load_encoding
 from model import Model
 from sampling import (
@@ -280,7 +280,7 @@ def pass_logits(
     padded = [tokens + tokens[-1:] * (T - len(tokens)) for tokens in new]
     tokens = torch.tensor(padded, device=model.device)  # (B, T)
     positions = torch.arange(T, device=model.device)
-    with adapted(model, [adapter]):
+    with use_adapters(model, [adapter]):
         x = model.hidden(tokens, positions, model.causal_attention)
     each = torch.arange(len(new))[:, None]
     last = torch.tensor(lengths)[:, None] + torch.arange(-keep, 0)  # (B, keep)
@@ -316,7 +316,7 @@ def run(args) -> None:
     cache_dtype = CACHE_DTYPES[args.cache_dtype]
     if args.no_cache and cache_dtype:
         raise UserError("--cache-dtype is for a cache; leave out --no-cache")
-    source = parse_name(args.model)
+    source = resolve_source(args.model)
     # Beams are no draws.
     defaults = {} if args.num_beams else chat_defaults(args, source)
     params = sampling_params(args, defaults)

@@ -45,7 +45,7 @@ from engine.options import (
 )
 from engine.request import Request
 from errors import UserError
-from loading.load import parse_name
+from loading.load import resolve_source
 from parallel.ranks import Ranks
 
 
@@ -86,7 +86,7 @@ def write_all(args, ranks: Ranks | None) -> None:
     for text in args.stop or []:
         check_text("--stop", text)
     args.stop = tuple(args.stop or [])
-    source = parse_name(args.model)
+    source = resolve_source(args.model)
     defaults = chat_defaults(args, source)
     params = sampling_params(args, defaults)
     prompts = read_prompts(args)

@@ -35,7 +35,7 @@ from constraints import Matcher, make_matcher
 from drafts import check_vocabularies, prompt_lookup
 from errors import check_limits
 from infer import next_logits
-from loading.load import parse_name
+from loading.load import resolve_source
 from loading.tokenizer import Encoding, load_encoding
 from model import Model
 from sampling import (
@@ -292,7 +292,7 @@ def run(args) -> None:
     """
     params = sampling_params(args)
     prompts = read_prompts(args)
-    source = parse_name(args.target)
+    source = resolve_source(args.target)
     device = pick_device(args.device)
     seed = pick_seed(args.seed)
     generator = torch.Generator(device).manual_seed(seed)

@@ -269,9 +269,9 @@ class Llama(Model):
         "norm": ("norm", "output_norm"),
         "head": ("lm_head", "output"),
     }
-    PREFIX = "model."
-    UNREAD = ("lm_head.weight", "rotary_emb.inv_freq")  # a tied head, old buffers
-    RENAMED = (  # Mixtral's
+    BASE_MODEL_PREFIX = "model."
+    IGNORED_SUFFIXES = ("lm_head.weight", "rotary_emb.inv_freq")  # a tied head, old buffers
+    KEY_MAPPING = (  # Mixtral's
         (r"\.block_sparse_moe\.", ".mlp."),
         (r"(\.mlp\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
         (r"(\.mlp\.experts\.\d+)\.w2\.", r"\1.down_proj."),

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from adapters import Adapters, adapted
+from adapters import Adapters, use_adapters
 from cache import Span, layer_sliding_windows, make_causal_mask
 from errors import UserError
 from sampling import SamplingParams, choose
@@ -96,8 +96,8 @@ class TorchRunner:
         Their shape is (sum of keep, vocab_size), and they are float32.
         """
         tokens, positions, ends = cache.prepare(spans)
-        parts = [range(end - len(span.tokens), end) for span, end in zip(spans, ends)]
-        with adapted(model, [span.adapter for span in spans], parts):
+        row_ranges = [range(end - len(span.tokens), end) for span, end in zip(spans, ends)]
+        with use_adapters(model, [span.adapter for span in spans], row_ranges):
             x = model.hidden(tokens, positions, cache.attend).flatten(0, -2)  # (N, C)
         rows = [row for end, count in zip(ends, keep) for row in range(end - count, end)]
         if rows != list(range(len(x))):  # in most steps each span is one token
@@ -124,27 +124,28 @@ class Model(nn.Module):
     An architecture adds `hidden`, `head` and the roles of its layers. Loading, export, ranks and C
     find layers by role.
     ROLES: role -> the layer's name here and in Hugging Face's files, and its name in GGUF files; *
-    is the number of a block. PREFIX: what may precede names in Hugging Face's files. TRANSPOSED:
-    roles of matrices that these files hold as (in, out). UNREAD: endings of names of tensors that
-    some of these files have and nothing reads. RENAMED: patterns of other names in some files, and
-    what is put in their place. LEFT_OUT: parts of larger models that these files may hold too.
+    is the number of a block. BASE_MODEL_PREFIX: what may precede names in Hugging Face's files.
+    TRANSPOSED: roles of matrices that these files hold as (in, out). IGNORED_SUFFIXES: endings of
+    names of tensors that some of these files have and nothing reads. KEY_MAPPING: patterns of other
+    names in some files, and what is put in their place. SKIP_PREFIXES: parts of larger models that
+    these files may hold too.
     """
 
     runner = TorchRunner()  # what computes its passes with a cache, and chooses its tokens
     adapters: Adapters | None = None  # that rows of its passes may have
     ROLES: dict[str, tuple[str, str]]
-    PREFIX = ""
+    BASE_MODEL_PREFIX = ""
     TRANSPOSED: tuple[str, ...] = ()
-    UNREAD: tuple[str, ...] = ()
-    RENAMED: tuple[tuple[str, str], ...] = ()
-    LEFT_OUT: tuple[str, ...] = ()
+    IGNORED_SUFFIXES: tuple[str, ...] = ()
+    KEY_MAPPING: tuple[tuple[str, str], ...] = ()
+    SKIP_PREFIXES: tuple[str, ...] = ()
 
-    def renamed(self, name: str) -> str | None:
+    def map_key(self, name: str) -> str | None:
         """Return the usual name of a tensor in a file; None if it belongs to another part."""
-        if name.removeprefix("model.").startswith(tuple(f"{part}." for part in self.LEFT_OUT)):
+        if name.removeprefix("model.").startswith(tuple(f"{part}." for part in self.SKIP_PREFIXES)):
             return None
-        for pattern, usual in self.RENAMED:
-            name = re.sub(pattern, usual, name)
+        for pattern, replacement in self.KEY_MAPPING:
+            name = re.sub(pattern, replacement, name)
         return name
 
     def path(self, role: str, *numbers: int) -> str:
@@ -281,9 +282,13 @@ class GPT(Model):
         "norm": ("ln_f", "output_norm"),
         "head": ("lm_head", "output"),
     }
-    PREFIX = "transformer."
+    BASE_MODEL_PREFIX = "transformer."
     TRANSPOSED = ("qkv", "attn_out", "up", "down")
-    UNREAD = ("lm_head.weight", ".attn.bias", ".attn.masked_bias")  # the tied head, old masks
+    IGNORED_SUFFIXES = (
+        "lm_head.weight",
+        ".attn.bias",
+        ".attn.masked_bias",
+    )  # the tied head, old masks
 
     def __init__(self, config: GPTConfig):
         super().__init__()

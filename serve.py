@@ -44,7 +44,7 @@ from engine.options import (
     parse_adapters,
 )
 from errors import UserError, check_limits
-from loading.load import Source, find_file, parse_name
+from loading.load import Source, find_package_file, resolve_source
 from parallel.ranks import RankError, Ranks
 from server.app import allowed_hosts, make_app
 from server.engine_thread import EngineThread
@@ -71,7 +71,7 @@ def default_model() -> str | Path:
     The embedded one refuses system messages, which most clients send.
     """
     try:
-        find_file("smollm2")
+        find_package_file("smollm2")
     except UserError:
         return LLAMA
     return "smollm2"
@@ -110,7 +110,7 @@ def run(args) -> None:
         follow_leader(args)
         return
     with leading(args) as ranks:
-        source = parse_name(args.model)
+        source = resolve_source(args.model)
         device = pick_device(args.device)
         with listen(args.host, args.port) as sock:
             if asyncio.run(serve(args, source, device, sock, ranks)) == signal.SIGINT:
@@ -121,7 +121,7 @@ def check_server_options(args) -> None:
     """Raise UserError for values out of range, or options that do not go together."""
     check_engine_options(args)
     for adapter in parse_adapters(args.lora_modules):
-        if adapter == served_name(parse_name(args.model)):
+        if adapter == served_name(resolve_source(args.model)):
             raise UserError(f"--lora-modules: {adapter} is the name of the model itself")
     check_text("--api-key", args.api_key or "")
     if args.api_key == "":

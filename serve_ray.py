@@ -19,7 +19,7 @@ from cache import check_stride
 from command_line import CACHE_DTYPES, Parser, note_defaults, pick_device, run_script, show
 from engine.options import load_adapters, parse_adapters
 from errors import UserError, check_limits
-from loading.load import empty_model, load_config, parse_name
+from loading.load import empty_model, load_config, resolve_source
 from loading.lora import read_adapter
 from loading.tokenizer import load_encoding
 from serve import add_server_options, check_server_options, listen, url_of
@@ -76,8 +76,8 @@ def run(args) -> None:
     with running(args) as address:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: signals.put(number))
-        note_defaults(server_defaults(args, parse_name(args.model)))
-        show(f"{served_name(parse_name(args.model))} at {address}\n")
+        note_defaults(server_defaults(args, resolve_source(args.model)))
+        show(f"{served_name(resolve_source(args.model))} at {address}\n")
         try:
             first = wait_for(signals)
         finally:
@@ -127,15 +127,15 @@ def check(args) -> None:
     if most(args) < args.replicas:
         raise UserError(f"--max-replicas {most(args)} is less than --replicas {args.replicas}")
     pick_device(args.device)
-    source = parse_name(args.model)
+    source = resolve_source(args.model)
     config = load_config(source)
     load_encoding(source, config.vocab_size)
     find_chat(source, args.chat_template)
     server_defaults(args, source)
     read_adapter(args.adapter, empty_model(config))
     load_adapters(empty_model(config), parse_adapters(args.lora_modules))
-    if source.kind != "random":
-        source.weights()
+    if source.type != "random":
+        source.weight_files()
 
 
 def most(args) -> int:
@@ -214,7 +214,7 @@ def routing(args) -> dict:
 
     names = ("stride", "page_size", "num_pages", "max_num_seqs")
     sizes = {name: getattr(args, name) for name in names}
-    sizes["block_size"] = load_config(parse_name(args.model)).block_size
+    sizes["block_size"] = load_config(resolve_source(args.model)).block_size
     sizes["itemsize"] = getattr(CACHE_DTYPES[args.cache_dtype], "itemsize", 4)
     check_stride(args.stride, sizes["block_size"])
     router = {"request_router_class": "server.router:PrefixRouter"}

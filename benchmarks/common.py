@@ -21,7 +21,7 @@ import torch
 from cache import KVCache
 from command_line import DTYPES, HelpFormatter, pick_device, run_script
 from errors import UserError
-from loading.load import load_config, parse_name
+from loading.load import load_config, resolve_source
 from native import BuildError, kernel
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -401,8 +401,8 @@ def summarise(rows: list[dict], baseline: str | dict):
 def describe(name, model, device: str, draft: str = "") -> dict:
     """The columns that say what ran on what."""
     return {
-        "model": parse_name(name).label,
-        "draft": draft and parse_name(draft).label,
+        "model": resolve_source(name).label,
+        "draft": draft and resolve_source(draft).label,
         "dtype": str(model.dtype).removeprefix("torch."),
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "device": torch.cuda.get_device_name() if device == "cuda" else f"{device} {cpu_name()}",
@@ -464,7 +464,7 @@ def models_that_fit(names: list[str], tokens: int) -> list[str]:
 
     Raises UserError if the window of one holds fewer tokens.
     """
-    different = {parse_name(name).label: name for name in names}
+    different = {resolve_source(name).label: name for name in names}
     for name in different.values():
         size = load_config(name).block_size
         if tokens > size:

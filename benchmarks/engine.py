@@ -31,7 +31,7 @@ from engine.pages import page_count
 from engine.request import Event, Request
 from errors import UserError
 from infer import generate
-from loading.load import load_model, parse_name, save_model
+from loading.load import load_model, resolve_source, save_model
 from loading.tokenizer import load_encoding
 from model import Model
 from native import NativeRunner, use_native
@@ -599,7 +599,7 @@ def measure(args, device: str, results: Results) -> None:
     common.models_that_fit([args.model], max(queued, args.long_prompt + 2 * NEW))
     speculates = "speculation" in args.only
     for name in (args.model, args.draft):
-        if speculates and parse_name(name).kind == "random":
+        if speculates and resolve_source(name).type == "random":
             why = "a random model agrees with no other; leave speculation out, with --only"
             raise UserError(f"{name}: {why}")
     for temperature in args.temperature:

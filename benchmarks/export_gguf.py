@@ -15,14 +15,14 @@ from loading.byte_level import PATTERNS
 from loading.chat import read_template
 from loading.checkpoint import check_values, read_json
 from loading.gguf_model import (
-    ENDS,
+    EOS_KEYS,
     GEMMA_SLIDING_WINDOW_PATTERN,
     gguf_name,
     norm_weight_offset,
     query_pre_attn_scalar,
     swa_layers,
 )
-from loading.load import parse_name
+from loading.load import resolve_source
 from loading.tokenizer import read_tokenizer_json
 from model import Model
 
@@ -54,7 +54,7 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
         writer.add_tokenizer_model("no_vocab")
         writer.add_vocab_size(config.vocab_size)
     writer.add_bos_token_id(config.bos_token_id)
-    for name, token in zip(ENDS, config.eos_token_ids):
+    for name, token in zip(EOS_KEYS, config.eos_token_ids):
         writer.add_uint32(name, token)
     # llama.cpp reads a Gemma's windows only. Texts that fit into the others do not need them.
     limits = () if kind == "gemma3" else filter(None, config.sliding_windows)
@@ -182,7 +182,7 @@ def add_vocabulary(writer, tokenizer: Path, config) -> None:
     writer.add_add_bos_token(bool(encoding.prefix))
     named = {}
     for name in ("default", "tool_use"):
-        if template := read_template(parse_name(tokenizer.parent), name=name):
+        if template := read_template(resolve_source(tokenizer.parent), name=name):
             named[name] = template[1]
     if named:
         templates = [{"name": name, "template": text} for name, text in named.items()]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from loading.load import architecture_of
+from loading.load import get_architecture
 from model import Model
 from parallel.shards import Plan, cut, split
 
@@ -49,7 +49,7 @@ def part_of(config, rank: int, size: int, way: str) -> Model:
     Raises UserError for more ranks than heads.
     """
     with torch.device("meta"):
-        model = architecture_of(config).model(config)
+        model = get_architecture(config).model(config)
     cut(model, Plan(model, Place(rank, size, way)))
     return model
 
@@ -83,7 +83,7 @@ def shares(config, size: int, way: str) -> tuple[float, float]:
 def meetings(config, size: int, way: str, tokens: int, itemsize: int = FLOAT) -> list[Meeting]:
     """The collectives of a pass of so many texts with a token each, with float weights."""
     with torch.device("meta"):
-        model = architecture_of(config).model(config)
+        model = get_architecture(config).model(config)
     plan = Plan(model, Place(0, size, way))
     joined = Meeting("sum", itemsize * tokens * config.n_embd)
     if way == "reduce":

@@ -20,7 +20,7 @@ from cache import KVCache
 from command_line import CACHE_DTYPES, DTYPES, STORIES, Parser, note_dropped, pick_dtype
 from errors import UserError
 from infer import pass_logits
-from loading.load import load_model, parse_name
+from loading.load import load_model, resolve_source
 from loading.tokenizer import load_encoding
 from native import use_native
 
@@ -252,14 +252,14 @@ def plot(summary):
 def default_model() -> str:
     """SmolLM2 where it is installed, or else the embedded Llama."""
     try:
-        return parse_name("smollm2").package or str(STORIES.with_name("stories-llama"))
+        return resolve_source("smollm2").package or str(STORIES.with_name("stories-llama"))
     except UserError:
         return str(STORIES.with_name("stories-llama"))
 
 
 def default_text(name: str) -> Path:
     """The text beside this script that is more like what the model was trained on."""
-    is_story = parse_name(name).label.startswith("checkpoints/stories")
+    is_story = resolve_source(name).label.startswith("checkpoints/stories")
     return TEXTS / ("stories.txt" if is_story else "english.txt")
 
 

@@ -29,7 +29,7 @@ from command_line import STORIES, Parser
 from engine.engine import Engine
 from engine.pages import page_count
 from errors import UserError
-from loading.load import load_model, parse_name
+from loading.load import load_model, resolve_source
 from loading.tokenizer import load_encoding
 from model import Model
 from sampling import SamplingParams
@@ -96,7 +96,7 @@ def command(mode: str, args, model: Model, device: str, directory: Path) -> list
         line = [common.ROOT / "serve.py", "--model", args.model, "--device", device]
         line += ["--dtype", engine.dtype, "--backend", engine.package or "torch"]
         return line + ["--max-num-seqs", rows, "--page-size", PAGE]
-    tokenizer = parse_name(args.model).file("tokenizer.json")
+    tokenizer = resolve_source(args.model).file("tokenizer.json")
     if engine.package == "transformers":
         line = ["-m", "transformers.cli.transformers", "serve", tokenizer.parent]
         line += ["--device", device, "--dtype", engine.dtype, "--continuous-batching"]

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from loading.chat import environment  # noqa: E402
-from loading.load import parse_name  # noqa: E402
+from loading.load import resolve_source  # noqa: E402
 from loading.tokenizer import load_encoding  # noqa: E402
 
 TEMPLATE = Path(__file__).with_name("smollm2-tools") / "chat_template.jinja"
@@ -531,7 +531,7 @@ def main(argv=None) -> None:
     from transformers import AutoModelForCausalLM
 
     encoding = load_encoding("smollm2", VOCAB_SIZE)
-    file = Path(parse_name("smollm2").name)
+    file = Path(resolve_source("smollm2").name)
     torch.manual_seed(args.seed)
     model = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32

@@ -10,7 +10,7 @@ from command_line import CACHE_DTYPES, check_text, launched, load_models, pick_d
 from engine.drafter import AdaptiveSpeculation, PagedModelDrafter, PromptLookupDrafter
 from engine.engine import Engine
 from errors import UserError
-from loading.load import Source, empty_model, parse_name
+from loading.load import Source, empty_model, resolve_source
 from loading.lora import read_adapter
 from loading.tokenizer import load_encoding
 from model import Model
@@ -69,9 +69,9 @@ def load_adapters(model: Model, directories: dict[str, str]) -> None:
     Raises UserError for what `read_adapter` refuses and layers whose adapters must be merged.
     """
     empty = empty_model(model.config)
-    pairs = {name: read_adapter(directory, empty) for name, directory in directories.items()}
-    if pairs:
-        model.adapters = Adapters(model, pairs)
+    lora_weights = {name: read_adapter(directory, empty) for name, directory in directories.items()}
+    if lora_weights:
+        model.adapters = Adapters(model, lora_weights)
 
 
 def load_engine(args, source: Source, device: str, ranks: Ranks | None = None) -> Engine:
@@ -139,5 +139,5 @@ def follow_leader(args) -> None:
     """Compute a part of the model, on a rank above 0, until the block of rank 0 ends."""
     with Ranks(args.join) as ranks:
         ranks.tell()  # not before rank 0 has read, which says what is wrong
-        engine = load_engine(args, parse_name(args.model), "cpu", ranks)
+        engine = load_engine(args, resolve_source(args.model), "cpu", ranks)
         engine.model.runner.follow(engine.model, engine.cache)

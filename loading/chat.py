@@ -11,7 +11,7 @@ from errors import UserError
 from loading.checkpoint import read_json
 from loading.config import SPECIAL_TOKEN_NAMES, read_special_tokens
 from loading.gguf_tokenizer import read_chat
-from loading.load import Source, parse_name
+from loading.load import Source, resolve_source
 from loading.tokenizer import Encoding
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ class Chat:
     """
 
     def __init__(self, name, file: Path | None = None):
-        source = parse_name(name)
+        source = resolve_source(name)
         found = read_template(source, file)
         if found is None:
             files = "chat_template.jinja nor a default chat_template in tokenizer_config.json"
-            if source.kind == "gguf":
+            if source.type == "gguf":
                 files = f"tokenizer.chat_template nor, beside it, {files}"
             raise UserError(
                 f"{source.label}: this model was not made for chat: it has neither {files}"
@@ -232,9 +232,9 @@ def read_template(
     Raises UserError for a file that cannot be read.
     """
     given = (file, read_text(file)) if file else None
-    if source.kind == "random":
+    if source.type == "random":
         return (*given, {}) if given else None
-    if source.kind == "gguf" and read_chat(source.gguf, given):  # the others are in it, too
+    if source.type == "gguf" and read_chat(source.gguf, given):  # the others are in it, too
         return read_chat(source.gguf, given, name)
     of_tokenizer = source.find("tokenizer_config.json")
     config = read_json(of_tokenizer) if of_tokenizer else {}

@@ -25,12 +25,12 @@ def read_json(file: Path) -> dict:
     except (ValueError, RecursionError):
         raw = None  # not JSON, not UTF-8, a number of 5,000 digits; nested too deeply
     if not isinstance(raw, dict):
-        check_pointer(file, data)
+        check_lfs_pointer(file, data)
         raise UserError(f"{file}: not a JSON object")
     return raw
 
 
-def check_pointer(file: Path, data: bytes) -> None:
+def check_lfs_pointer(file: Path, data: bytes) -> None:
     """Raise UserError if what begins like this is what a clone without git-lfs leaves of a file."""
     if data.startswith(b"version https://git-lfs"):
         raise UserError(
@@ -53,8 +53,8 @@ def check_values(where, raw: dict, supported: dict[str, tuple]) -> None:
             raise UserError(f"{where}: {key} is {reprlib.repr(value)}; supported is {allowed}")
 
 
-BLOCK = 2**22  # bytes of float32 in a block of `read_tensors`
-LONGEST = 100_000_000  # bytes in the head of a safetensors file, as the library has it
+CHUNK_BYTES = 2**22  # bytes of float32 in a block of `read_tensors`
+MAX_HEADER_SIZE = 100_000_000  # bytes in the head of a safetensors file, as the library has it
 DTYPES = {  # dtypes of a safetensors file
     "F64": torch.float64,
     "F32": torch.float32,
@@ -71,22 +71,22 @@ DTYPES = {  # dtypes of a safetensors file
     "C64": torch.complex64,
 }
 # Ends of the names of tensors that GPTQ, AWQ, bitsandbytes, fp8 and others put beside weights.
-OF_QUANTIZED = ("qweight", "qzeros", "scales", "g_idx", "scale", "scale_inv", "absmax", "quant_map")
-OF_QUANTIZED += ("SCB", "weight_packed", "weight_shape", "zero_point", "_blocks", "_scale_2")
+QUANT_SUFFIX = ("qweight", "qzeros", "scales", "g_idx", "scale", "scale_inv", "absmax", "quant_map")
+QUANT_SUFFIX += ("SCB", "weight_packed", "weight_shape", "zero_point", "_blocks", "_scale_2")
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Where a tensor is. start, size: in bytes."""
+class TensorInfo:
+    """Where a tensor is. offset, nbytes: in the file."""
 
     file: Path
     dtype: str  # as the file names it
     shape: tuple[int, ...]
-    start: int
-    size: int
+    offset: int
+    nbytes: int
 
 
-def read_head(file: Path) -> dict[str, Stored]:
+def read_header(file: Path) -> dict[str, TensorInfo]:
     """Return the tensors of a safetensors file. Raises UserError unless all of them are whole.
 
     The form: github.com/huggingface/safetensors. The library maps a file, and reading a mapped file
@@ -97,47 +97,47 @@ def read_head(file: Path) -> dict[str, Stored]:
             size = opened.seek(0, 2)
             opened.seek(0)
             length = opened.read(8)
-            check_pointer(file, length + opened.read(64))
+            check_lfs_pointer(file, length + opened.read(64))
             opened.seek(8)
             count = int.from_bytes(length, "little")
-            if len(length) < 8 or count > min(size - 8, LONGEST):
+            if len(length) < 8 or count > min(size - 8, MAX_HEADER_SIZE):
                 raise ValueError("its head is cut short")
-            head = json.loads(opened.read(count))
-        found = locate(file, head, 8 + count)
+            header = json.loads(opened.read(count))
+        infos = locate(file, header, 8 + count)
     except UserError:
         raise
     except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(f"{file}: not a complete safetensors file ({reason:.100})") from None
-    end = max((stored.start + stored.size for stored in found.values()), default=8 + count)
+    end = max((info.offset + info.nbytes for info in infos.values()), default=8 + count)
     if end != size:
         ends = f"its tensors end at byte {end}, the file at byte {size}"
         raise UserError(f"{file}: not a complete safetensors file ({ends})")
-    return found
+    return infos
 
 
-def locate(file: Path, head: dict, start: int) -> dict[str, Stored]:
+def locate(file: Path, header: dict, start: int) -> dict[str, TensorInfo]:
     """Return the tensors that a head describes, one right behind the other from byte `start` on.
 
     Raises ValueError, TypeError, AttributeError or LookupError for a head that makes no sense.
     """
-    found = {}
-    for name, said in head.items():
+    infos = {}
+    for name, entry in header.items():
         if name == "__metadata__":
             continue
-        begin, end = said["data_offsets"]
-        shape = tuple(said["shape"])
+        begin, end = entry["data_offsets"]
+        shape = tuple(entry["shape"])
         if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
             raise ValueError(f"tensor {name} has wrong numbers")
-        dtype = DTYPES.get(said["dtype"])
+        dtype = DTYPES.get(entry["dtype"])
         if dtype and math.prod(shape) * dtype.itemsize != end - begin:
             raise ValueError(f"tensor {name} is {shape} in {end - begin} bytes")
-        found[name] = Stored(file, said["dtype"], shape, start + begin, end - begin)
-    for stored in sorted(found.values(), key=lambda stored: (stored.start, stored.size)):
-        if stored.start != start:
+        infos[name] = TensorInfo(file, entry["dtype"], shape, start + begin, end - begin)
+    for info in sorted(infos.values(), key=lambda info: (info.offset, info.nbytes)):
+        if info.offset != start:
             raise ValueError("tensors overlap, or there are holes between them")
-        start += stored.size
-    return found
+        start += info.nbytes
+    return infos
 
 
 def read_bytes(file: Path, start: int, size: int) -> bytearray:
@@ -161,8 +161,8 @@ def read_tensors(
     prefix: str = "",
     skip: tuple[str, ...] = (),
     transposed: Collection[str] = (),
-    says: str = "config.json says",
-    renamed: Callable[[str], str | None] = str,
+    shape_source: str = "config.json says",
+    map_key: Callable[[str], str | None] = str,
 ) -> Iterator[tuple[str, slice, torch.Tensor]]:
     """The tensors of safetensors files in blocks of rows: (name, which rows, these rows).
 
@@ -170,13 +170,13 @@ def read_tensors(
     memory than what becomes of them.
     shapes: name -> shape, what the files must hold together. prefix: may stand before each name.
     skip: endings of names that may be in the files and are not read. transposed: names of tensors
-    that are stored as (columns, rows); these come whole. says: the source of shapes, in errors.
-    renamed: a function of a name in a file that returns the usual one, None if it is not read.
-    Raises UserError, before anything is read, if a file is cut short, or a tensor is missing,
+    that are stored as (columns, rows); these come whole. shape_source: the source of shapes, in
+    errors. map_key: a function of a name in a file that returns the usual one, None if it is not
+    read. Raises UserError, before anything is read, if a file is cut short, or a tensor is missing,
     unexpected, there twice, of another shape or not of floating-point numbers.
     """
-    stored = find_tensors(files, shapes, prefix, skip, transposed, says, renamed)
-    return read_rows(stored, shapes, transposed)
+    infos = find_tensors(files, shapes, prefix, skip, transposed, shape_source, map_key)
+    return read_rows(infos, shapes, transposed)
 
 
 def find_tensors(
@@ -185,60 +185,60 @@ def find_tensors(
     prefix: str,
     skip: tuple[str, ...],
     transposed: Collection[str],
-    says: str,
-    renamed: Callable[[str], str | None],
-) -> dict[str, Stored]:
+    shape_source: str,
+    map_key: Callable[[str], str | None],
+) -> dict[str, TensorInfo]:
     """Where each tensor is, once all are as they must be."""
-    stored = {}
+    infos = {}
     for file in files:
-        for key, tensor in read_head(file).items():
-            usual = renamed(key)
-            if usual is None:
+        for key, tensor in read_header(file).items():
+            mapped = map_key(key)
+            if mapped is None:
                 continue
-            name = usual.removeprefix(prefix)
-            if name in stored:
-                other = stored[name].file
+            name = mapped.removeprefix(prefix)
+            if name in infos:
+                other = infos[name].file
                 how = f"also in {other.name}"
                 if other == file:
                     how = f"with and without {prefix!r}"
                 raise UserError(f"{file}: tensor {name} is there twice, {how}")
             if name not in shapes and not name.endswith(skip):
-                of = ", of quantized weights, which are not read" * name.endswith(OF_QUANTIZED)
+                of = ", of quantized weights, which are not read" * name.endswith(QUANT_SUFFIX)
                 raise UserError(f"{file}: unexpected tensor {name}{of}")
-            stored[name] = tensor
+            infos[name] = tensor
     for name, shape in shapes.items():
-        if name not in stored:
+        if name not in infos:
             where = file if len(files) == 1 else file.parent
             raise UserError(f"{where}: tensor {name} is missing")
-        tensor = stored[name]
+        tensor = infos[name]
         where = f"{tensor.file}: tensor {name}"
         expected = tuple(reversed(shape) if name in transposed else shape)
         if tensor.shape != expected:
-            raise UserError(f"{where} is {tensor.shape}, and {says} {expected}")
+            raise UserError(f"{where} is {tensor.shape}, and {shape_source} {expected}")
         dtype = DTYPES.get(tensor.dtype)
         if not dtype or not dtype.is_floating_point:
             raise UserError(f"{where} is {dtype or tensor.dtype}; it must be floating-point")
-    return {name: stored[name] for name in shapes}
+    return {name: infos[name] for name in shapes}
 
 
-def has_tensors(files: list[Path], part: str) -> bool:
+def has_tensors(files: list[Path], prefix: str) -> bool:
     """Return whether files hold tensors of a part of a model, by the beginning of their names."""
-    beginnings = (f"{part}.", f"model.{part}.")
-    return any(name.startswith(beginnings) for file in files for name in read_head(file))
+    beginnings = (f"{prefix}.", f"model.{prefix}.")
+    return any(name.startswith(beginnings) for file in files for name in read_header(file))
 
 
-def differ(files: list[Path], renamed: Callable[[str], str | None], *ends: str) -> bool:
+def weights_differ(files: list[Path], map_key: Callable[[str], str | None], *ends: str) -> bool:
     """Return whether files hold two matrices that are not equal. ends: of their layers' names."""
-    found = {}
+    infos = {}
     for file in files:
-        for key, tensor in read_head(file).items():
+        for key, tensor in read_header(file).items():
             for end in ends:
-                if (renamed(key) or "").endswith(f"{end}.weight"):
-                    found[end] = tensor
-    if len(found) < len(ends):
+                if (map_key(key) or "").endswith(f"{end}.weight"):
+                    infos[end] = tensor
+    if len(infos) < len(ends):
         return False
-    shapes = {end: tensor.shape for end, tensor in found.items()}
-    first, second = ({end: found[end]} for end in ends)
+    shapes = {end: tensor.shape for end, tensor in infos.items()}
+    first, second = ({end: infos[end]} for end in ends)
     if len(set(shapes.values())) > 1:
         return True
     pairs = zip(read_rows(first, shapes, ()), read_rows(second, shapes, ()))
@@ -246,20 +246,22 @@ def differ(files: list[Path], renamed: Callable[[str], str | None], *ends: str) 
 
 
 def read_rows(
-    stored: dict[str, Stored], shapes: dict, transposed: Collection[str]
+    infos: dict[str, TensorInfo], shapes: dict, transposed: Collection[str]
 ) -> Iterator[tuple[str, slice, torch.Tensor]]:
-    """The blocks of `read_tensors`. stored: as of `find_tensors`."""
-    for name, tensor in stored.items():
+    """The blocks of `read_tensors`. infos: as of `find_tensors`."""
+    for name, tensor in infos.items():
         shape = shapes[name]
-        turned = name in transposed
-        height = shape[0] if turned else max(1, BLOCK // (4 * math.prod(shape[1:])))
-        width = tensor.size // shape[0]  # bytes of a row
+        is_transposed = name in transposed
+        height = shape[0] if is_transposed else max(1, CHUNK_BYTES // (4 * math.prod(shape[1:])))
+        width = tensor.nbytes // shape[0]  # bytes of a row
         for start in range(0, shape[0], height):
             stop = min(start + height, shape[0])
-            data = read_bytes(tensor.file, tensor.start + width * start, width * (stop - start))
+            data = read_bytes(tensor.file, tensor.offset + width * start, width * (stop - start))
             numbers = torch.frombuffer(data, dtype=DTYPES[tensor.dtype])
-            block = numbers.view(tensor.shape).t() if turned else numbers.view(-1, *shape[1:])
-            yield name, slice(start, stop), block
+            chunk = (
+                numbers.view(tensor.shape).t() if is_transposed else numbers.view(-1, *shape[1:])
+            )
+            yield name, slice(start, stop), chunk
 
 
 def write_checkpoint(directory: Path, config: dict, tensors: dict) -> None:

@@ -15,10 +15,10 @@ GGUF_KEYS = {  # by the field of SamplingParams; generation_config.json has the 
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
 FILTERS = ("top_k", "top_p", "min_p")
-CARDS = {"smollm2": {"temperature": 0.2, "top_p": 0.9}}  # of models without either file
+MODEL_CARD_DEFAULTS = {"smollm2": {"temperature": 0.2, "top_p": 0.9}}  # without either file
 
 
-def read_defaults(source: Source) -> dict[str, float]:
+def read_sampling_defaults(source: Source) -> dict[str, float]:
     """Return the sampling parameters of a model for chats, by the fields of SamplingParams.
 
     They come from the keys general.sampling.* of a GGUF file, or from generation_config.json, as
@@ -26,13 +26,13 @@ def read_defaults(source: Source) -> dict[str, float]:
     of a draw without a temperature mean 1, as in transformers.
     Raises UserError for a value out of range.
     """
-    if source.package in CARDS:
-        return dict(CARDS[source.package])
-    where, keys, given = read_given(source)
+    if source.package in MODEL_CARD_DEFAULTS:
+        return dict(MODEL_CARD_DEFAULTS[source.package])
+    where, keys, values = read_sampling_values(source)
     off = vars(SamplingParams())
-    found = {}
+    defaults = {}
     for field, key in keys.items():
-        value = given.get(key)
+        value = values.get(key)
         if value is None:
             continue
         if field == "top_k" and value == -1:  # llama.cpp's and vLLM's way to say that it is off
@@ -43,39 +43,39 @@ def read_defaults(source: Source) -> dict[str, float]:
             hint = "--generation-config none leaves out the model's sampling defaults"
             raise UserError(f"{where}: {error}; {hint}") from None
         if field == "temperature" or value != off[field]:
-            found[field] = value
-    if given.get("do_sample") is False:
-        found["temperature"] = 0.0
-    elif given.get("do_sample") or any(field in found for field in FILTERS):
-        found.setdefault("temperature", 1.0)
-    return apply_defaults(found, ())
+            defaults[field] = value
+    if values.get("do_sample") is False:
+        defaults["temperature"] = 0.0
+    elif values.get("do_sample") or any(field in defaults for field in FILTERS):
+        defaults.setdefault("temperature", 1.0)
+    return apply_sampling_defaults(defaults, ())
 
 
-def read_given(source: Source) -> tuple[str, dict[str, str], dict]:
+def read_sampling_values(source: Source) -> tuple[str, dict[str, str], dict]:
     """Return a model's file with sampling parameters, their names in it, and what it says."""
     keys = GGUF_KEYS
-    if source.kind == "gguf" and any(key in source.gguf.metadata for key in keys.values()):
+    if source.type == "gguf" and any(key in source.gguf.metadata for key in keys.values()):
         return source.name, keys, source.gguf.metadata
     keys = {field: field for field in keys}
-    file = None if source.kind == "random" else source.find("generation_config.json")
+    file = None if source.type == "random" else source.find("generation_config.json")
     return str(file), keys, read_json(file) if file else {}
 
 
-def apply_defaults(
-    defaults: Mapping[str, float], given: Collection[str], temperature: float = 0.0
+def apply_sampling_defaults(
+    defaults: Mapping[str, float], explicit: Collection[str], temperature: float = 0.0
 ) -> dict[str, float]:
     """Return the defaults that count beside the parameters that a user has given.
 
-    given: their names. temperature: of the text, if the defaults do not say it. A greedy text has
-    no use for filters.
+    explicit: their names. temperature: of the text, if the defaults do not say it. A greedy text
+    has no use for filters.
     """
-    used = {name: value for name, value in defaults.items() if name not in given}
+    used = {name: value for name, value in defaults.items() if name not in explicit}
     if used.get("temperature", temperature) == 0:
         used = {name: value for name, value in used.items() if name not in FILTERS}
     return used
 
 
-def describe(defaults: Mapping[str, float]) -> str:
+def describe_sampling_defaults(defaults: Mapping[str, float]) -> str:
     """Return a note that names the defaults, and how to turn them off."""
     values = ", ".join(f"{name.replace('_', '-')} {value:.10g}" for name, value in defaults.items())
     return f"note: sampling defaults of the model: {values}; --generation-config none ignores them"

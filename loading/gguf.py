@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from errors import UserError
-from loading.checkpoint import check_pointer
+from loading.checkpoint import check_lfs_pointer
 
-NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd"))  # type -> `struct` form
+SCALAR_FORMATS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd"))  # of `struct`
 LENGTH = struct.Struct("<Q")
 STRING = 8
 ARRAY = 9
-TYPES = {  # of a tensor -> its name, how many numbers a block of it holds, and in how many bytes
+GGML_TYPES = {  # type -> its name, how many numbers a block of it holds, and in how many bytes
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
     2: ("Q4_0", 32, 18),
@@ -35,24 +35,24 @@ TYPES = {  # of a tensor -> its name, how many numbers a block of it holds, and 
     30: ("BF16", 1, 2),
     39: ("MXFP4", 32, 17),
 }
-UNREAD = dict(  # name -> number of a type that llama.cpp has, or had, and that is not read
+UNSUPPORTED_TYPES = dict(  # name -> number of a type of llama.cpp that is not read
     Q8_1=9, Q8_K=15, IQ2_XXS=16, IQ2_XS=17, IQ3_XXS=18, IQ1_S=19, IQ4_NL=20, IQ3_S=21, IQ2_S=22,
     IQ4_XS=23, I8=24, I16=25, I32=26, I64=27, F64=28, IQ1_M=29, Q4_0_4_4=31, Q4_0_4_8=32,
     Q4_0_8_8=33, TQ1_0=34, TQ2_0=35, IQ4_NL_4_4=36, IQ4_NL_4_8=37, IQ4_NL_8_8=38, NVFP4=40,
     Q1_0=41, Q2_0=42,
 )  # fmt: skip
 # A model in several files: the names that llama.cpp gives them.
-PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
+SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorInfo:
     """Where a tensor is. shape: as in torch, the slowest dimension first."""
 
     shape: tuple[int, ...]
-    type: str  # a name in TYPES
-    start: int  # in bytes from the file's beginning
-    size: int  # in bytes
+    type: str  # a name in GGML_TYPES
+    offset: int  # in bytes from the file's beginning
+    nbytes: int
     file: Path
 
 
@@ -65,59 +65,59 @@ class GGUF:
 
     file: Path
     metadata: dict
-    tensors: dict[str, Tensor]
+    tensors: dict[str, TensorInfo]
 
 
-class Cursor:
+class GGUFReader:
     """Reads values one after the other. Raises UserError where the file ends too early."""
 
-    def __init__(self, file: Path, opened: BinaryIO):
+    def __init__(self, file: Path, stream: BinaryIO):
         self.file = file
-        self.opened = opened
-        self.size = os.fstat(opened.fileno()).st_size
-        self.place = 0
+        self.stream = stream
+        self.size = os.fstat(stream.fileno()).st_size
+        self.position = 0
 
-    def take(self, size: int) -> bytes:
+    def read(self, size: int) -> bytes:
         """The next bytes."""
         # What is asked for may be more than there is memory, so the file's size comes first.
-        data = self.opened.read(size) if size <= self.size - self.place else b""
+        data = self.stream.read(size) if size <= self.size - self.position else b""
         if len(data) < size:
             raise UserError(f"{self.file}: cut off: the file ends at byte {self.size}")
-        self.place += size
+        self.position += size
         return data
 
-    def number(self, form: str):
+    def scalar(self, fmt: str):
         """A number. A float32 is a short decimal that rounds to it: 1e-05, not 9.99...e-06."""
-        (value,) = struct.unpack(f"<{form}", self.take(struct.calcsize(form)))
-        return shortest(value) if form == "f" else value
+        (value,) = struct.unpack(f"<{fmt}", self.read(struct.calcsize(fmt)))
+        return shortest_decimal(value) if fmt == "f" else value
 
     def string(self) -> str:
         """UTF-8 behind its length. Tokens may be parts of characters: their bytes are escaped."""
-        (length,) = LENGTH.unpack(self.take(8))  # faster than number: a vocabulary has many
-        return self.take(length).decode("utf-8", "surrogateescape")
+        (length,) = LENGTH.unpack(self.read(8))  # faster than scalar: a vocabulary has many
+        return self.read(length).decode("utf-8", "surrogateescape")
 
-    def value(self, kind: int):
+    def value(self, value_type: int):
         """A value of metadata."""
-        if kind == STRING:
+        if value_type == STRING:
             return self.string()
-        if kind in NUMBERS:
-            return self.number(NUMBERS[kind])
-        if kind != ARRAY:
-            raise UserError(f"{self.file}: a value has the type {kind}; types are 0 to 12")
-        kind = self.number("I")
-        count = self.number("Q")
-        if kind == STRING:
+        if value_type in SCALAR_FORMATS:
+            return self.scalar(SCALAR_FORMATS[value_type])
+        if value_type != ARRAY:
+            raise UserError(f"{self.file}: a value has the type {value_type}; types are 0 to 12")
+        value_type = self.scalar("I")
+        count = self.scalar("Q")
+        if value_type == STRING:
             return [self.string() for _ in range(count)]
-        if kind not in NUMBERS:
+        if value_type not in SCALAR_FORMATS:
             raise UserError(
-                f"{self.file}: an array has the type {kind}; numbers or strings are read"
+                f"{self.file}: an array has the type {value_type}; numbers or strings are read"
             )
-        numbers = array.array(NUMBERS[kind].replace("?", "B"))
-        numbers.frombytes(self.take(count * numbers.itemsize))
+        numbers = array.array(SCALAR_FORMATS[value_type].replace("?", "B"))
+        numbers.frombytes(self.read(count * numbers.itemsize))
         return numbers
 
 
-def shortest(number: float) -> float:
+def shortest_decimal(number: float) -> float:
     """The decimal of fewest digits, six or more, that rounds to this float32."""
     for digits in (6, 7, 8):
         decimal = float(f"{number:.{digits}g}")
@@ -131,116 +131,119 @@ def read_gguf(file: Path) -> GGUF:
 
     file: any of the parts. Raises UserError, in memory of a few times the files' size.
     """
-    gguf = read_part(file)
+    gguf = read_split(file)
     count = gguf.metadata.get("split.count", 0)
     if count in (0, 1):
         return gguf
-    named = PART.fullmatch(file.name)
-    if type(count) is not int or not named or int(named[3]) != count:
+    match = SPLIT_NAME.fullmatch(file.name)
+    if type(count) is not int or not match or int(match[3]) != count:
         parts = "files named NAME-00001-of-0000N.gguf, where split.count is N"
         raise UserError(
             f"{file}: split.count is {count!r:.20}; supported is 0 or 1, or the parts as {parts}"
         )
-    heads = []
+    headers = []
     tensors = {}
     for number in range(count):
-        path = file.with_name(f"{named[1]}-{number + 1:05}-of-{count:05}{named[4]}")
-        head = gguf if path == file else read_part(path)
-        found = head.metadata.get("split.no"), head.metadata.get("split.count")
-        if found != (number, count):
-            raise UserError(f"{path}: split.no and split.count are {found}, not {(number, count)}")
-        if twice := tensors.keys() & head.tensors.keys():
-            raise UserError(f"{path}: tensor {min(twice)} is also in a part before")
-        tensors |= head.tensors
-        heads.append(head)
-    metadata = heads[0].metadata
-    if (said := metadata.get("split.tensors.count", len(tensors))) != len(tensors):
+        path = file.with_name(f"{match[1]}-{number + 1:05}-of-{count:05}{match[4]}")
+        header = gguf if path == file else read_split(path)
+        split = header.metadata.get("split.no"), header.metadata.get("split.count")
+        if split != (number, count):
+            raise UserError(f"{path}: split.no and split.count are {split}, not {(number, count)}")
+        if duplicates := tensors.keys() & header.tensors.keys():
+            raise UserError(f"{path}: tensor {min(duplicates)} is also in a part before")
+        tensors |= header.tensors
+        headers.append(header)
+    metadata = headers[0].metadata
+    if (expected := metadata.get("split.tensors.count", len(tensors))) != len(tensors):
         raise UserError(
-            f"{heads[0].file}: {said} tensors in all parts, but there are {len(tensors)}"
+            f"{headers[0].file}: {expected} tensors in all parts, but there are {len(tensors)}"
         )
-    return GGUF(heads[0].file, metadata, tensors)
+    return GGUF(headers[0].file, metadata, tensors)
 
 
-def read_part(file: Path) -> GGUF:
+def read_split(file: Path) -> GGUF:
     """Return the head of one file. Raises UserError."""
     try:
         # Not mapped: reading a mapped file that became shorter kills the process.
-        with open(file, "rb") as opened:
-            return read_head(Cursor(file, opened))
+        with open(file, "rb") as stream:
+            return read_header(GGUFReader(file, stream))
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}") from None
 
 
-def read_head(cursor: Cursor) -> GGUF:
+def read_header(reader: GGUFReader) -> GGUF:
     """What stands before the tensors. Raises UserError."""
-    file = cursor.file
-    if not cursor.size:
+    file = reader.file
+    if not reader.size:
         raise UserError(f"{file}: the file is empty")
-    kind = cursor.take(4)
-    if kind != b"GGUF":
-        check_pointer(file, kind + cursor.opened.read(64))
+    magic = reader.read(4)
+    if magic != b"GGUF":
+        check_lfs_pointer(file, magic + reader.stream.read(64))
         raise UserError(f"{file}: not a GGUF file")
-    version = cursor.number("I")
+    version = reader.scalar("I")
     if version not in (2, 3):
         raise UserError(f"{file}: GGUF version {version}; 2 and 3 are read, little-endian")
-    tensor_count = cursor.number("Q")
+    tensor_count = reader.scalar("Q")
     metadata = {}
-    for _ in range(cursor.number("Q")):
-        key = cursor.string()
+    for _ in range(reader.scalar("Q")):
+        key = reader.string()
         if key in metadata:
             raise UserError(f"{file}: key {key} is there twice")
-        metadata[key] = cursor.value(cursor.number("I"))
+        metadata[key] = reader.value(reader.scalar("I"))
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 8 or alignment % 8:
         raise UserError(
             f"{file}: general.alignment is {alignment!r:.20}; it must be a multiple of 8"
         )
-    listed = {}
+    entries = {}
     for _ in range(tensor_count):
-        name = cursor.string()
-        if name in listed:
+        name = reader.string()
+        if name in entries:
             raise UserError(f"{file}: tensor {name} is there twice")
-        dimensions = cursor.number("I")
+        dimensions = reader.scalar("I")
         if not 1 <= dimensions <= 4:
             raise UserError(f"{file}: tensor {name} has {dimensions} dimensions; 1 to 4 are read")
-        shape = tuple(cursor.number("Q") for _ in range(dimensions))[::-1]
-        listed[name] = shape, cursor.number("I"), cursor.number("Q")
-    tensors = {name: locate(cursor, name, alignment, *said) for name, said in listed.items()}
-    check_apart(file, tensors)
+        shape = tuple(reader.scalar("Q") for _ in range(dimensions))[::-1]
+        entries[name] = shape, reader.scalar("I"), reader.scalar("Q")
+    tensors = {name: locate(reader, name, alignment, *entry) for name, entry in entries.items()}
+    check_no_overlap(file, tensors)
     return GGUF(file, metadata, tensors)
 
 
 def locate(
-    cursor: Cursor, name: str, alignment: int, shape: tuple, kind: int, offset: int
-) -> Tensor:
+    reader: GGUFReader, name: str, alignment: int, shape: tuple, ggml_type: int, offset: int
+) -> TensorInfo:
     """A tensor of a file whose head is read. Raises UserError if it is not whole, or unknown.
 
-    kind: a key of TYPES. offset: from where tensors begin, the first multiple after the head.
+    ggml_type: a key of GGML_TYPES. offset: from where tensors begin, the first multiple after the
+    head.
     """
-    where = f"{cursor.file}: tensor {name}"
-    if kind not in TYPES:
-        known = ", ".join(known for known, _, _ in TYPES.values())
-        names = {number: name for name, number in UNREAD.items()}
-        raise UserError(f"{where} has the type {names.get(kind, kind)}; known are {known}")
-    type_name, numbers, width = TYPES[kind]
+    where = f"{reader.file}: tensor {name}"
+    if ggml_type not in GGML_TYPES:
+        known = ", ".join(known for known, _, _ in GGML_TYPES.values())
+        names = {number: name for name, number in UNSUPPORTED_TYPES.items()}
+        raise UserError(
+            f"{where} has the type {names.get(ggml_type, ggml_type)}; known are {known}"
+        )
+    type_name, numbers, width = GGML_TYPES[ggml_type]
     if not all(shape) or shape[-1] % numbers:
         raise UserError(f"{where} is {shape}; rows of {type_name} are multiples of {numbers}")
     if offset % alignment:
         raise UserError(f"{where} begins at {offset}, which is no multiple of {alignment}")
-    start = -(-cursor.place // alignment) * alignment + offset
+    start = -(-reader.position // alignment) * alignment + offset
     size = math.prod(shape) // numbers * width
-    if start + size > cursor.size:
-        ends = f"it ends at byte {start + size}, the file at byte {cursor.size}"
+    if start + size > reader.size:
+        ends = f"it ends at byte {start + size}, the file at byte {reader.size}"
         raise UserError(f"{where} is cut off: {ends}")
-    return Tensor(shape, type_name, start, size, cursor.file)
+    return TensorInfo(shape, type_name, start, size, reader.file)
 
 
-def check_apart(file: Path, tensors: dict[str, Tensor]) -> None:
+def check_no_overlap(file: Path, tensors: dict[str, TensorInfo]) -> None:
     """Raise UserError if two tensors share a byte."""
     end = 0
     last = ""
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
-        if tensor.start < end:
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+        if tensor.offset < end:
             raise UserError(f"{file}: tensors {last} and {name} overlap")
-        end = tensor.start + tensor.size
+        end = tensor.offset + tensor.nbytes
         last = name

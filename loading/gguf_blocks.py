@@ -8,7 +8,7 @@ github.com/ggml-org/ggml.
 
 import torch
 
-from loading.gguf import TYPES
+from loading.gguf import GGML_TYPES
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
@@ -22,7 +22,7 @@ def decode(name: str, data: torch.Tensor) -> torch.Tensor:
 
 def split(name: str, data: torch.Tensor) -> Parts:
     """What blocks of this type are made of. data: their bytes, one after the other."""
-    (size,) = (size for known, _, size in TYPES.values() if known == name)
+    (size,) = (size for known, _, size in GGML_TYPES.values() if known == name)
     return DECODERS[name](data.view(-1, size))
 
 

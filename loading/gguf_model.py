@@ -16,12 +16,12 @@ from gemma import GemmaConfig
 from llama import ExpertsConfig, LlamaConfig
 from loading.checkpoint import read_bytes
 from loading.config import read_number, read_sizes, read_token_ids
-from loading.gguf import GGUF, Tensor
+from loading.gguf import GGUF, TensorInfo
 from loading.gguf_blocks import DECODERS, decode, split
 from loading.gguf_tokenizer import named_ends
 from model import GPTConfig, Model
 
-BLOCK = 2**20  # bytes of float32 in a block of rows: decoding is fastest in the processor's cache
+CHUNK_BYTES = 2**20  # of float32 in a block of rows: decoding is fastest in the processor's cache
 ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3", "qwen3moe", "gemma3")
 SIZES = {  # field of a config -> its key behind the architecture's name, and the largest value read
     "block_size": ("context_length", 10**7),
@@ -37,11 +37,11 @@ EXPERTS_SIZES = {  # the same of ExpertsConfig
     "num_experts_per_tok": ("expert_used_count", 1000),
     "n_inner": ("expert_feed_forward_length", 10**6),
 }
-ENDS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+EOS_KEYS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
 ROPE_FREQS = "rope_freqs.weight"
 GEMMA_SLIDING_WINDOW_PATTERN = 6  # one of six sees all: no key says so, llama.cpp's code does
 # Types whose numbers stand in the file as torch has them.
-PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+UNQUANTIZED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def read_gguf_config(gguf: GGUF) -> GPTConfig | LlamaConfig:
@@ -55,16 +55,16 @@ def read_gguf_config(gguf: GGUF) -> GPTConfig | LlamaConfig:
             f"{file}: its architecture is {reprlib.repr(architecture)}; read are {known}"
         )
     sizes = {field: (f"{architecture}.{key}", limit) for field, (key, limit) in SIZES.items()}
-    missing = {"n_kv_head": raw.get(sizes["n_head"][0]), "head_dim": 1}
-    fields = read_sizes(file, raw, sizes, missing)
+    defaults = {"n_kv_head": raw.get(sizes["n_head"][0]), "head_dim": 1}
+    fields = read_sizes(file, raw, sizes, defaults)
     if sizes["head_dim"][0] not in raw:
         fields["head_dim"] = fields["n_embd"] // fields["n_head"]
-    fields["vocab_size"] = find(gguf, "token_embd.weight").shape[0]
-    ends = [raw[key] for key in ENDS if key in raw] + named_ends(gguf)
-    ends = read_token_ids(file, {ENDS[0]: ends}, ENDS[0], fields["vocab_size"], None)
-    fields["eos_token_ids"] = ends
-    make = {"gpt2": gpt_config, "gemma3": gemma_config}.get(architecture, llama_config)
-    return make(gguf, architecture, fields)
+    fields["vocab_size"] = get_tensor(gguf, "token_embd.weight").shape[0]
+    eos_ids = [raw[key] for key in EOS_KEYS if key in raw] + named_ends(gguf)
+    eos_ids = read_token_ids(file, {EOS_KEYS[0]: eos_ids}, EOS_KEYS[0], fields["vocab_size"], None)
+    fields["eos_token_ids"] = eos_ids
+    build_config = {"gpt2": gpt_config, "gemma3": gemma_config}.get(architecture, llama_config)
+    return build_config(gguf, architecture, fields)
 
 
 def gpt_config(gguf: GGUF, architecture: str, fields: dict) -> GPTConfig:
@@ -102,10 +102,10 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
         experts = read_experts(gguf, architecture, fields)
     else:
         supported["expert_count"] = (0,)
-    check(gguf, {f"{architecture}.{key}": values for key, values in supported.items()})
-    note_assumed(gguf, architecture)
-    end = fields["eos_token_ids"][0]
-    bos = read_token_ids(file, raw, "tokenizer.ggml.bos_token_id", fields["vocab_size"], end)
+    check_metadata(gguf, {f"{architecture}.{key}": values for key, values in supported.items()})
+    warn_assumed(gguf, architecture)
+    eos_id = fields["eos_token_ids"][0]
+    bos = read_token_ids(file, raw, "tokenizer.ggml.bos_token_id", fields["vocab_size"], eos_id)
     epsilon = f"{architecture}.attention.layer_norm_rms_epsilon"
     return LlamaConfig(
         **fields,
@@ -122,7 +122,7 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
     )
 
 
-def note_assumed(gguf: GGUF, architecture: str) -> None:
+def warn_assumed(gguf: GGUF, architecture: str) -> None:
     """Print what is assumed where converters write no key: windows, and rotations that adapt.
 
     A Qwen2 may have a window in its config.json, and so may a Mistral, whose files call themselves
@@ -143,7 +143,7 @@ def gemma_config(gguf: GGUF, architecture: str, fields: dict) -> GemmaConfig:
     raw = gguf.metadata
     config = llama_config(gguf, architecture, fields)
     scaling = "gemma3.rope.scaling.type"
-    check(gguf, {"gemma3.final_logit_softcapping": (0,), scaling: ("linear", "none")})
+    check_metadata(gguf, {"gemma3.final_logit_softcapping": (0,), scaling: ("linear", "none")})
     factor = 1.0
     if raw.get(scaling) != "none":
         factor = read_number(file, raw, "gemma3.rope.scaling.factor", 1.0, 1e6)
@@ -194,10 +194,12 @@ def read_experts(gguf: GGUF, architecture: str, sizes: dict) -> ExpertsConfig:
     sizes: of the config. Raises UserError if a layer has other experts: a model of as many as the
     metadata may claim would take minutes to build.
     """
-    names = {field: (f"{architecture}.{key}", most) for field, (key, most) in EXPERTS_SIZES.items()}
+    names = {
+        field: (f"{architecture}.{key}", limit) for field, (key, limit) in EXPERTS_SIZES.items()
+    }
     # In a Mixtral's file no key says how wide experts are: as wide as one MLP would be.
-    missing = {"n_inner": sizes["n_inner"]} if architecture == "llama" else {}
-    fields = read_sizes(gguf.file, gguf.metadata, names, missing)
+    defaults = {"n_inner": sizes["n_inner"]} if architecture == "llama" else {}
+    fields = read_sizes(gguf.file, gguf.metadata, names, defaults)
     if fields["num_experts_per_tok"] > fields["num_experts"]:
         few = (
             f"{fields['num_experts_per_tok']} experts for a token,"
@@ -212,7 +214,7 @@ def read_experts(gguf: GGUF, architecture: str, sizes: dict) -> ExpertsConfig:
     return ExpertsConfig(**fields, norm_topk_prob=True)
 
 
-def check(gguf: GGUF, supported: dict[str, tuple]) -> None:
+def check_metadata(gguf: GGUF, supported: dict[str, tuple]) -> None:
     """Raise UserError unless each key has one of these values; a missing one means the first."""
     for key, values in supported.items():
         value = gguf.metadata.get(key, values[0])
@@ -227,7 +229,7 @@ def has_interleaved_rope(gguf: GGUF) -> bool:
     return gguf.metadata["general.architecture"] == "llama"
 
 
-def find(gguf: GGUF, name: str) -> Tensor:
+def get_tensor(gguf: GGUF, name: str) -> TensorInfo:
     """A tensor by its name. Raises UserError if it is missing."""
     if name not in gguf.tensors:
         raise UserError(f"{gguf.file}: tensor {name} is missing")
@@ -257,10 +259,10 @@ def norm_weight_offset(architecture: str, role: str) -> int:
 
 def gguf_name(model: Model, key: str) -> str:
     """What a GGUF file calls one of a model's tensors; experts of a layer share a name."""
-    layer, _, kind = key.rpartition(".")
+    layer, _, suffix = key.rpartition(".")
     numbers = iter(re.findall(r"(?<=\.)\d+(?=\.|$)", layer))
     name = re.sub(r"\*", lambda star: next(numbers), model.ROLES[model.role(key)][1])
-    return f"{name}.{kind}"
+    return f"{name}.{suffix}"
 
 
 def block_forms(gguf: GGUF, model: Model) -> dict[str, Form]:
@@ -281,17 +283,17 @@ def read_gguf_tensors(
     names = {}
     for key, _ in model.named_parameters():
         names.setdefault(gguf_name(model, key), []).append(key)
-    unread = {ROPE_FREQS} if has_interleaved_rope(gguf) else set()
+    ignored = {ROPE_FREQS} if has_interleaved_rope(gguf) else set()
     if model.config.tie_word_embeddings:
         check_head(gguf)
-        unread.add("output.weight")
+        ignored.add("output.weight")
     for name in gguf.tensors:
-        if name not in names and name not in unread:
+        if name not in names and name not in ignored:
             raise UserError(f"{gguf.file}: unexpected tensor {name}")
     for name, keys in names.items():
         count = (len(keys),) if is_stacked(model, keys[0]) else ()
         check_tensor(gguf, name, (*count, *model.get_parameter(keys[0]).shape))
-    return read_blocks(gguf, model, names, in_blocks)
+    return iterate_tensors(gguf, model, names, in_blocks)
 
 
 def check_head(gguf: GGUF) -> None:
@@ -303,12 +305,12 @@ def check_head(gguf: GGUF) -> None:
     names = ["output.weight", "token_embd.weight"]
     if names[0] not in gguf.tensors:
         return
-    head, embedding = (find(gguf, name) for name in names)
+    head, embedding = (get_tensor(gguf, name) for name in names)
     check_tensor(gguf, names[0], embedding.shape)
     check_tensor(gguf, names[1], embedding.shape)
     rounding = 0 if head.type == embedding.type else 0.3
     rows, width = embedding.shape
-    height = max(1, BLOCK // (4 * width))
+    height = max(1, CHUNK_BYTES // (4 * width))
     for start in range(0, rows, height):
         stop = min(start + height, rows)
         one, other = (read_rows(gguf, tensor, start, stop).float() for tensor in (head, embedding))
@@ -319,24 +321,24 @@ def check_head(gguf: GGUF) -> None:
 
 def check_tensor(gguf: GGUF, name: str, shape: tuple[int, ...]) -> None:
     """Raise UserError unless there is a tensor of this name and shape, of a type that is read."""
-    tensor = find(gguf, name)
+    tensor = get_tensor(gguf, name)
     if tensor.shape != shape:
         raise UserError(
             f"{gguf.file}: tensor {name} is {tensor.shape}, and the metadata says {shape}"
         )
-    if tensor.type not in (*PLAIN, *DECODERS):
-        known = ", ".join((*PLAIN, *DECODERS))
+    if tensor.type not in (*UNQUANTIZED, *DECODERS):
+        known = ", ".join((*UNQUANTIZED, *DECODERS))
         raise UserError(f"{gguf.file}: tensor {name} is {tensor.type}; {known} are read")
 
 
-def read_blocks(
+def iterate_tensors(
     gguf: GGUF, model: Model, names: dict[str, list[str]], in_blocks: bool
 ) -> Iterator[tuple]:
     """The blocks of `read_gguf_tensors`. names: in the file -> ours."""
-    places = [
+    entries = [
         (name, number, key) for name, keys in names.items() for number, key in enumerate(keys)
     ]
-    for name, number, key in places:
+    for name, number, key in entries:
         tensor = gguf.tensors[name]
         if is_stacked(model, key):  # rows of one expert after the other
             count, rows, *width = tensor.shape
@@ -345,14 +347,16 @@ def read_blocks(
         interleaved = has_interleaved_rope(gguf) and model.role(key) in ("query", "key")
         weight_offset = norm_weight_offset(gguf.metadata["general.architecture"], model.role(key))
         row_multiple = model.config.head_dim if interleaved else 1
-        height = -(-BLOCK // (4 * math.prod(tensor.shape[1:])) // row_multiple) * row_multiple
+        height = -(-CHUNK_BYTES // (4 * math.prod(tensor.shape[1:])) // row_multiple) * row_multiple
         if len(tensor.shape) == 1:  # numbers of a vector may share scales, so it comes whole
             height = rows
-        kept = in_blocks and len(tensor.shape) == 2 and tensor.type in FORMS
+        keep_blocks = in_blocks and len(tensor.shape) == 2 and tensor.type in FORMS
         for start in range(0, rows, height):
             stop = min(start + height, rows)
-            block = read_rows(gguf, tensor, number * rows + start, number * rows + stop, kept)
-            if interleaved and kept:
+            block = read_rows(
+                gguf, tensor, number * rows + start, number * rows + stop, keep_blocks
+            )
+            if interleaved and keep_blocks:
                 block = block.map(functools.partial(reverse_permute_weights, head_dim=row_multiple))
             elif interleaved:
                 block = reverse_permute_weights(block, row_multiple)
@@ -362,13 +366,13 @@ def read_blocks(
 
 
 def read_rows(
-    gguf: GGUF, tensor: Tensor, start: int, stop: int, in_blocks: bool = False
+    gguf: GGUF, tensor: TensorInfo, start: int, stop: int, in_blocks: bool = False
 ) -> torch.Tensor | Blocks:
     """Some rows of a tensor, in its own dtype; if they are in blocks, as these or in float32."""
     rows = tensor.shape[0]
-    size = tensor.size * (stop - start) // rows
-    data = read_bytes(tensor.file, tensor.start + tensor.size * start // rows, size)
-    numbers = torch.frombuffer(data, dtype=PLAIN.get(tensor.type, torch.uint8))
+    size = tensor.nbytes * (stop - start) // rows
+    data = read_bytes(tensor.file, tensor.offset + tensor.nbytes * start // rows, size)
+    numbers = torch.frombuffer(data, dtype=UNQUANTIZED.get(tensor.type, torch.uint8))
     if in_blocks:
         blocks = Blocks(*split(tensor.type, numbers))
         return blocks.map(lambda part: part.reshape(stop - start, -1))

@@ -33,10 +33,10 @@ def list_file(args: argparse.Namespace) -> None:
         count = f"{len(value):,} values: " if is_array else ""
         show(f"{printable(key):38} {count}{reprlib.repr(list(value[:7]) if is_array else value)}\n")
     for name, tensor in gguf.tensors.items():
-        place = f"{tensor.start:13,} to {tensor.start + tensor.size:13,}"
-        show(f"{printable(name):38} {tensor.type:6} {str(tensor.shape):16} {place}\n")
+        extent = f"{tensor.offset:13,} to {tensor.offset + tensor.nbytes:13,}"
+        show(f"{printable(name):38} {tensor.type:6} {str(tensor.shape):16} {extent}\n")
     types = collections.Counter(tensor.type for tensor in gguf.tensors.values())
-    size = sum(tensor.size for tensor in gguf.tensors.values())
+    size = sum(tensor.nbytes for tensor in gguf.tensors.values())
     counts = ", ".join(f"{count} {name}" for name, count in types.most_common())
     numbers = sum(math.prod(tensor.shape) for tensor in gguf.tensors.values())
     loaded = f"loaded {4 * numbers:,} in float32, {2 * numbers:,} in float16 or bfloat16"

@@ -19,10 +19,10 @@ from int8 import Int8Embedding, store, with_int8_layers
 from llama import Llama, LlamaConfig
 from loading.checkpoint import (
     check_values,
-    differ,
     has_tensors,
     read_json,
     read_tensors,
+    weights_differ,
     write_checkpoint,
 )
 from loading.config import (
@@ -36,9 +36,9 @@ from loading.config import (
     read_text_config,
     read_token_ids,
 )
-from loading.gguf import GGUF, PART, read_gguf
+from loading.gguf import GGUF, SPLIT_NAME, read_gguf
 from loading.gguf_model import block_forms, read_gguf_config, read_gguf_tensors
-from loading.lora import merged, read_adapter
+from loading.lora import merge_lora, read_adapter
 from model import GPT, GPTConfig, Model
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -73,11 +73,11 @@ PACKAGES = {  # name -> the Python package that holds its file, the version, the
 class Source:
     """Where a model comes from.
 
-    kind: "directory", "gguf", "hub" or "random". name: a path, the model's name on the hub, or a
+    type: "directory", "gguf", "hub" or "random". name: a path, the model's name on the hub, or a
     shape's. package: the name in PACKAGES that means this path, or none.
     """
 
-    kind: str
+    type: str
     name: str
     package: str = ""
 
@@ -86,10 +86,10 @@ class Source:
         """A name for tables; a path is relative if it is in this repository."""
         if self.package:
             return self.package
-        if self.kind in ("directory", "gguf"):
+        if self.type in ("directory", "gguf"):
             path, root = Path(self.name).resolve(), Path(__file__).resolve().parents[1]
             return str(path.relative_to(root) if path.is_relative_to(root) else path)
-        return self.name if self.kind == "hub" else f"random:{self.name}"
+        return self.name if self.type == "hub" else f"random:{self.name}"
 
     @functools.cached_property
     def gguf(self) -> GGUF:
@@ -101,43 +101,43 @@ class Source:
 
         A GGUF file's are beside it.
         """
-        if self.kind == "hub":
-            return fetch(self.name, file)
+        if self.type == "hub":
+            return download_file(self.name, file)
         path = Path(self.name)
-        path = (path.parent if self.kind == "gguf" else path) / file
+        path = (path.parent if self.type == "gguf" else path) / file
         return path if is_file(path) else None
 
     def file(self, file: str) -> Path:
         """The path that `find` returns. Raises UserError if there is no such file."""
         if path := self.find(file):
             return path
-        raise UserError(f"{self.name}: no {file} {self.place}")
+        raise UserError(f"{self.name}: no {file} {self.location}")
 
-    def weights(self) -> list[Path]:
+    def weight_files(self) -> list[Path]:
         """The files with the model's tensors: one, or else the shards that its index names.
 
         Raises UserError if one of them is not there, or the index names none.
         """
-        if self.kind == "gguf":
+        if self.type == "gguf":
             return [Path(self.name)]
         if path := self.find("model.safetensors"):
             return [path]
         if index := self.find("model.safetensors.index.json"):
-            return [self.file(shard) for shard in read_index(index)]
+            return [self.file(shard) for shard in read_shard_index(index)]
         pickles = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-        is_pickle = self.kind == "directory" and any(map(self.find, pickles))
-        hint = PICKLE if is_pickle else ""
-        if self.kind == "directory" and any(Path(self.name).glob("*.gguf")):
+        is_pickle = self.type == "directory" and any(map(self.find, pickles))
+        hint = PICKLE_HINT if is_pickle else ""
+        if self.type == "directory" and any(Path(self.name).glob("*.gguf")):
             hint = "; name one of its GGUF files"
-        raise UserError(f"{self.name}: no model.safetensors {self.place}{hint}")
+        raise UserError(f"{self.name}: no model.safetensors {self.location}{hint}")
 
     @property
-    def place(self) -> str:
-        places = {"directory": "in this directory", "gguf": "beside it"}
-        return places.get(self.kind, "on the Hugging Face hub")
+    def location(self) -> str:
+        locations = {"directory": "in this directory", "gguf": "beside it"}
+        return locations.get(self.type, "on the Hugging Face hub")
 
 
-PICKLE = (
+PICKLE_HINT = (
     "; its .bin files are pickles, which can run any code, and are not read: convert them with"
     " transformers, AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR)"
 )
@@ -151,7 +151,7 @@ def is_file(path: Path) -> bool:
         raise UserError(f"{path}: {error.strerror}") from None
 
 
-def parse_name(name) -> Source:
+def resolve_source(name) -> Source:
     """What a model's name means: a directory (it comes first), a GGUF file, one in a Python
     package, a model of the hub, or a known shape.
 
@@ -168,7 +168,7 @@ def parse_name(name) -> Source:
     if name.lower().endswith(".gguf"):
         return Source("gguf", name)
     if name in PACKAGES:
-        return Source("gguf", find_file(name), name)
+        return Source("gguf", find_package_file(name), name)
     if name in HUB_NAMES or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name, re.ASCII):
         if not os.path.isdir(os.path.dirname(name)):  # checkpoints/typo is a directory misspelled
             return Source("hub", name)
@@ -197,8 +197,8 @@ def find_gguf(directory: Path) -> Path | None:
     except OSError as error:
         raise UserError(f"{directory}: {error.strerror}") from None
     for name in names:
-        part = PART.fullmatch(name)
-        is_later = part and int(part[2]) > 1
+        split = SPLIT_NAME.fullmatch(name)
+        is_later = split and int(split[2]) > 1
         is_other = is_later or name.lower().startswith("mmproj")
         if name.lower().endswith(".gguf") and not is_other and is_file(directory / name):
             files.append(directory / name)
@@ -208,7 +208,7 @@ def find_gguf(directory: Path) -> Path | None:
     return files[0] if files else None
 
 
-def find_file(name: str) -> str:
+def find_package_file(name: str) -> str:
     """The path of a model that a Python package holds. Nothing in the package is run.
 
     Raises UserError, which says how to get it, if it is not installed.
@@ -225,10 +225,10 @@ def find_file(name: str) -> str:
 
 
 # Repository on the hub -> the commit at which this process reads it: all files are of one.
-COMMITS: dict[str, str] = {}
+REVISIONS: dict[str, str] = {}
 
 
-def fetch(name: str, file: str) -> Path | None:
+def download_file(name: str, file: str) -> Path | None:
     """Download one file of a model from the hub, unless it is in its cache; None if there is none.
 
     Raises UserError if that cannot be done. A file takes its place when it is complete, so an
@@ -246,7 +246,7 @@ def fetch(name: str, file: str) -> Path | None:
     logging.set_verbosity_error()  # one error at the end says what a warning for each retry would
     repository = f"openai-community/{name}" if name in HUB_NAMES else name
     try:
-        path = Path(hf_hub_download(repository, file, revision=COMMITS.get(repository)))
+        path = Path(hf_hub_download(repository, file, revision=REVISIONS.get(repository)))
     except Exception as error:  # offline, refused, disk full: the hub's errors share no base class
         if isinstance(error, errors.EntryNotFoundError):
             offline = isinstance(error, errors.LocalEntryNotFoundError)
@@ -256,7 +256,7 @@ def fetch(name: str, file: str) -> Path | None:
         raise UserError(
             f"{name} {missing}could not be fetched from the Hugging Face hub: {first_line(error)}"
         ) from None
-    COMMITS[repository] = path.parent.name
+    REVISIONS[repository] = path.parent.name
     return path
 
 
@@ -265,7 +265,7 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def read_index(file: Path) -> list[str]:
+def read_shard_index(file: Path) -> list[str]:
     """The shards that an index names. Raises UserError unless each tensor has one beside it."""
     shards = read_json(file).get("weight_map")
     shards = list(shards.values()) if isinstance(shards, dict) else []
@@ -284,56 +284,56 @@ class Architecture:
     model: type[Model]
     config: type
     read_config: Callable  # (the path of config.json, the object in it) -> config
-    fields: Callable  # config -> what config.json says, except the dtype
+    to_dict: Callable  # config -> what config.json says, except the dtype
 
 
 GPT2 = Architecture(GPT, GPTConfig, read_gpt_config, gpt_to_dict)
 LLAMA = Architecture(Llama, LlamaConfig, read_llama_config, llama_to_dict)
 GEMMA3 = Architecture(Gemma, GemmaConfig, read_gemma_config, gemma_to_dict)
-LLAMAS = "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral"
+LLAMA_MODEL_TYPES = "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral"
 # By the model_type of config.json.
 ARCHITECTURES = {"gpt2": GPT2, "gemma3_text": GEMMA3, "gemma3": GEMMA3} | dict.fromkeys(
-    LLAMAS, LLAMA
+    LLAMA_MODEL_TYPES, LLAMA
 )
 
 
-def architecture_of(config) -> Architecture:
+def get_architecture(config) -> Architecture:
     """What computes a model of this configuration."""
     return next(each for each in ARCHITECTURES.values() if type(config) is each.config)
 
 
 def load_config(name):
     """The configuration of a model, without its weights. name and errors: as of `load_model`."""
-    source = parse_name(name)
-    if source.kind == "random":
+    source = resolve_source(name)
+    if source.type == "random":
         return PRESETS[source.name]
-    if source.kind == "gguf":
+    if source.type == "gguf":
         return read_gguf_config(source.gguf)
     file = source.file("config.json")
     raw = read_text_config(file, read_json(file))
-    kind = raw.get("model_type")
-    check_values(file, {"model_type": kind}, {"model_type": tuple(ARCHITECTURES)})
+    model_type = raw.get("model_type")
+    check_values(file, {"model_type": model_type}, {"model_type": tuple(ARCHITECTURES)})
     check_unquantized(file, raw)
-    read_config = ARCHITECTURES[kind].read_config
+    read_config = ARCHITECTURES[model_type].read_config
     # Where config.json names no id, any one will do until the size of the vocabulary is known.
     is_named = raw.get("eos_token_id") is not None
     # Where chat models add ids that end a text.
     generation = source.find("generation_config.json")
-    ends = read_json(generation).get("eos_token_id") if generation else None
-    of_tokenizer = find_eos_token_id(source)
-    if ends is None and of_tokenizer is None:
+    generation_eos = read_json(generation).get("eos_token_id") if generation else None
+    tokenizer_eos_id = find_eos_token_id(source)
+    if generation_eos is None and tokenizer_eos_id is None:
         return read_config(file, raw)
     config = read_config(file, raw if is_named else raw | {"eos_token_id": 0})
-    more = ()
-    if ends is not None:
-        more = read_token_ids(
-            generation, {"eos_token_id": ends}, "eos_token_id", config.vocab_size, None
+    extra_ids = ()
+    if generation_eos is not None:
+        extra_ids = read_token_ids(
+            generation, {"eos_token_id": generation_eos}, "eos_token_id", config.vocab_size, None
         )
-    if type(of_tokenizer) is int and 0 <= of_tokenizer < config.vocab_size:
-        more = (*more, of_tokenizer)
+    if type(tokenizer_eos_id) is int and 0 <= tokenizer_eos_id < config.vocab_size:
+        extra_ids = (*extra_ids, tokenizer_eos_id)
     if not is_named:
-        config = read_config(file, raw | {"eos_token_id": list(more)} if more else raw)
-    ids = dict.fromkeys([*config.eos_token_ids, *more])
+        config = read_config(file, raw | {"eos_token_id": list(extra_ids)} if extra_ids else raw)
+    ids = dict.fromkeys([*config.eos_token_ids, *extra_ids])
     return dataclasses.replace(config, eos_token_ids=tuple(ids))
 
 
@@ -343,9 +343,11 @@ def check_unquantized(file: Path, raw: dict) -> None:
     They come with scales, without which their numbers mean nothing.
     """
     for key in ("quantization_config", "compression_config"):
-        if said := raw.get(key):
-            said = said if isinstance(said, dict) else {"quant_method": said}
-            method = reprlib.repr(said.get("quant_method", said.get("quant_type")))
+        if quantization := raw.get(key):
+            quantization = (
+                quantization if isinstance(quantization, dict) else {"quant_method": quantization}
+            )
+            method = reprlib.repr(quantization.get("quant_method", quantization.get("quant_type")))
             instead = "load the model before it was quantized, or a GGUF file of it"
             raise UserError(f"{file}: {key}: weights quantized by {method} are not read; {instead}")
 
@@ -358,26 +360,25 @@ def load_model(
     dtype: torch.int8 means weights as int8.py has them, torch.uint8 as blocks.py has them.
     adapter: the directory of one in peft's form, which becomes a part of the weights before they
     are rounded; None: none.
-    name: what `parse_name` understands: a directory in Hugging Face form, a GGUF file, a name in
-    PACKAGES, a model of the hub (`gpt2`, its sizes, or `org/name`), or `random:` before a name in
-    PRESETS, for that shape with random weights.
-    Raises UserError, in one line that says what is wrong, for anything else, and if memory runs
-    out.
+    name: what `resolve_source` understands: a directory in Hugging Face form, a GGUF file, a name
+    in PACKAGES, a model of the hub (`gpt2`, its sizes, or `org/name`), or `random:` before a name
+    in PRESETS, for that shape with random weights. Raises UserError, in one line that says what is
+    wrong, for anything else, and if memory runs out.
     """
-    source = parse_name(name)
-    model = model_of(source)
-    pairs = read_adapter(adapter, model)
-    blocks = merged(read_blocks(source, model, dtype, device), pairs)
-    return fill(model, blocks, source, dtype, device, pairs)
+    source = resolve_source(name)
+    model = initialize_model(source)
+    lora_weights = read_adapter(adapter, model)
+    chunks = merge_lora(weights_iterator(source, model, dtype, device), lora_weights)
+    return load_weights(model, chunks, source, dtype, device, lora_weights)
 
 
 def empty_model(config) -> Model:
     """A model whose weights have shapes, and no numbers yet."""
     with torch.device("meta"):
-        return architecture_of(config).model(config)
+        return get_architecture(config).model(config)
 
 
-def model_of(source: Source) -> Model:
+def initialize_model(source: Source) -> Model:
     """Return the empty model of a source. Raises UserError.
 
     Where config.json ties the head to the embedding, and the files have another head, that one
@@ -385,10 +386,10 @@ def model_of(source: Source) -> Model:
     """
     config = load_config(source)
     model = empty_model(config)
-    if not config.tie_word_embeddings or source.kind not in ("directory", "hub"):
+    if not config.tie_word_embeddings or source.type not in ("directory", "hub"):
         return model
-    files = source.weights()
-    if not differ(files, model.renamed, model.path("embedding"), "lm_head"):
+    files = source.weight_files()
+    if not weights_differ(files, model.map_key, model.path("embedding"), "lm_head"):
         return model
     other = f"{files[0].parent}: lm_head.weight is not the embedding"
     if not any(field.name == "tie_word_embeddings" for field in dataclasses.fields(config)):
@@ -397,28 +398,30 @@ def model_of(source: Source) -> Model:
     return empty_model(dataclasses.replace(config, tie_word_embeddings=False))
 
 
-def read_blocks(source: Source, model: Model, dtype: torch.dtype, device) -> Iterator[tuple]:
+def weights_iterator(source: Source, model: Model, dtype: torch.dtype, device) -> Iterator[tuple]:
     """The weights of a model in blocks of rows: (name, which rows, these rows), as `read_tensors`.
 
     model: one that is whole when this is called; its weights need no numbers.
     """
     shapes = {key: weight.shape for key, weight in model.named_parameters()}
-    if source.kind == "random":
+    if source.type == "random":
         return random_tensors(model, shapes, float_dtype(dtype), device)
-    if source.kind == "gguf":
+    if source.type == "gguf":
         return read_gguf_tensors(source.gguf, model, dtype == torch.uint8)
     transposed = {key for key in shapes if model.is_transposed(key)}
-    files = source.weights()
-    if left_out := {name for name in model.LEFT_OUT if has_tensors(files, name)}:
-        parts = " and ".join(sorted(left_out))
+    files = source.weight_files()
+    if skipped := {name for name in model.SKIP_PREFIXES if has_tensors(files, name)}:
+        parts = " and ".join(sorted(skipped))
         note(f"{files[0].parent}: tensors of {parts} are not read: this computes texts only")
-    skip = model.UNREAD
-    return read_tensors(files, shapes, model.PREFIX, skip, transposed, renamed=model.renamed)
+    skip = model.IGNORED_SUFFIXES
+    return read_tensors(
+        files, shapes, model.BASE_MODEL_PREFIX, skip, transposed, map_key=model.map_key
+    )
 
 
-def fill(
+def load_weights(
     model: Model,
-    blocks: Iterator[tuple],
+    chunks: Iterator[tuple],
     source: Source,
     dtype: torch.dtype,
     device,
@@ -426,7 +429,7 @@ def fill(
 ) -> Model:
     """Put numbers into an empty model. Returns it.
 
-    blocks: the arguments of `store`, after the first. changed: names of weights that are not those
+    chunks: the arguments of `store`, after the first. changed: names of weights that are not those
     of the file any more, so that they are rounded anew. Raises UserError if memory runs out.
     """
     size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
@@ -434,7 +437,7 @@ def fill(
         if dtype == torch.int8:
             with_int8_layers(model)
         elif dtype == torch.uint8:
-            forms = block_forms(source.gguf, model) if source.kind == "gguf" else {}
+            forms = block_forms(source.gguf, model) if source.type == "gguf" else {}
             forms = {name: form for name, form in forms.items() if name not in changed}
             with_block_layers(model, forms)
         weights = {}
@@ -442,8 +445,8 @@ def fill(
             weights[key] = torch.empty(tensor.shape, dtype=float_dtype(dtype), device=device)
         for key, tensor in model.named_buffers():  # of weights that are rounded
             weights[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        for block in blocks:
-            (store_blocks if dtype == torch.uint8 else store)(weights, *block)
+        for chunk in chunks:
+            (store_blocks if dtype == torch.uint8 else store)(weights, *chunk)
     model.load_state_dict(weights, assign=True, strict=False)
     return model.tie_weights().eval()
 
@@ -469,10 +472,10 @@ def save_model(model: Model, directory) -> None:
     Raises UserError if they cannot be written; then nothing half-written is left. Raises ValueError
     for weights that were rounded to whole numbers, which this format does not hold.
     """
-    kinds = {Int8Embedding: "int8 weights", BlockEmbedding: "weights in blocks"}
-    if kind := kinds.get(type(model.layer("embedding"))):
-        raise ValueError(f"a model with {kind} is not saved; save the one it was made from")
-    fields = architecture_of(model.config).fields(model.config)
+    quantized_types = {Int8Embedding: "int8 weights", BlockEmbedding: "weights in blocks"}
+    if quantized := quantized_types.get(type(model.layer("embedding"))):
+        raise ValueError(f"a model with {quantized} is not saved; save the one it was made from")
+    fields = get_architecture(model.config).to_dict(model.config)
     fields["dtype"] = str(model.dtype).removeprefix("torch.")
     # Not state_dict: there the head is a second name for the embedding, and would be written twice.
     weights = {}

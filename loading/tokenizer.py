@@ -14,7 +14,7 @@ from loading import byte_level, sentencepiece
 from loading.byte_level import BYTES, CHARACTERS
 from loading.checkpoint import check_values, read_json
 from loading.gguf_tokenizer import OWNER, tokenizer_json
-from loading.load import parse_name
+from loading.load import resolve_source
 
 EOT = "<|endoftext|>"
 SUPPORTED = {  # of a tokenizer.json: without these a token would not be the bytes that it spells
@@ -352,11 +352,11 @@ def load_encoding(name, vocab_size: int) -> Encoding:
     Raises UserError if it is smaller (but see `Encoding.with_rows`), or there is no tokenizer, or
     one of another kind.
     """
-    source = parse_name(name)
-    if source.kind == "gguf" and f"{OWNER}.tokens" in source.gguf.metadata:
+    source = resolve_source(name)
+    if source.type == "gguf" and f"{OWNER}.tokens" in source.gguf.metadata:
         fault = "its tokenizer makes no sense"
         encoding = Encoding(source.name, tokenizer_json(source.gguf), fault)
-    elif source.kind == "random" or source.kind == "gguf" and not source.find("tokenizer.json"):
+    elif source.type == "random" or source.type == "gguf" and not source.find("tokenizer.json"):
         encoding = numbers_encoding(source.label, vocab_size)
     else:
         encoding = read_tokenizer_json(source.file("tokenizer.json")).with_rows(vocab_size)

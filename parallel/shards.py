@@ -11,8 +11,8 @@ import torch
 import torch.nn as nn
 
 from errors import UserError
-from loading.load import fill, model_of, parse_name, read_blocks
-from loading.lora import merged, read_adapter
+from loading.load import initialize_model, load_weights, resolve_source, weights_iterator
+from loading.lora import merge_lora, read_adapter
 from model import Model
 from parallel.ranks import RankRunner, Ranks
 
@@ -29,13 +29,13 @@ def load_part(
     Where weights are rounded, layers are joined by "gather": a layer that turns its inputs, or has
     them in blocks, needs all of them.
     """
-    source = parse_name(name)
-    model = model_of(source)
+    source = resolve_source(name)
+    model = initialize_model(source)
     plan = Plan(model, ranks, ranks.way if dtype.is_floating_point else "gather")
-    pairs = read_adapter(adapter, model)
-    blocks = plan.own(merged(read_blocks(source, model, dtype, device), pairs))
+    lora_weights = read_adapter(adapter, model)
+    blocks = plan.own(merge_lora(weights_iterator(source, model, dtype, device), lora_weights))
     cut(model, plan)
-    fill(model, blocks, source, dtype, device, pairs)
+    load_weights(model, blocks, source, dtype, device, lora_weights)
     join_blocks(model, plan)
     return model
 

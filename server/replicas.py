@@ -11,7 +11,7 @@ from prometheus_client.core import Metric
 
 from command_line import pick_device
 from engine.options import load_engine, parse_adapters
-from loading.load import load_config, parse_name
+from loading.load import load_config, resolve_source
 from loading.tokenizer import load_encoding
 from sampling import SamplingParams
 from server.app import allowed_hosts, make_app
@@ -27,10 +27,10 @@ class Replica:
 
     async def __init__(self, args):
         make = functools.partial(
-            load_engine, args, parse_name(args.model), pick_device(args.device)
+            load_engine, args, resolve_source(args.model), pick_device(args.device)
         )
         self.thread = EngineThread(make, args.max_waiting, args.max_waiting_tokens)
-        self.metrics = Metrics(self.thread, served_name(parse_name(args.model)))
+        self.metrics = Metrics(self.thread, served_name(resolve_source(args.model)))
         self.name = uuid.uuid4().hex[:8]
         self.thread.start()
         await self.thread.ready
@@ -151,7 +151,7 @@ class Door:
         self.replicas = replicas
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        source = parse_name(self.args.model)
+        source = resolve_source(self.args.model)
         thread = Replicas(self.replicas, source)
         names = served_name(source), source.label
         adapters = parse_adapters(self.args.lora_modules)

@@ -10,7 +10,7 @@ from pathlib import Path
 from constraints import make_matcher, vocabulary_of
 from errors import UserError
 from loading.chat import HINT, Chat
-from loading.defaults import read_defaults
+from loading.defaults import read_sampling_defaults
 from loading.load import Source
 from loading.tokenizer import TextStream
 from loading.tools import CallForm, calls_grammar, check_tools, find_form
@@ -35,9 +35,9 @@ def served_name(source: Source) -> str:
     """What clients call a model."""
     if source.package:
         return source.package
-    if source.kind == "gguf":
+    if source.type == "gguf":
         return Path(source.name).stem
-    return Path(source.name).resolve().name if source.kind == "directory" else source.label
+    return Path(source.name).resolve().name if source.type == "directory" else source.label
 
 
 def find_chat(source: Source, file: Path | None = None) -> Chat | UserError:
@@ -59,7 +59,7 @@ def server_defaults(args, source: Source) -> dict[str, float]:
     A model without a chat template has none. Raises UserError.
     """
     chats = isinstance(find_chat(source, args.chat_template), Chat)
-    return read_defaults(source) if chats and args.generation_config == "auto" else {}
+    return read_sampling_defaults(source) if chats and args.generation_config == "auto" else {}
 
 
 class Served:

@@ -23,7 +23,7 @@ def random_tensors(model, targets: tuple[str, ...], rank: int = 3, seed: int = 0
     for path, layer in empty_model(model.config).named_modules():  # the model's may be rounded
         if path.rpartition(".")[2] in targets:
             outputs, inputs = layer.weight.shape
-            stem = f"base_model.model.{'' if path == 'lm_head' else model.PREFIX}{path}"
+            stem = f"base_model.model.{'' if path == 'lm_head' else model.BASE_MODEL_PREFIX}{path}"
             for side, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
                 numbers = torch.randn(shape, generator=generator, dtype=torch.float64) / 2
                 tensors[f"{stem}.lora_{side}.weight"] = numbers
@@ -43,21 +43,21 @@ def save_adapter(directory, tensors: dict, rank: int = 3, **config) -> Path:
 def random_pairs(model, targets: tuple[str, ...], seed: int = 0) -> dict:
     """What `read_adapter` makes of `random_tensors` with a scale of 1."""
     tensors = random_tensors(model, targets, 3, seed)
-    pairs = {}
+    lora_weights = {}
     for name, a in tensors.items():
         if name.endswith(".lora_A.weight"):
             stem = name.removesuffix(".lora_A.weight")
-            path = stem.removeprefix("base_model.model.").removeprefix(model.PREFIX)
-            pairs[f"{path}.weight"] = a, tensors[f"{stem}.lora_B.weight"]
-    return pairs
+            path = stem.removeprefix("base_model.model.").removeprefix(model.BASE_MODEL_PREFIX)
+            lora_weights[f"{path}.weight"] = a, tensors[f"{stem}.lora_B.weight"]
+    return lora_weights
 
 
 def with_adapters(model, targets: tuple[str, ...] = LINEAR, names: str = "ab"):
     """A model that rows may have random adapters of, with these letters for names. Returns it."""
     from adapters import Adapters
 
-    pairs = {name: random_pairs(model, targets, seed) for seed, name in enumerate(names)}
-    model.adapters = Adapters(model, pairs)
+    lora_weights = {name: random_pairs(model, targets, seed) for seed, name in enumerate(names)}
+    model.adapters = Adapters(model, lora_weights)
     return model
 
 

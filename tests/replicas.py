@@ -29,9 +29,9 @@ def parse(model, *options):
 def make_engine(args):
     """One for itself, as each replica has."""
     from engine.options import load_engine
-    from loading.load import parse_name
+    from loading.load import resolve_source
 
-    return load_engine(args, parse_name(args.model), "cpu")
+    return load_engine(args, resolve_source(args.model), "cpu")
 
 
 class Response:

@@ -146,7 +146,7 @@ def test_large_tensors_come_in_blocks_of_rows(tmp_path, monkeypatch):
     file = tmp_path / "model.safetensors"
     save_file(WEIGHTS, file)
     sizes = record(monkeypatch, checkpoint, "read_bytes", lambda file, start, size: size)
-    monkeypatch.setattr(checkpoint, "BLOCK", 12)  # bytes: a row of three floats
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 12)  # bytes: a row of three floats
     blocks = list(read_tensors([file], SHAPES))
     lengths = [(name, len(block)) for name, _, block in blocks]
     assert lengths == [("a", 1), ("a", 1), ("b.c", 3), ("b.c", 1)]
@@ -159,7 +159,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_one_line(tmp_path, monk
     """A mapped file would kill the process (SIGBUS), which nothing can catch."""
     file = tmp_path / "model.safetensors"
     save_file(WEIGHTS, file)
-    monkeypatch.setattr(checkpoint, "BLOCK", 12)
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 12)
     blocks = read_tensors([file], SHAPES)
     next(blocks)
     with open(file, "r+b") as opened:

@@ -184,7 +184,7 @@ def test_rows_of_a_tensor_in_parts(files, monkeypatch):
     file, _ = files("Q4_1")
     assert blocks().FORMS
     expected = load_model(file, torch.uint8).state_dict()
-    monkeypatch.setattr(gguf_model, "BLOCK", 4 * 64 * 7)
+    monkeypatch.setattr(gguf_model, "CHUNK_BYTES", 4 * 64 * 7)
     found = load_model(file, torch.uint8).state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in found)

@@ -15,8 +15,8 @@ from ranks import ROUNDING, compared, texts_of
 
 from benchmarks.export_gguf import write_gguf
 from errors import UserError
-from loading.gguf import read_part
-from loading.load import load_config, load_model, parse_name
+from loading.gguf import read_split
+from loading.load import load_config, load_model, resolve_source
 from loading.tokenizer import load_encoding
 from native import use_native
 
@@ -98,8 +98,8 @@ def test_blocks_of_rows_are_put_together(made, monkeypatch):
     from loading import gguf_model
 
     model, file = made("qwen2")
-    monkeypatch.setattr(gguf_model, "BLOCK", 4 * 16 * 5)
-    blocks = list(gguf_model.read_gguf_tensors(parse_name(file).gguf, model))
+    monkeypatch.setattr(gguf_model, "CHUNK_BYTES", 4 * 16 * 5)
+    blocks = list(gguf_model.read_gguf_tensors(resolve_source(file).gguf, model))
     assert max(block.nbytes for _, _, block in blocks) <= 4 * 24 * 5
     assert same(loaded(file), model)
 
@@ -218,11 +218,11 @@ def test_the_engine_and_its_draft(engine_cli, stories_file, tmp_path):
 def test_what_a_model_in_a_file_is_called(tmp_path):
     from server.served import served_name
 
-    source = parse_name(tmp_path / "Stories.v1.gguf")
-    assert (source.kind, source.label) == ("gguf", str(tmp_path / "Stories.v1.gguf"))
+    source = resolve_source(tmp_path / "Stories.v1.gguf")
+    assert (source.type, source.label) == ("gguf", str(tmp_path / "Stories.v1.gguf"))
     assert served_name(source) == "Stories.v1"
-    assert parse_name(ROOT / "a.gguf").label == "a.gguf"
-    assert source.weights() == [tmp_path / "Stories.v1.gguf"]
+    assert resolve_source(ROOT / "a.gguf").label == "a.gguf"
+    assert source.weight_files() == [tmp_path / "Stories.v1.gguf"]
 
 
 # Files that are wrong.
@@ -319,7 +319,7 @@ def test_types_that_are_not_read(made):
 
 def test_a_file_that_becomes_shorter_while_it_is_read(made):
     _, file = made("gpt2")
-    source = parse_name(file)
+    source = resolve_source(file)
     assert source.gguf.tensors
     file.write_bytes(file.read_bytes()[:-100])
     assert refused(load_model, source) == f"{file}: cut off while it was read"
@@ -330,7 +330,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read(made):
 def split_in(file, directory, count=3, **changes) -> list[Path]:
     """Write a file again in several parts. changes: keys of the last part, such as split_no."""
     directory.mkdir()
-    names = list(parse_name(file).gguf.tensors)
+    names = list(resolve_source(file).gguf.tensors)
     parts = []
     for number in range(count):
         kept = {names[-number]} if number else {*names[: -(count - 1)]}
@@ -348,7 +348,7 @@ def test_a_model_in_several_files(made, tmp_path):
     model, file = made("qwen3")
     directory = tmp_path / "parts"
     parts = split_in(file, directory)
-    assert [len(read_part(part).tensors) for part in parts][1:] == [1, 1]
+    assert [len(read_split(part).tensors) for part in parts][1:] == [1, 1]
     (directory / "mmproj-m.gguf").touch()
     for name in (*parts, directory):
         ours = loaded(name)
@@ -375,7 +375,7 @@ def test_parts_that_do_not_belong_together(made, tmp_path, changes, words):
 def test_parts_with_one_tensor_twice(made, tmp_path):
     _, file = made("qwen3")
     first, second = split_in(file, tmp_path / "parts", count=2)
-    name = next(iter(parse_name(second).gguf.tensors.keys() - read_part(first).tensors.keys()))
+    name = next(iter(resolve_source(second).gguf.tensors.keys() - read_split(first).tensors.keys()))
     edited(file, first, values={"split.count": 2, "split.no": 0})
     assert refused(load_model, first) == f"{second}: tensor {name} is also in a part before"
 
@@ -385,15 +385,15 @@ def test_a_directory_with_a_file(made, tiny_llama, tmp_path):
     directory = tmp_path / "model"
     directory.mkdir()
     shutil.copy(file, directory / "Model.GGUF")
-    source = parse_name(directory)
-    assert (source.kind, source.name) == ("gguf", str(directory / "Model.GGUF"))
-    assert parse_name(source.name).kind == "gguf"
+    source = resolve_source(directory)
+    assert (source.type, source.name) == ("gguf", str(directory / "Model.GGUF"))
+    assert resolve_source(source.name).type == "gguf"
     loaded(directory)
     shutil.copy(file, directory / "b.gguf")
     words = "2 models; name the file of one of them: Model.GGUF, b.gguf"
-    assert refused(parse_name, directory) == f"{directory}: {words}"
+    assert refused(resolve_source, directory) == f"{directory}: {words}"
     save_model(tiny_llama(dtype=torch.float32), directory)  # then it is in Hugging Face's form
-    assert parse_name(directory).kind == "directory"
+    assert resolve_source(directory).type == "directory"
     (directory / "model.safetensors").unlink()
     words = "no model.safetensors in this directory; name one of its GGUF files"
     assert refused(load_model, directory) == f"{directory}: {words}"
@@ -402,7 +402,7 @@ def test_a_directory_with_a_file(made, tiny_llama, tmp_path):
 def test_a_name_without_a_file(cli, tmp_path):
     words = f"{tmp_path / 'm.gguf'}: No such file or directory"
     assert is_one_line(cli("--model", tmp_path / "m.gguf"), words)
-    assert "a file that ends in .gguf, " in refused(parse_name, "nothing")
+    assert "a file that ends in .gguf, " in refused(resolve_source, "nothing")
 
 
 def test_two_hundred_and_fifty_broken_files(made, tmp_path):
@@ -410,7 +410,7 @@ def test_two_hundred_and_fifty_broken_files(made, tmp_path):
     kinds = {}
     for architecture in ("gpt2", "qwen3"):
         _, file = made(architecture, n_layer=1)
-        head = min(tensor.start for tensor in parse_name(file).gguf.tensors.values())
+        head = min(tensor.offset for tensor in resolve_source(file).gguf.tensors.values())
         broken = tmp_path / "broken.gguf"
         for data in mutated(file.read_bytes(), head, 125, seed=0):
             broken.write_bytes(data)

@@ -13,7 +13,7 @@ from ranks import ROUNDING, compared
 from test_gguf import MEASURE
 
 from benchmarks.export_gguf import write_gguf
-from loading.load import load_model, parse_name
+from loading.load import load_model, resolve_source
 from native import use_native
 
 BLOCKS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
@@ -66,7 +66,7 @@ def test_a_block_by_hand():
 
 def check_numbers(blocks, plain, name: str) -> None:
     """A file whose matrices are in blocks of this name is the model of the plain numbers."""
-    types = {tensor.type for tensor in parse_name(blocks).gguf.tensors.values()}
+    types = {tensor.type for tensor in resolve_source(blocks).gguf.tensors.values()}
     assert types == {"F32", name}
     ours, theirs = loaded(blocks), loaded(plain)
     pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
@@ -125,10 +125,10 @@ def test_a_vector_in_blocks(made, tmp_path, monkeypatch):
     assert data[place : place + 4] == bytes(4)
     data[place] = 8
     file.write_bytes(data)
-    tensor = parse_name(file).gguf.tensors["output_norm.weight"]
-    raw = np.frombuffer(bytes(data[tensor.start :][: tensor.size]), np.uint8)
+    tensor = resolve_source(file).gguf.tensors["output_norm.weight"]
+    raw = np.frombuffer(bytes(data[tensor.offset :][: tensor.nbytes]), np.uint8)
     theirs = gguf.dequantize(raw, gguf.GGMLQuantizationType.Q8_0)
-    monkeypatch.setattr(gguf_model, "BLOCK", 4 * 5)
+    monkeypatch.setattr(gguf_model, "CHUNK_BYTES", 4 * 5)
     assert np.array_equal(load_model(file).norm.weight.detach().numpy(), theirs)
 
 
@@ -136,7 +136,7 @@ def test_broken_files_of_blocks(made, tmp_path):
     _, file = made(n_layer=1)
     file = edited(file, tmp_path / "blocks.gguf", kind="Q4_1")
     loaded(file)
-    head = min(tensor.start for tensor in parse_name(file).gguf.tensors.values())
+    head = min(tensor.offset for tensor in resolve_source(file).gguf.tensors.values())
     assert 5 < loadable(file, head, 100, seed=2) < 70
 
 

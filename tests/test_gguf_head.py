@@ -64,9 +64,9 @@ def test_it_says_what_the_package_gguf_reads(written):
     for tensor in theirs.tensors:
         found = ours.tensors[tensor.name]
         assert found.shape == tuple(tensor.shape.tolist())[::-1]
-        assert (found.type, found.start) == (tensor.tensor_type.name, tensor.data_offset)
-        assert data[found.start :][: found.size] == tensor.data.tobytes()
-    for kind, (name, *sizes) in module_with("loading.gguf").TYPES.items():
+        assert (found.type, found.offset) == (tensor.tensor_type.name, tensor.data_offset)
+        assert data[found.offset :][: found.nbytes] == tensor.data.tobytes()
+    for kind, (name, *sizes) in module_with("loading.gguf").GGML_TYPES.items():
         theirs = gguf.GGMLQuantizationType(kind)
         assert (theirs.name, gguf.GGML_QUANT_SIZES[theirs]) == (name, tuple(sizes))
 

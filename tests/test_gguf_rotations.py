@@ -9,7 +9,7 @@ from ranks import ROUNDING, compared
 
 from benchmarks.export_gguf import pairs_together, write_gguf
 from llama import RopeScaling
-from loading.load import load_model, parse_name, save_model
+from loading.load import load_model, resolve_source, save_model
 from native import use_native
 
 SCALING = RopeScaling(8.0, 1.0, 4.0, 64)
@@ -81,7 +81,7 @@ def test_a_block_of_rows_is_of_whole_heads(made, monkeypatch):
     model, file = made(qkv_bias=True)
     loaded(file)
     for rows in (1, 7, 13):
-        monkeypatch.setattr(gguf_model, "BLOCK", 4 * 16 * rows)
+        monkeypatch.setattr(gguf_model, "CHUNK_BYTES", 4 * 16 * rows)
         assert same(loaded(file), model)
 
 
@@ -165,5 +165,5 @@ def test_still_only_a_llama_has_a_table(tiny_llama, tmp_path):
 def test_broken_llamas(made, tmp_path):
     _, file = made(n_layer=1, rope_scaling=SCALING)
     loaded(file)
-    head = min(tensor.start for tensor in parse_name(file).gguf.tensors.values())
+    head = min(tensor.offset for tensor in resolve_source(file).gguf.tensors.values())
     assert 5 < loadable(file, head + 64, 100, seed=1) < 70

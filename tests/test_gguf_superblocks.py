@@ -98,6 +98,6 @@ def test_parts_of_a_tensor(made, monkeypatch):
 
     blocks, plain = made("Q5_K")
     loaded(blocks)
-    monkeypatch.setattr(gguf_model, "BLOCK", 4 * 256 * 7)
+    monkeypatch.setattr(gguf_model, "CHUNK_BYTES", 4 * 256 * 7)
     pairs = zip(load_model(blocks).parameters(), load_model(plain).parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)

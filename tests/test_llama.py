@@ -13,7 +13,7 @@ from cache import KVCache
 from errors import UserError
 from infer_speculative import generate_speculative, propose_prompt_lookup
 from int8 import to_int8
-from loading.load import load_config, load_model, parse_name, save_model
+from loading.load import load_config, load_model, resolve_source, save_model
 from sampling import SamplingParams
 
 LLAMA = CHECKPOINTS / "stories-llama"
@@ -168,12 +168,12 @@ def test_half_precision_stays_close():
 def test_a_shape_with_random_weights():
     from llama import Llama
 
-    assert parse_name("random:smollm2-135m").kind == "random"
+    assert resolve_source("random:smollm2-135m").type == "random"
     with torch.device("meta"):
         model = Llama(load_config("random:smollm2-135m"))
     assert sum(weight.numel() for weight in model.parameters()) == 134_515_008  # as its card says
     with pytest.raises(UserError, match="unknown model 'smollm2-135m'.* random: .*smollm2-135m$"):
-        parse_name("smollm2-135m")
+        resolve_source("smollm2-135m")
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -11,7 +11,15 @@ from safetensors.torch import load_file, save_file
 
 from errors import UserError
 from loading import load
-from loading.load import HUB_NAMES, PRESETS, Source, load_config, load_model, parse_name, save_model
+from loading.load import (
+    HUB_NAMES,
+    PRESETS,
+    Source,
+    load_config,
+    load_model,
+    resolve_source,
+    save_model,
+)
 from model import GPT, GPTConfig
 
 # Names
@@ -22,26 +30,26 @@ ON_THE_HUB = ["Qwen/Qwen2.5-0.5B", "a/b", "meta-llama/Llama-3.2-1B", "o_1/x.y_z"
 
 @pytest.mark.parametrize("name", [*HUB_NAMES, *ON_THE_HUB])
 def test_names_of_the_hub(name):
-    assert parse_name(name) == Source("hub", name)
-    assert parse_name(name).label == name
+    assert resolve_source(name) == Source("hub", name)
+    assert resolve_source(name).label == name
     if name in HUB_NAMES:
-        assert parse_name(f"random:{name}") == Source("random", name)
-        assert parse_name(f"random:{name}").label == f"random:{name}"
+        assert resolve_source(f"random:{name}") == Source("random", name)
+        assert resolve_source(f"random:{name}").label == f"random:{name}"
 
 
 def test_a_directory_comes_before_a_name_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("gpt2").mkdir()
-    assert parse_name("gpt2") == Source("directory", "gpt2") == parse_name(Path("gpt2"))
+    assert resolve_source("gpt2") == Source("directory", "gpt2") == resolve_source(Path("gpt2"))
 
 
 def test_a_source_stays_what_it_is(tmp_path, monkeypatch):
     """So a name is parsed once in a run, even if what it means changes meanwhile."""
-    source = parse_name("gpt2")
+    source = resolve_source("gpt2")
     monkeypatch.chdir(tmp_path)
     Path("gpt2").mkdir()
-    assert parse_name(source) is source
-    source = parse_name("random:gpt2")
+    assert resolve_source(source) is source
+    source = resolve_source("random:gpt2")
     assert load_config(source) == PRESETS["gpt2"]
 
 
@@ -53,7 +61,7 @@ UNKNOWN += r" no/such/directory org/ /name ./name org/../name örg/name org\name
     "name", [*UNKNOWN.split(), "", "x" * 300, "a\0b", __file__, "org/na me", "org/name\n"]
 )
 def test_an_unknown_name_lists_the_valid_ones(name):
-    message = refused(parse_name, name)
+    message = refused(resolve_source, name)
     assert repr(name) in message
     assert "gpt2, gpt2-medium, gpt2-large, gpt2-xl" in message
     assert "random:" in message
@@ -61,8 +69,8 @@ def test_an_unknown_name_lists_the_valid_ones(name):
 
 def test_a_directory_misspelled_is_no_model_of_the_hub(monkeypatch):
     monkeypatch.chdir(CHECKPOINTS.parent)
-    assert parse_name("checkpoints/stories").kind == "directory"
-    assert "unknown model 'checkpoints/storis'" in refused(parse_name, "checkpoints/storis")
+    assert resolve_source("checkpoints/stories").type == "directory"
+    assert "unknown model 'checkpoints/storis'" in refused(resolve_source, "checkpoints/storis")
 
 
 def test_a_directory_has_one_label_however_it_is_spelled(tmp_path, monkeypatch):
@@ -71,12 +79,12 @@ def test_a_directory_has_one_label_however_it_is_spelled(tmp_path, monkeypatch):
         f"{CHECKPOINTS}/stories/",
         CHECKPOINTS / "stories-draft/../stories",
     ]
-    labels = {parse_name(name).label for name in spelled}
+    labels = {resolve_source(name).label for name in spelled}
     monkeypatch.chdir(CHECKPOINTS / "stories")
-    assert labels | {parse_name(".").label} == {"checkpoints/stories"}
+    assert labels | {resolve_source(".").label} == {"checkpoints/stories"}
     for name in ("a/stories", "b/stories"):
         (tmp_path / name).mkdir(parents=True)
-        assert parse_name(tmp_path / name).label == str(tmp_path.resolve() / name)
+        assert resolve_source(tmp_path / name).label == str(tmp_path.resolve() / name)
 
 
 class Hub:
@@ -106,7 +114,7 @@ def hub(tmp_path, monkeypatch):
 
     made = Hub(tmp_path / "hub")
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", made.download)
-    monkeypatch.setattr(load, "COMMITS", {})
+    monkeypatch.setattr(load, "REVISIONS", {})
     return made
 
 
@@ -114,12 +122,12 @@ def hub(tmp_path, monkeypatch):
     "name, repository", [("gpt2-large", "openai-community/gpt2-large"), ("org/name", "org/name")]
 )
 def test_a_file_of_the_hub_is_fetched_when_it_is_asked_for(hub, name, repository):
-    source = parse_name(name)
+    source = resolve_source(name)
     assert hub.asked == []
     path = source.file("config.json")
     assert path.name == "config.json" and path.is_file()
     assert hub.asked == [(repository, "config.json", None)]
-    assert source.weights() == [path.with_name("model.safetensors")]
+    assert source.weight_files() == [path.with_name("model.safetensors")]
     assert source.find("chat_template.jinja") is None
     message = refused(source.file, "tokenizer.json")
     assert message == f"{name}: no tokenizer.json on the Hugging Face hub"
@@ -127,11 +135,11 @@ def test_a_file_of_the_hub_is_fetched_when_it_is_asked_for(hub, name, repository
 
 def test_all_files_of_a_model_are_of_one_commit(hub):
     """Its author may replace them while we read."""
-    parse_name("org/name").file("config.json")
+    resolve_source("org/name").file("config.json")
     hub.commit = "badc0de"
-    parse_name("org/name").weights()
-    parse_name("org/other").file("config.json")
-    parse_name("org/other").weights()
+    resolve_source("org/name").weight_files()
+    resolve_source("org/other").file("config.json")
+    resolve_source("org/other").weight_files()
     assert [revision for *_, revision in hub.asked] == [None, "c0ffee", None, "badc0de"]
 
 
@@ -139,7 +147,7 @@ def test_shards_of_the_hub(hub, monkeypatch):
     hub.files = {"config.json", "model.safetensors.index.json", "a.safetensors"}
     index = {"weight_map": {"x": "a.safetensors", "y": "a.safetensors"}}
     monkeypatch.setattr(load, "read_json", lambda file: index)
-    weights = parse_name("org/name").weights
+    weights = resolve_source("org/name").weight_files
     assert [file.name for file in weights()] == ["a.safetensors"]
     hub.files.remove("a.safetensors")
     assert refused(weights) == "org/name: no a.safetensors on the Hugging Face hub"
@@ -168,7 +176,10 @@ def break_hub(monkeypatch):
 )
 def test_a_hub_that_does_not_answer_is_one_line(break_hub, text, reason, name, words):
     break_hub(OSError(text))
-    for ask in (parse_name(name).weights, lambda: parse_name(name).find("chat_template.jinja")):
+    for ask in (
+        resolve_source(name).weight_files,
+        lambda: resolve_source(name).find("chat_template.jinja"),
+    ):
         assert refused(ask) == f"{words} could not be fetched from the Hugging Face hub: {reason}"
 
 
@@ -180,7 +191,7 @@ def test_without_a_network_a_file_known_to_be_none_is_none(break_hub, monkeypatc
     break_hub(LocalEntryNotFoundError("offline"))
     known = {"generation_config.json": huggingface_hub._CACHED_NO_EXIST, "tokenizer.json": None}
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda _, file: known[file])
-    source = parse_name("org/name")
+    source = resolve_source("org/name")
     assert source.find("generation_config.json") is None
     message = refused(source.find, "tokenizer.json")
     assert message.endswith("could not be fetched from the Hugging Face hub: offline")
@@ -243,7 +254,7 @@ def test_an_index_names_the_shards(tmp_path):
     write_index(tmp_path, {"a": names[0], "d": names[0], "b.c": names[1]})
     for name in names:
         (tmp_path / name).touch()
-    weights = parse_name(tmp_path).weights
+    weights = resolve_source(tmp_path).weight_files
     assert weights() == [tmp_path / "x-2.safetensors", tmp_path / "x-1.safetensors"]
     (tmp_path / "x-1.safetensors").unlink()
     assert refused(weights) == f"{tmp_path}: no x-1.safetensors in this directory"
@@ -260,13 +271,13 @@ def test_an_index_that_leads_elsewhere_is_refused(tmp_path, file):
     for weight_map in ({"a": file}, {"a": "x.safetensors", "b": file}, [file], file):
         index = write_index(tmp_path, weight_map)
         words = "weight_map does not name a .safetensors file beside it for each tensor"
-        assert refused(parse_name(tmp_path).weights) == f"{index}: {words}"
+        assert refused(resolve_source(tmp_path).weight_files) == f"{index}: {words}"
 
 
 def test_a_shard_of_a_long_name_is_one_line(tmp_path):
     name = "x" * 300 + ".safetensors"
     write_index(tmp_path, {"a": name})
-    message = refused(parse_name(tmp_path).weights)
+    message = refused(resolve_source(tmp_path).weight_files)
     assert message == f"{tmp_path}/{name}: File name too long"
 
 

@@ -41,10 +41,10 @@ def check_own(model, requests, **options) -> None:
         assert request.output == own_text(model, request, **options)
 
 
-def merged_model(build, pairs, **options):
+def merged_model(build, lora_weights, **options):
     """A random model with an adapter in its weights."""
     model = build(**options)
-    for name, (a, b) in pairs.items():
+    for name, (a, b) in lora_weights.items():
         model.get_parameter(name).data += b.to(model.dtype) @ a.to(model.dtype)
     return model
 
@@ -65,9 +65,11 @@ def test_rows_are_those_of_peft(peer, tmp_path, kind):
             weight.data = weight.data.double().normal_(std=0.3, generator=generator)
     theirs.save_pretrained(tmp_path, selected_adapters=["b"])
     model = load_model(base, torch.float64)
-    pairs = {"a": tmp_path / "a", "b": tmp_path / "b"}
-    pairs = {name: read_adapter(directory, model) for name, directory in pairs.items()}
-    model.adapters = Adapters(model, pairs)
+    lora_weights = {"a": tmp_path / "a", "b": tmp_path / "b"}
+    lora_weights = {
+        name: read_adapter(directory, model) for name, directory in lora_weights.items()
+    }
+    model.adapters = Adapters(model, lora_weights)
     prompts = [random_tokens(9, seed=row) for row in range(3)] * 2
     names = ["", "a", "b", "a", "b", ""]
     their_names = {"": "__base__", "a": "default", "b": "b"}
@@ -141,7 +143,7 @@ def test_prefixes_are_shared_with_one_adapter_only(build):
 
 def test_layers_of_whole_numbers_keep_them(tiny_llama):
     """The base is rounded, what an adapter adds is not."""
-    from adapters import adapted
+    from adapters import use_adapters
     from int8 import to_int8
 
     model = tiny_llama(dtype=torch.float32)
@@ -149,7 +151,7 @@ def test_layers_of_whole_numbers_keep_them(tiny_llama):
     model = with_adapters(to_int8(model))
     a, b = random_pairs(model, LINEAR, seed=1)["layers.1.mlp.down_proj.weight"]
     x = torch.randn(5, 24)
-    with adapted(model, ["b", "", "a"], [range(1), range(1, 4), range(4, 5)]):
+    with use_adapters(model, ["b", "", "a"], [range(1), range(1, 4), range(4, 5)]):
         found = model.layers[1].mlp.down_proj(x)
     assert torch.equal(found[1:4], base(x)[1:4])
     assert (found[0] - base(x)[0] - b.float() @ (a.float() @ x[0])).abs().max() < 1e-4

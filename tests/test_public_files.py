@@ -194,7 +194,7 @@ def test_an_end_that_only_the_tokenizer_names(tiny_llama, tmp_path):
 
 
 def test_special_tokens_of_both_files(tmp_path):
-    from loading.load import parse_name
+    from loading.load import resolve_source
 
     write(
         tmp_path,
@@ -202,10 +202,10 @@ def test_special_tokens_of_both_files(tmp_path):
         tokenizer_config={"eos_token": "<end>", "cls_token": "<c>", "unk_token": None},
     )
     expected = {"bos_token": "<s>", "eos_token": "</s>", "cls_token": "<c>"}
-    assert read_special_tokens(parse_name(tmp_path)) == expected
+    assert read_special_tokens(resolve_source(tmp_path)) == expected
     edit_json(tmp_path / "tokenizer_config.json", {"added_tokens_decoder": {}})
     expected = {"eos_token": "<end>", "cls_token": "<c>"}
-    assert read_special_tokens(parse_name(tmp_path)) == expected
+    assert read_special_tokens(resolve_source(tmp_path)) == expected
 
 
 # Quantized weights

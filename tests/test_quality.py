@@ -211,7 +211,7 @@ def test_llama_cpp_gives_the_logits_after_each_token_with_a_float32_cache():
 
 def test_what_runs_if_nothing_is_named(monkeypatch):
     module = script()
-    asked = record(monkeypatch, module, "parse_name", lambda name: name)
+    asked = record(monkeypatch, module, "resolve_source", lambda name: name)
     assert module.default_text("checkpoints/stories-draft").name == "stories.txt"
     assert module.default_text("random:gpt2").name == "english.txt"
     name = module.default_model()

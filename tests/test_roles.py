@@ -68,9 +68,9 @@ class Other(Llama):
         "norm": ("last_norm", "output_norm"),
         "head": ("output", "output"),
     }
-    PREFIX = "inner."
+    BASE_MODEL_PREFIX = "inner."
     TRANSPOSED = ("down",)
-    UNREAD = ("rope.freqs",)
+    IGNORED_SUFFIXES = ("rope.freqs",)
 
     def __init__(self, config):
         Model.__init__(self)

@@ -10,8 +10,8 @@ from serving import SMALL, engine_alone, serving, small_encoding, small_engine
 
 import infer_engine
 from loading.chat import Chat
-from loading.defaults import read_defaults
-from loading.load import Source, parse_name
+from loading.defaults import read_sampling_defaults
+from loading.load import Source, resolve_source
 
 FILE = "generation_config.json"
 TALK = [{"role": "user", "content": "rocket, moon"}]
@@ -55,7 +55,7 @@ def saying(directory, said: dict) -> Source:
     ids=str,
 )
 def test_what_generation_config_says(tmp_path, said, found):
-    assert read_defaults(saying(tmp_path, said)) == found
+    assert read_sampling_defaults(saying(tmp_path, said)) == found
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_what_generation_config_says(tmp_path, said, found):
     ],
 )
 def test_a_value_out_of_range_names_file_and_key(tmp_path, key, value, allowed):
-    message = refused(read_defaults, saying(tmp_path, {key: value}))
+    message = refused(read_sampling_defaults, saying(tmp_path, {key: value}))
     said = f"{tmp_path / FILE}: {key} is {value!r}; it must be {allowed}; {OFF}"
     assert message.startswith(said)
 
@@ -82,7 +82,7 @@ def gguf(directory, metadata: dict) -> SimpleNamespace:
     """A source that is a GGUF file with these keys."""
     find = Source("gguf", str(directory / "x.gguf")).find
     head = SimpleNamespace(metadata=metadata)
-    return SimpleNamespace(kind="gguf", name="x.gguf", package="", gguf=head, find=find)
+    return SimpleNamespace(type="gguf", name="x.gguf", package="", gguf=head, find=find)
 
 
 def test_what_a_gguf_file_says(tmp_path):
@@ -91,10 +91,10 @@ def test_what_a_gguf_file_says(tmp_path):
     keys |= {f"{owner}min_p": 0.05, f"{owner}penalty_repeat": 1.1, f"{owner}sequence": "k;p"}
     found = {"temperature": 0.6, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.1}
     saying(tmp_path, {"temperature": 0.3})
-    assert read_defaults(gguf(tmp_path, keys)) == found
+    assert read_sampling_defaults(gguf(tmp_path, keys)) == found
     # Without such keys the file beside it counts, as its other files do.
-    assert read_defaults(gguf(tmp_path, {"general.name": "x"})) == {"temperature": 0.3}
-    message = refused(read_defaults, gguf(tmp_path, {f"{owner}penalty_repeat": -1.0}))
+    assert read_sampling_defaults(gguf(tmp_path, {"general.name": "x"})) == {"temperature": 0.3}
+    message = refused(read_sampling_defaults, gguf(tmp_path, {f"{owner}penalty_repeat": -1.0}))
     assert message.startswith(f"x.gguf: {owner}penalty_repeat is -1.0; it must be a finite number")
 
 
@@ -111,9 +111,9 @@ def test_names_of_llama_cpp():
 
 def test_other_models():
     card = {"temperature": 0.2, "top_p": 0.9}
-    assert read_defaults(Source("gguf", "not/there.gguf", "smollm2")) == card
+    assert read_sampling_defaults(Source("gguf", "not/there.gguf", "smollm2")) == card
     for name in ("random:gpt2", CHECKPOINTS / "stories", SMALL):
-        assert read_defaults(parse_name(name)) == {}
+        assert read_sampling_defaults(resolve_source(name)) == {}
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +187,7 @@ def test_a_server_names_them_once(advised, tmp_path, capsys):
 
     def found(model, said="auto") -> dict:
         args = SimpleNamespace(generation_config=said, chat_template=None)
-        return server_defaults(args, parse_name(model))
+        return server_defaults(args, resolve_source(model))
 
     expected = {"temperature": 1.5, "top_k": 40, "repetition_penalty": 1.2}
     assert found(advised) == expected
@@ -210,6 +210,6 @@ def test_an_error_is_one_line_and_no_note(cli, advised):
 
 
 def test_a_note_writes_whole_numbers_whole():
-    from loading.defaults import describe
+    from loading.defaults import describe_sampling_defaults
 
-    assert "top-k 1000000, top-p 0.9;" in describe({"top_k": 10**6, "top_p": 0.9})
+    assert "top-k 1000000, top-p 0.9;" in describe_sampling_defaults({"top_k": 10**6, "top_p": 0.9})

@@ -67,13 +67,13 @@ def test_the_model_is_one_that_takes_system_messages_where_it_is_installed(monke
     from command_line import Parser
     from errors import UserError
 
-    def find_file(name):
+    def find_package_file(name):
         assert name == "smollm2"
         if not installed:
             raise UserError("smollm2 is not installed")
         return "x.gguf"
 
-    monkeypatch.setattr(serve, "find_file", find_file)
+    monkeypatch.setattr(serve, "find_package_file", find_package_file)
     parser = Parser()
     serve.add_server_options(parser)
     expected = "smollm2" if installed else serve.LLAMA

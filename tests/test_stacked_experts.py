@@ -86,7 +86,7 @@ def test_blocks_of_rows_end_with_an_expert(made, monkeypatch, block):
     from loading import gguf_model
 
     model, file = made()
-    monkeypatch.setattr(gguf_model, "BLOCK", block)
+    monkeypatch.setattr(gguf_model, "CHUNK_BYTES", block)
     assert same(load_model(file), model)
 
 

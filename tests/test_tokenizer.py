@@ -88,7 +88,7 @@ def test_random_models_read_bytes_and_print_numbers():
 
 
 def test_models_of_the_hub_have_a_file_too(monkeypatch, pair):
-    monkeypatch.setattr(hub, "fetch", lambda name, file: CHECKPOINTS / "stories" / file)
+    monkeypatch.setattr(hub, "download_file", lambda name, file: CHECKPOINTS / "stories" / file)
     ours = load_encoding("gpt2-xl", 50257)
     for text in TEXTS:
         assert ours.encode(text, allowed_special="all") == pair[1].encode(text).ids

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import infer
 from loading.chat import Chat
-from loading.load import load_model, parse_name
+from loading.load import load_model, resolve_source
 from loading.tokenizer import load_encoding
 from native import use_native
 from sampling import SamplingParams
@@ -42,7 +42,7 @@ PARTS = {  # of a tensor's name in the file, and in transformers
 @pytest.fixture(scope="module")
 def theirs():
     """transformers' model with the numbers that the package `gguf` reads."""
-    reader = gguf.GGUFReader(parse_name("smollm2").name)
+    reader = gguf.GGUFReader(resolve_source("smollm2").name)
     config = LlamaConfig(
         vocab_size=49152,
         hidden_size=576,
