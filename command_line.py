@@ -18,7 +18,7 @@ from constraints import make_matcher, vocabulary_of
 from errors import UserError, memory_for
 from loading.chat import Chat
 from loading.load import Source, load_model
-from loading.tokenizer import Encoding, TextStream
+from loading.tokenizer import Encoding, IncrementalDetokenizer
 from loading.tools import calls_grammar, find_form, read_tools
 from model import Model
 from native import BuildError, kernel, use_native
@@ -379,9 +379,9 @@ def write_texts(args, prompts: list[str], encoding, chat: Chat | None, room: int
 def note_dropped(encoding, *texts: str, plain: bool = False) -> None:
     """Say which bytes of texts the model does not see, because its vocabulary lacks them.
 
-    plain: as in `Encoding.dropped`.
+    plain: as in `Encoding.dropped_bytes`.
     """
-    if dropped := encoding.dropped(*texts, plain=plain):
+    if dropped := encoding.dropped_bytes(*texts, plain=plain):
         reason = f"the vocabulary lacks these bytes of the text, which are dropped: {dropped}"
         print(f"note: {reason}", file=sys.stderr)
 
@@ -567,7 +567,7 @@ class Output:
         self, prompts: list[str], encoding, skip: tuple[int, ...] = (), seed: int | None = None
     ):
         self.texts = list(prompts)
-        self.streams = [TextStream(encoding, skip) for _ in prompts]
+        self.streams = [IncrementalDetokenizer(encoding, skip) for _ in prompts]
         self.seed = seed
         self.pass_count = None  # of the model, where they are not as many as steps
         self.shown = 0  # characters of the first text, if it is the only one

@@ -33,7 +33,9 @@ class Vocabulary:
         self.ends = [token for token in eos_token_ids if token < vocab_size]
         if not self.ends:
             raise UserError("this model has no token that ends a text, so no text is ever whole")
-        silent = {encoding.added[name] for name in encoding.special_tokens_set} | set(self.ends)
+        silent = {encoding.added_token_ids[name] for name in encoding.special_tokens_set} | set(
+            self.ends
+        )
         self.pieces: list[bytes | None] = [None] * vocab_size
         self.ids: dict[bytes, list[int]] = {}
         for token in set(range(vocab_size)) - silent:
@@ -60,7 +62,9 @@ class Vocabulary:
     @functools.cached_property
     def added(self) -> dict[str, int]:
         """Added tokens that end no text, by their names."""
-        named = {name: self.encoding.added[name] for name in self.encoding.special_tokens_set}
+        named = {
+            name: self.encoding.added_token_ids[name] for name in self.encoding.special_tokens_set
+        }
         return {name: token for name, token in named.items() if token not in self.ends}
 
     @functools.cached_property
@@ -80,7 +84,7 @@ class Vocabulary:
         """
         data = text.encode()
         try:
-            tokens = self.encoding.encode_ordinary(text, begins=False)
+            tokens = self.encoding.encode_ordinary(text, at_start=False)
             pieces = [self.pieces[token] for token in tokens]
             if b"".join(pieces) == data:
                 return tokens

@@ -26,7 +26,7 @@ from loading.load import resolve_source
 from loading.tokenizer import read_tokenizer_json
 from model import Model
 
-SPLITS = {  # as llama.cpp names them
+PRE_TOKENIZERS = {  # as llama.cpp names them
     "GPT-2": "gpt-2",
     "Llama 3": "llama-bpe",
     "Qwen2": "qwen2",
@@ -179,7 +179,7 @@ def add_vocabulary(writer, tokenizer: Path, config) -> None:
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
-    writer.add_add_bos_token(bool(encoding.prefix))
+    writer.add_add_bos_token(bool(encoding.prefix_ids))
     named = {}
     for name in ("default", "tool_use"):
         if template := read_template(resolve_source(tokenizer.parent), name=name):
@@ -196,11 +196,11 @@ def split_name(file: Path, step: dict) -> str:
     for part in steps:
         part.pop("trim_offsets", None)
     if steps in ([level], [level | {"use_regex": True}]):
-        return SPLITS["GPT-2"]
+        return PRE_TOKENIZERS["GPT-2"]
     split = {"type": "Split", "behavior": "Isolated", "invert": False}
     for name, pattern in PATTERNS.items():
         if steps == [split | {"pattern": {"Regex": pattern}}, level | {"use_regex": False}]:
-            return SPLITS[name]
+            return PRE_TOKENIZERS[name]
     raise UserError(f"{file}: GGUF files have no name for the split of this pre_tokenizer")
 
 

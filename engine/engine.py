@@ -14,7 +14,7 @@ from engine.pages import PagePool, default_num_pages, salt_with_adapter, sliding
 from engine.request import Event, Request, make_request
 from engine.scheduler import LIMITS, ScheduledRequest, Scheduler
 from errors import UserError, check_limits, means_no_memory, memory_for
-from loading.tokenizer import Encoding, StopStream
+from loading.tokenizer import Encoding, StopStringDetokenizer
 from model import Model
 from sampling import NOT_FINITE, SamplingParams, ending_ids, finite_rows, token_logprob
 
@@ -128,7 +128,9 @@ class Engine:
         request.matcher = make_matcher(params, self.encoding, self.model.config)
         if self.encoding is not None:
             silent = ending_ids(params, self.model.config.eos_token_ids) + params.silent_ids
-            request.stream = StopStream(self.encoding, silent, params.stop, params.min_tokens)
+            request.stream = StopStringDetokenizer(
+                self.encoding, silent, params.stop, params.min_tokens
+            )
         self.scheduler.add(request)
         return request
 

@@ -8,7 +8,7 @@ import torch
 
 from constraints import Matcher, single_allowed_token
 from errors import UserError
-from loading.tokenizer import StopStream
+from loading.tokenizer import StopStringDetokenizer
 from sampling import SamplingParams, TokenLogprob, check_ids
 
 
@@ -37,7 +37,7 @@ class Request:
     # The output as text, up to what may yet become a stop string; and what makes it of tokens,
     # None for an engine without an encoding: then there is no text.
     text: str = ""
-    stream: StopStream | None = None
+    stream: StopStringDetokenizer | None = None
     # One for each token of the output, if params ask for them.
     logprobs: list[TokenLogprob] = field(default_factory=list)
 

@@ -14,7 +14,7 @@ PATTERNS = {  # what a text is split by before bytes are merged
 }
 
 
-def byte_of_character() -> dict[str, int]:
+def unicode_to_bytes() -> dict[str, int]:
     """The byte that each character of a byte-level vocabulary stands for.
 
     GPT-2 writes a printable byte as itself and the others, in order, as the characters from U+0100
@@ -30,16 +30,18 @@ def byte_of_character() -> dict[str, int]:
     return characters | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
-SUPPORTED = {"decoder.type": ("ByteLevel",)}
-BYTES = byte_of_character()
-CHARACTERS = {byte: character for character, byte in BYTES.items()}
+SUPPORTED_VALUES = {"decoder.type": ("ByteLevel",)}
+BYTE_DECODER = unicode_to_bytes()
+BYTE_ENCODER = {byte: character for character, byte in BYTE_DECODER.items()}
 
 
-def bytes_of(token: str) -> bytes:
+def token_to_bytes(token: str) -> bytes:
     """What a token spells; one with a character that stands for no byte is its own text."""
-    return bytes(map(BYTES.get, token)) if BYTES.keys() >= set(token) else token.encode()
+    return (
+        bytes(map(BYTE_DECODER.get, token)) if BYTE_DECODER.keys() >= set(token) else token.encode()
+    )
 
 
-def tokens_of(data: bytes) -> list[str]:
+def bytes_to_tokens(data: bytes) -> list[str]:
     """The tokens that may spell these bytes: here one."""
-    return ["".join(map(CHARACTERS.get, data))]
+    return ["".join(map(BYTE_ENCODER.get, data))]

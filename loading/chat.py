@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from errors import UserError
 from loading.checkpoint import read_json
 from loading.config import SPECIAL_TOKEN_NAMES, read_special_tokens
-from loading.gguf_tokenizer import read_chat
+from loading.gguf_tokenizer import read_gguf_template
 from loading.load import Source, resolve_source
 from loading.tokenizer import Encoding
 
@@ -202,7 +202,7 @@ class Chat:
             if index % 2:
                 ids.append(encoding.encode_single_token(piece))
             else:
-                ids += encoding.encode_ordinary(piece, begins=not ids)
+                ids += encoding.encode_ordinary(piece, at_start=not ids)
         return ids
 
 
@@ -234,8 +234,8 @@ def read_template(
     given = (file, read_text(file)) if file else None
     if source.type == "random":
         return (*given, {}) if given else None
-    if source.type == "gguf" and read_chat(source.gguf, given):  # the others are in it, too
-        return read_chat(source.gguf, given, name)
+    if source.type == "gguf" and read_gguf_template(source.gguf, given):  # others, too
+        return read_gguf_template(source.gguf, given, name)
     of_tokenizer = source.find("tokenizer_config.json")
     config = read_json(of_tokenizer) if of_tokenizer else {}
     default = file or source.find("chat_template.jinja")

@@ -18,7 +18,7 @@ from loading.checkpoint import read_bytes
 from loading.config import read_number, read_sizes, read_token_ids
 from loading.gguf import GGUF, TensorInfo
 from loading.gguf_blocks import DECODERS, decode, split
-from loading.gguf_tokenizer import named_ends
+from loading.gguf_tokenizer import named_eog_ids
 from model import GPTConfig, Model
 
 CHUNK_BYTES = 2**20  # of float32 in a block of rows: decoding is fastest in the processor's cache
@@ -60,7 +60,7 @@ def read_gguf_config(gguf: GGUF) -> GPTConfig | LlamaConfig:
     if sizes["head_dim"][0] not in raw:
         fields["head_dim"] = fields["n_embd"] // fields["n_head"]
     fields["vocab_size"] = get_tensor(gguf, "token_embd.weight").shape[0]
-    eos_ids = [raw[key] for key in EOS_KEYS if key in raw] + named_ends(gguf)
+    eos_ids = [raw[key] for key in EOS_KEYS if key in raw] + named_eog_ids(gguf)
     eos_ids = read_token_ids(file, {EOS_KEYS[0]: eos_ids}, EOS_KEYS[0], fields["vocab_size"], None)
     fields["eos_token_ids"] = eos_ids
     build_config = {"gpt2": gpt_config, "gemma3": gemma_config}.get(architecture, llama_config)

@@ -11,27 +11,27 @@ from tokenizers.pre_tokenizers import Metaspace
 
 from errors import UserError, note
 from loading import byte_level, sentencepiece
-from loading.byte_level import BYTES, CHARACTERS
+from loading.byte_level import BYTE_DECODER, BYTE_ENCODER
 from loading.checkpoint import check_values, read_json
-from loading.gguf_tokenizer import OWNER, tokenizer_json
+from loading.gguf_tokenizer import KEY_PREFIX, tokenizer_json
 from loading.load import resolve_source
 
 EOT = "<|endoftext|>"
-SUPPORTED = {  # of a tokenizer.json: without these a token would not be the bytes that it spells
+SUPPORTED_VALUES = {  # of a tokenizer.json: else a token would not be the bytes that it spells
     "model.type": ("BPE",),
     "model.dropout": (None, 0),
     "model.byte_fallback": (None, False, True),
     "model.continuing_subword_prefix": (None, ""),
     "model.end_of_word_suffix": (None, ""),
 }
-FLAGS = {"lstrip": (False,), "rstrip": (False,), "single_word": (False,)}  # of an added token
+ADDED_TOKEN_FLAGS = {"lstrip": (False,), "rstrip": (False,), "single_word": (False,)}
 # Elements of HTML that Gemma's vocabulary adds. No chat template gives one a meaning.
-HTML = set(
+HTML_TAGS = set(
     "a b blockquote body caption code div em footer h1 h2 h3 h4 h5 h6 html i iframe img li s span"
     " strong sub sup table tbody td tfoot th thead tr u ul bbox".split()
 )
 # What may stand around the text of a control token where plain text is checked for making it.
-AROUND = [("", ""), (" ", " "), ("\n", "\n"), ("a", "a")]
+SURROUNDINGS = [("", ""), (" ", " "), ("\n", "\n"), ("a", "a")]
 
 
 class Encoding:
@@ -39,15 +39,16 @@ class Encoding:
 
     where: what errors begin with. raw: the object in a `tokenizer.json`. fault: what is wrong if
     the library cannot read that.
-    special_tokens_set: the control tokens, which plain text never becomes, as `controls` tells
-    them from other added tokens. special: ids by name of those that the file calls special, which
-    `skip_special_tokens` leaves out of a text. Raises UserError for other tokenizers.
+    special_tokens_set: the control tokens, which plain text never becomes, as `is_control_token`
+    tells them from other added tokens. special_token_ids: ids by name of those that the file calls
+    special, which `skip_special_tokens` leaves out of a text. Raises UserError for other
+    tokenizers.
     """
 
     def __init__(self, where, raw: dict, fault: str = "not a Hugging Face tokenizer"):
-        check_values(where, raw, SUPPORTED)
-        self.spelling = sentencepiece if raw["model"].get("byte_fallback") else byte_level
-        check_values(where, raw, self.spelling.SUPPORTED)
+        check_values(where, raw, SUPPORTED_VALUES)
+        self.codec = sentencepiece if raw["model"].get("byte_fallback") else byte_level
+        check_values(where, raw, self.codec.SUPPORTED_VALUES)
         # Texts are never cut or padded. A byte that the vocabulary lacks is dropped: unk_token may
         # be a control token.
         model = raw["model"] | {"unk_token": None}
@@ -55,34 +56,44 @@ class Encoding:
         raw = raw | {"model": model, "added_tokens": added, "truncation": None, "padding": None}
         try:
             self.tokenizer = Tokenizer.from_str(json.dumps(raw | {"post_processor": None}))
-            control = {token["content"] for token in added if controls(token)}
-            self.plain = plain_tokenizer(self.tokenizer, control)
-            ids(self.plain, "a")
+            control_tokens = {token["content"] for token in added if is_control_token(token)}
+            self.ordinary = ordinary_tokenizer(self.tokenizer, control_tokens)
+            encode_ids(self.ordinary, "a")
         except BaseException as error:  # a panic of the library is no Exception
             if isinstance(error, KeyboardInterrupt):
                 raise
             reason = " ".join(str(error).split())
             raise UserError(f"{where}: {fault}: {reason:.200}") from None
-        check = check_bytes if self.spelling is byte_level else check_blanks
+        check = check_byte_level if self.codec is byte_level else check_metaspace
         check(where, raw, self.tokenizer)
-        check_added(where, added, self.tokenizer, self.plain, model)
+        check_added_tokens(where, added, self.tokenizer, self.ordinary, model)
         self.where = where
-        self.added = {token["content"]: token["id"] for token in added}
+        self.added_token_ids = {token["content"]: token["id"] for token in added}
         # Others are written as the vocabulary spells them: a run of U+2581 is one of blanks.
-        own = (name for name in self.added if name in control or name not in model["vocab"])
-        self.texts = {self.added[name]: name for name in own}
-        self.n_vocab = max([*model["vocab"].values(), *self.added.values()], default=-1) + 1
-        self.special_tokens_set = control
-        self.special = {token["content"]: token["id"] for token in added if token.get("special")}
-        names = BYTES.items() if self.spelling is byte_level else ()
-        self.missing = {byte for name, byte in names if name not in model["vocab"]}
+        names_with_text = (
+            name
+            for name in self.added_token_ids
+            if name in control_tokens or name not in model["vocab"]
+        )
+        self.added_token_texts = {self.added_token_ids[name]: name for name in names_with_text}
+        self.n_vocab = (
+            max([*model["vocab"].values(), *self.added_token_ids.values()], default=-1) + 1
+        )
+        self.special_tokens_set = control_tokens
+        self.special_token_ids = {
+            token["content"]: token["id"] for token in added if token.get("special")
+        }
+        names = BYTE_DECODER.items() if self.codec is byte_level else ()
+        self.missing_bytes = {byte for name, byte in names if name not in model["vocab"]}
         # Whether a text is written with a blank before it, which is no part of what comes back.
-        is_sentencepiece = self.spelling is sentencepiece
-        self.strips = is_sentencepiece and sentencepiece.STRIP in raw["decoder"]["decoders"]
-        self.inner = inner_tokenizer(self.plain)
-        self.prefix = find_prefix(where, raw.get("post_processor"), self.added)
+        is_sentencepiece = self.codec is sentencepiece
+        self.strips_prefix_space = (
+            is_sentencepiece and sentencepiece.STRIP in raw["decoder"]["decoders"]
+        )
+        self.continuation = continuation_tokenizer(self.ordinary)
+        self.prefix_ids = find_prefix_ids(where, raw.get("post_processor"), self.added_token_ids)
 
-    def with_rows(self, vocab_size: int) -> "Encoding":
+    def drop_unembedded_tokens(self, vocab_size: int) -> "Encoding":
         """Return it without the added tokens for which a model of this size has no embedding.
 
         Gemma 3's file has one token more than the model, `<image_soft_token>`, and many fine-tuned
@@ -90,29 +101,38 @@ class Encoding:
         Tokens of the vocabulary itself stay, and so do all if no special token would be left, or
         the one that a text begins with would not.
         """
-        left_out = [name for name, token in self.added.items() if token >= vocab_size]
-        kept = {name: token for name, token in self.added.items() if token < vocab_size}
-        is_cut = vocab_size < self.tokenizer.get_vocab_size(with_added_tokens=False)
-        begins = max(self.prefix, default=0) < vocab_size
-        if not left_out or is_cut or not begins or not self.special.keys() & kept.keys():
+        left_out = [name for name, token in self.added_token_ids.items() if token >= vocab_size]
+        kept = {name: token for name, token in self.added_token_ids.items() if token < vocab_size}
+        cuts_vocabulary = vocab_size < self.tokenizer.get_vocab_size(with_added_tokens=False)
+        keeps_prefix = max(self.prefix_ids, default=0) < vocab_size
+        if (
+            not left_out
+            or cuts_vocabulary
+            or not keeps_prefix
+            or not self.special_token_ids.keys() & kept.keys()
+        ):
             return self
         names = ", ".join(left_out[:3]) + ", ..." * (len(left_out) > 3)
         size = f"whose vocab_size is {vocab_size}"
         note(
             f"{self.where}: the model, {size}, has no row for {names}, which is read as plain text"
         )
-        cut = copy.copy(self)
-        cut.added = kept
-        cut.n_vocab = vocab_size
-        cut.texts = {token: name for token, name in self.texts.items() if token < vocab_size}
-        cut.special = {name: token for name, token in self.special.items() if name in kept}
-        cut.special_tokens_set = self.special_tokens_set & kept.keys()
-        added = [token for token in added_tokens(self.plain) if token.content in kept]
-        cut.plain = with_added(self.plain, added)
-        cut.inner = inner_tokenizer(cut.plain)
-        cut.tokenizer = with_added(cut.plain, added)
-        cut.tokenizer.encode_special_tokens = False
-        return cut
+        reduced = copy.copy(self)
+        reduced.added_token_ids = kept
+        reduced.n_vocab = vocab_size
+        reduced.added_token_texts = {
+            token: name for token, name in self.added_token_texts.items() if token < vocab_size
+        }
+        reduced.special_token_ids = {
+            name: token for name, token in self.special_token_ids.items() if name in kept
+        }
+        reduced.special_tokens_set = self.special_tokens_set & kept.keys()
+        added = [token for token in added_tokens(self.ordinary) if token.content in kept]
+        reduced.ordinary = with_added(self.ordinary, added)
+        reduced.continuation = continuation_tokenizer(reduced.ordinary)
+        reduced.tokenizer = with_added(reduced.ordinary, added)
+        reduced.tokenizer.encode_special_tokens = False
+        return reduced
 
     def encode(self, text: str, allowed_special="") -> list[int]:
         """Encode the prefix and a text. A text that begins with the prefix gets no second one.
@@ -122,19 +142,23 @@ class Encoding:
         """
         if allowed_special != "all" and any(token in text for token in self.special_tokens_set):
             raise ValueError(f"disallowed special token in the text {text!r}")
-        tokens = ids(self.tokenizer, text)
-        return tokens if tokens[: len(self.prefix)] == self.prefix else self.prefix + tokens
+        tokens = encode_ids(self.tokenizer, text)
+        return (
+            tokens
+            if tokens[: len(self.prefix_ids)] == self.prefix_ids
+            else self.prefix_ids + tokens
+        )
 
-    def encode_ordinary(self, text: str, begins: bool = True) -> list[int]:
+    def encode_ordinary(self, text: str, at_start: bool = True) -> list[int]:
         """Encode plain text: none of it becomes a token of `special_tokens_set`, no prefix.
 
-        begins: False after an added token, where some tokenizers write no first blank.
+        at_start: False after an added token, where some tokenizers write no first blank.
         """
-        return ids(self.plain if begins else self.inner, text)
+        return encode_ids(self.ordinary if at_start else self.continuation, text)
 
     def encode_single_token(self, token: str | bytes) -> int:
         """The id of an added token, or of the token with these bytes. Raises KeyError."""
-        names = self.spelling.tokens_of(token) if isinstance(token, bytes) else [token]
+        names = self.codec.bytes_to_tokens(token) if isinstance(token, bytes) else [token]
         for name in names:
             found = self.tokenizer.token_to_id(name)
             if found is not None:
@@ -143,41 +167,43 @@ class Encoding:
 
     def decode_single_token_bytes(self, token: int) -> bytes:
         """The bytes that a token spells. Raises KeyError for an id without text."""
-        text = self.texts.get(token)
+        text = self.added_token_texts.get(token)
         if text is None:
             text = self.tokenizer.id_to_token(token)
             if text is None:
                 raise KeyError(token)
-            return self.spelling.bytes_of(text)
+            return self.codec.token_to_bytes(text)
         return text.encode()
 
     def decode(self, tokens: list[int]) -> str:
         """The text of tokens from its beginning. Bytes that are no UTF-8 become U+FFFD."""
         data = b"".join(map(self.decode_single_token_bytes, tokens))
-        return data.decode("utf-8", "replace").removeprefix(" " * self.strips)
+        return data.decode("utf-8", "replace").removeprefix(" " * self.strips_prefix_space)
 
-    def dropped(self, *texts: str, plain: bool = False) -> str:
+    def dropped_bytes(self, *texts: str, plain: bool = False) -> str:
         """The bytes of texts that the vocabulary lacks, in hexadecimal; "" if it has them all.
 
         The library drops them before it merges, so their neighbours may become one token.
         (llama.cpp drops them after.) plain: added tokens in the texts are not encoded as tokens.
         """
         found = set()
-        for text in texts if self.missing else ():
-            for token in () if plain else self.added:
+        for text in texts if self.missing_bytes else ():
+            for token in () if plain else self.added_token_ids:
                 text = text.replace(token, " ")
-            text = valid(text)
+            text = replace_surrogates(text)
             if self.tokenizer.normalizer:
                 text = self.tokenizer.normalizer.normalize_str(text)
-            found |= self.missing.intersection(text.encode())
+            found |= self.missing_bytes.intersection(text.encode())
         return bytes(sorted(found)).hex(" ")
 
 
-def ids(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of a text. Raises UserError for one on which a pattern of the tokenizer gives up."""
     try:
         # A batch lets other threads run; without offsets it is faster too.
-        (encoded,) = tokenizer.encode_batch_fast([valid(text)], add_special_tokens=False)
+        (encoded,) = tokenizer.encode_batch_fast(
+            [replace_surrogates(text)], add_special_tokens=False
+        )
     except BaseException as error:  # a panic of the library is no Exception
         if type(error).__name__ != "PanicException":
             raise
@@ -187,12 +213,12 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return encoded.ids
 
 
-def valid(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """A text in which U+FFFD stands for each surrogate, which UTF-8 cannot write."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def controls(token: dict) -> bool:
+def is_control_token(token: dict) -> bool:
     """Return whether an added token is a control token, which plain text never becomes.
 
     A special token is one, unless it is white space. Of the others, which transformers finds in any
@@ -206,12 +232,12 @@ def controls(token: dict) -> bool:
     if token.get("special"):
         return True
     name = content.removeprefix("<").removeprefix("/").removesuffix(">")
-    if name in HTML and content in (f"<{name}>", f"</{name}>"):
+    if name in HTML_TAGS and content in (f"<{name}>", f"</{name}>"):
         return False
-    return not all(sign.isspace() or is_of_a_word(sign) for sign in content)
+    return not all(sign.isspace() or is_word_character(sign) for sign in content)
 
 
-def is_of_a_word(sign: str) -> bool:
+def is_word_character(sign: str) -> bool:
     """Return whether a character is a letter, mark, digit or pictograph: U+2581 is of the last."""
     return unicodedata.category(sign)[0] in "LMN" or unicodedata.category(sign) == "So"
 
@@ -223,35 +249,35 @@ def added_tokens(tokenizer: Tokenizer) -> list[AddedToken]:
 
 def with_added(tokenizer: Tokenizer, added: list[AddedToken]) -> Tokenizer:
     """Return one with the same model and steps before it, and with these added tokens."""
-    made = Tokenizer(tokenizer.model)
-    made.normalizer = tokenizer.normalizer
-    made.pre_tokenizer = tokenizer.pre_tokenizer
-    made.add_tokens(added)
-    made.encode_special_tokens = tokenizer.encode_special_tokens
-    return made
+    result = Tokenizer(tokenizer.model)
+    result.normalizer = tokenizer.normalizer
+    result.pre_tokenizer = tokenizer.pre_tokenizer
+    result.add_tokens(added)
+    result.encode_special_tokens = tokenizer.encode_special_tokens
+    return result
 
 
-def plain_tokenizer(tokenizer: Tokenizer, control: set[str]) -> Tokenizer:
+def ordinary_tokenizer(tokenizer: Tokenizer, control_tokens: set[str]) -> Tokenizer:
     """Return one with the same model that finds no control tokens in a text."""
     added = added_tokens(tokenizer)
     for token in added:
-        token.special = token.content in control
+        token.special = token.content in control_tokens
     plain = with_added(tokenizer, added)
     plain.encode_special_tokens = True  # special ones are text
     return plain
 
 
-def inner_tokenizer(plain: Tokenizer) -> Tokenizer:
+def continuation_tokenizer(plain: Tokenizer) -> Tokenizer:
     """One for what follows an added token, where only a text's beginning gets a blank."""
     step = plain.pre_tokenizer
     if not isinstance(step, Metaspace) or step.prepend_scheme != "first":
         return plain
-    inner = with_added(plain, added_tokens(plain))
-    inner.pre_tokenizer = Metaspace(prepend_scheme="never", split=step.split)
-    return inner
+    continuation = with_added(plain, added_tokens(plain))
+    continuation.pre_tokenizer = Metaspace(prepend_scheme="never", split=step.split)
+    return continuation
 
 
-def written(tokenizer: Tokenizer, text: str) -> str:
+def pre_tokenized(tokenizer: Tokenizer, text: str) -> str:
     """A text as the model finds it, before it merges anything."""
     if tokenizer.normalizer:
         text = tokenizer.normalizer.normalize_str(text)
@@ -259,31 +285,31 @@ def written(tokenizer: Tokenizer, text: str) -> str:
     return "".join(piece for piece, _ in step.pre_tokenize_str(text)) if step else text
 
 
-def check_blanks(where, raw: dict, tokenizer: Tokenizer) -> None:
+def check_metaspace(where, raw: dict, tokenizer: Tokenizer) -> None:
     """Raise UserError unless a text is written with SentencePiece's blanks, and read back."""
-    for name in sentencepiece.BYTES:
+    for name in sentencepiece.BYTE_TOKENS:
         if name not in raw["model"]["vocab"]:
             raise UserError(f"{where}: model.byte_fallback is True, and there is no token {name}")
     text = " a  é\n"
-    blanks = text.replace(" ", sentencepiece.BLANK)
-    if written(tokenizer, text) not in (blanks, sentencepiece.BLANK + blanks):
-        raise UserError(f"{where}: blanks are not written as {sentencepiece.BLANK}")
+    blanks = text.replace(" ", sentencepiece.METASPACE)
+    if pre_tokenized(tokenizer, text) not in (blanks, sentencepiece.METASPACE + blanks):
+        raise UserError(f"{where}: blanks are not written as {sentencepiece.METASPACE}")
     steps = raw["decoder"].get("decoders")
     if steps not in (sentencepiece.DECODER, [*sentencepiece.DECODER, sentencepiece.STRIP]):
         raise UserError(f"{where}: decoder does not undo byte_fallback, and nothing else")
 
 
-def check_bytes(where, raw: dict, tokenizer: Tokenizer) -> None:
+def check_byte_level(where, raw: dict, tokenizer: Tokenizer) -> None:
     """Raise UserError unless the pre_tokenizer, and nothing before it, writes a text as bytes."""
     if tokenizer.normalizer and "Ã" in tokenizer.normalizer.normalize_str("é"):
         raise UserError(
             f"{where}: normalizer has a step ByteLevel; only pre_tokenizer may have one"
         )
-    if "Ã©" not in written(tokenizer, "é"):
+    if "Ã©" not in pre_tokenized(tokenizer, "é"):
         raise UserError(f"{where}: pre_tokenizer has no step ByteLevel, so a text has no bytes")
 
 
-def check_added(
+def check_added_tokens(
     where, added: list[dict], tokenizer: Tokenizer, plain: Tokenizer, model: dict
 ) -> None:
     """Raise UserError for added tokens with other ids in the library, or that plain text makes.
@@ -291,34 +317,36 @@ def check_added(
     The library ignores the ids in the file: a token has its id in the vocabulary, or the next one.
     A control token in the vocabulary may be made by a merge. Where merges are ignored, a piece of
     text that equals it is the token, so the library is asked whether its split leaves it whole.
-    plain: the one of `plain_tokenizer`.
+    plain: the one of `ordinary_tokenizer`.
     """
     pairs = (pair if isinstance(pair, str) else "".join(pair) for pair in model["merges"])
-    made = {pair.replace(" ", "") for pair in pairs}
-    asked = []
+    merged = {pair.replace(" ", "") for pair in pairs}
+    candidates = []
     for token in added:
         content = token["content"]
         name = f"{where}: added token {content!r}"
-        check_values(name, token, FLAGS)
+        check_values(name, token, ADDED_TOKEN_FLAGS)
         found = tokenizer.token_to_id(content)
         if found != token["id"]:
             raise UserError(f"{name} has the id {token['id']}, and {found} in the library")
         if not content:
             raise UserError(f"{name} is empty")
-        if content in model["vocab"] and controls(token):
-            if len(content) == 1 or content in made:
+        if content in model["vocab"] and is_control_token(token):
+            if len(content) == 1 or content in merged:
                 raise UserError(f"{name}: plain text becomes it")
             if model.get("ignore_merges"):
-                asked.append(token)
-    texts = [before + token["content"] + after for token in asked for before, after in AROUND]
+                candidates.append(token)
+    texts = [
+        before + token["content"] + after for token in candidates for before, after in SURROUNDINGS
+    ]
     found = plain.encode_batch_fast(texts, add_special_tokens=False)
     for number, encoded in enumerate(found):
-        token = asked[number // len(AROUND)]
+        token = candidates[number // len(SURROUNDINGS)]
         if token["id"] in encoded.ids:
             raise UserError(f"{where}: added token {token['content']!r}: plain text becomes it")
 
 
-def find_prefix(where, processor, added: dict[str, int]) -> list[int]:
+def find_prefix_ids(where, processor, added: dict[str, int]) -> list[int]:
     """The ids of the added tokens that a post_processor puts before a text.
 
     Raises UserError if it does anything else.
@@ -349,17 +377,19 @@ def load_encoding(name, vocab_size: int) -> Encoding:
     holds its own, or has one beside it. `random:` models speak no language, so their ids from 256
     on print as numbers. So do those of a GGUF file without either. vocab_size: the model's; it may
     be larger than the tokenizer's, as in models whose vocabulary is padded to a round number.
-    Raises UserError if it is smaller (but see `Encoding.with_rows`), or there is no tokenizer, or
-    one of another kind.
+    Raises UserError if it is smaller (but see `Encoding.drop_unembedded_tokens`), or there is no
+    tokenizer, or one of another kind.
     """
     source = resolve_source(name)
-    if source.type == "gguf" and f"{OWNER}.tokens" in source.gguf.metadata:
+    if source.type == "gguf" and f"{KEY_PREFIX}.tokens" in source.gguf.metadata:
         fault = "its tokenizer makes no sense"
         encoding = Encoding(source.name, tokenizer_json(source.gguf), fault)
     elif source.type == "random" or source.type == "gguf" and not source.find("tokenizer.json"):
-        encoding = numbers_encoding(source.label, vocab_size)
+        encoding = placeholder_encoding(source.label, vocab_size)
     else:
-        encoding = read_tokenizer_json(source.file("tokenizer.json")).with_rows(vocab_size)
+        encoding = read_tokenizer_json(source.file("tokenizer.json")).drop_unembedded_tokens(
+            vocab_size
+        )
     if encoding.n_vocab > vocab_size:
         raise UserError(
             f"{source.name}: the tokenizer has {encoding.n_vocab} tokens,"
@@ -368,10 +398,10 @@ def load_encoding(name, vocab_size: int) -> Encoding:
     return encoding
 
 
-def numbers_encoding(name: str, vocab_size: int) -> Encoding:
+def placeholder_encoding(name: str, vocab_size: int) -> Encoding:
     """Bytes, then numbers, and `<|endoftext|>` last."""
-    vocabulary = {CHARACTERS[i]: i for i in range(256)}
-    vocabulary |= {f"{CHARACTERS[ord(' ')]}{i}": i for i in range(256, vocab_size - 1)}
+    vocabulary = {BYTE_ENCODER[i]: i for i in range(256)}
+    vocabulary |= {f"{BYTE_ENCODER[ord(' ')]}{i}": i for i in range(256, vocab_size - 1)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     end = {"id": len(vocabulary), "content": EOT, "special": True} | flags
@@ -386,17 +416,17 @@ def read_tokenizer_json(file: Path) -> Encoding:
     return Encoding(file, read_json(file))
 
 
-class TextStream:
-    """Tokens in, text out, as soon as whole characters are there. skip: what prints nothing."""
+class IncrementalDetokenizer:
+    """Tokens in, text out, as soon as whole characters are there. skip_ids: what prints nothing."""
 
-    def __init__(self, encoding: Encoding, skip: tuple[int, ...] = ()):
+    def __init__(self, encoding: Encoding, skip_ids: tuple[int, ...] = ()):
         self.encoding = encoding
-        self.skip = frozenset(skip)
+        self.skip_ids = frozenset(skip_ids)
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
         """The text that is complete with this token; bytes of an incomplete character wait."""
-        if token in self.skip:
+        if token in self.skip_ids:
             return ""
         try:
             data = self.encoding.decode_single_token_bytes(token)
@@ -409,8 +439,8 @@ class TextStream:
         return self.decoder.decode(b"", final=True)
 
 
-class StopStream(TextStream):
-    """A TextStream that ends before the first stop string.
+class StopStringDetokenizer(IncrementalDetokenizer):
+    """A detokenizer that ends before the first stop string.
 
     That is the one that is complete first, the longest of several. Text is held back only while it
     may be the beginning of one. It is compared as characters, so it does not matter how tokens cut
@@ -421,50 +451,54 @@ class StopStream(TextStream):
     def __init__(
         self,
         encoding: Encoding,
-        skip: tuple[int, ...] = (),
+        skip_ids: tuple[int, ...] = (),
         stop: tuple[str, ...] = (),
         min_tokens: int = 0,
     ):
-        super().__init__(encoding, skip)
+        super().__init__(encoding, skip_ids)
         self.stop = stop
-        self.unheeded = min_tokens  # how many tokens are left in which no string counts
-        self.held = ""
+        self.min_tokens_left = min_tokens  # how many tokens are left in which no string counts
+        self.stop_buffer = ""
         self.stopped = False
 
-    def copy(self) -> "StopStream":
+    def copy(self) -> "StopStringDetokenizer":
         """One that goes on from here by itself."""
         other = copy.copy(self)
         other.decoder = copy.copy(self.decoder)
         return other
 
     def add(self, token: int) -> str:
-        text = self.release(super().add(token))
-        self.unheeded = max(self.unheeded - 1, 0)
+        text = self.release_safe_text(super().add(token))
+        self.min_tokens_left = max(self.min_tokens_left - 1, 0)
         return text
 
     def end(self) -> str:
-        text = self.release(super().end()) + self.held
-        self.held = ""
+        text = self.release_safe_text(super().end()) + self.stop_buffer
+        self.stop_buffer = ""
         return text
 
-    def release(self, text: str) -> str:
+    def release_safe_text(self, text: str) -> str:
         """What is certain to be printed, of the text that is held and this."""
         for character in "" if self.stopped else text:
-            self.held += character
-            found = max((len(stop) for stop in self.stop if self.held.endswith(stop)), default=0)
-            if found and not self.unheeded:
-                certain = self.held[:-found]
-                self.held = ""
+            self.stop_buffer += character
+            found = max(
+                (len(stop) for stop in self.stop if self.stop_buffer.endswith(stop)), default=0
+            )
+            if found and not self.min_tokens_left:
+                safe = self.stop_buffer[:-found]
+                self.stop_buffer = ""
                 self.stopped = True
-                return certain
-        waiting = max((overlap(self.held, stop) for stop in self.stop), default=0)
-        certain = len(self.held) - waiting
-        text = self.held[:certain]
-        self.held = self.held[certain:]
+                return safe
+        partial_length = max(
+            (partial_stop_length(self.stop_buffer, stop) for stop in self.stop), default=0
+        )
+        safe = len(self.stop_buffer) - partial_length
+        text = self.stop_buffer[:safe]
+        self.stop_buffer = self.stop_buffer[safe:]
         return text
 
 
-def overlap(text: str, string: str) -> int:
+def partial_stop_length(text: str, string: str) -> int:
     """How many characters at the end of a text may begin a string that is not complete yet."""
     sizes = range(min(len(text), len(string) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(string[:size])), 0)

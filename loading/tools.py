@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from constraints import JOINING, JSON_OPTIONS, Vocabulary, check_schemas, plain_schema
 from errors import UserError
 from loading.chat import Chat, split_at
-from loading.tokenizer import Encoding, overlap
+from loading.tokenizer import Encoding, partial_stop_length
 
 MAX_TOOLS = 128
 MAX_GRAMMAR = 2**18  # bytes
@@ -159,7 +159,11 @@ def read_form(
 
     unknown = UnknownForm(f"{chat.file}: this chat template writes calls in a way not known here")
     one = written(calls[0])
-    ends = [encoding.texts[token] for token in eos_token_ids if token in encoding.texts]
+    ends = [
+        encoding.added_token_texts[token]
+        for token in eos_token_ids
+        if token in encoding.added_token_texts
+    ]
     for separators in ((", ", ": "), (",", ":")):
         known = json.dumps(ARGUMENTS, separators=separators)
         begin, _, rest = one.partition(names[0])
@@ -297,7 +301,7 @@ class CallReader:
             if self.state == "text":
                 content, found, after = self.held.partition(self.form.trigger)
                 if not found:
-                    certain = len(content) - overlap(content, self.form.trigger)
+                    certain = len(content) - partial_stop_length(content, self.form.trigger)
                     self.held = content[certain:]
                     return content[:certain], parts
                 self.held = after

@@ -6,7 +6,7 @@ import uuid
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from loading.tokenizer import TextStream
+from loading.tokenizer import IncrementalDetokenizer
 from server.allowed import Place
 from server.answers import Answer, unless_gone, with_ignored
 from server.engine_thread import Update
@@ -99,7 +99,7 @@ class LogprobTable:
 
     def __init__(self, served: Served, silent_ids: tuple[int, ...]):
         self.served = served
-        self.stream = TextStream(served.thread.encoding, silent_ids)
+        self.stream = IncrementalDetokenizer(served.thread.encoding, silent_ids)
         self.offset = 0
 
     def add(self, update: Update) -> dict:

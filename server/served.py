@@ -12,7 +12,7 @@ from errors import UserError
 from loading.chat import HINT, Chat
 from loading.defaults import read_sampling_defaults
 from loading.load import Source
-from loading.tokenizer import TextStream
+from loading.tokenizer import IncrementalDetokenizer
 from loading.tools import CallForm, calls_grammar, check_tools, find_form
 from sampling import SamplingParams, check_ids
 from server.allowed import Allowed
@@ -142,7 +142,7 @@ class Served:
         ids = []
         for prompt in prompts:
             if isinstance(prompt, str):
-                self.check_dropped("prompt", self.thread.encoding.dropped(prompt))
+                self.check_dropped("prompt", self.thread.encoding.dropped_bytes(prompt))
                 prompt = self.thread.encoding.encode(prompt, allowed_special="all")
             ids.append(prompt or [self.thread.config.bos_token_id])
         return ids
@@ -188,10 +188,10 @@ class Served:
         if isinstance(self.chat, UserError):
             raise self.chat
         texts = [text for message in body.messages for text in message.texts]
-        self.check_dropped("messages", self.thread.encoding.dropped(*texts, plain=True))
+        self.check_dropped("messages", self.thread.encoding.dropped_bytes(*texts, plain=True))
         if body.tools:
             text = json.dumps(body.tools, ensure_ascii=False)
-            self.check_dropped("tools", self.thread.encoding.dropped(text, plain=True))
+            self.check_dropped("tools", self.thread.encoding.dropped_bytes(text, plain=True))
         plain = [message.plain for message in body.messages]
         variables, _ = self.variables(body)
         with self.refusing("messages"):
@@ -270,7 +270,7 @@ class Served:
         if body.skip_special_tokens is False:
             return ()
         looked_for = [*body.stops, *(part for part in form or () if isinstance(part, str))]
-        special = self.thread.encoding.special.items()
+        special = self.thread.encoding.special_token_ids.items()
         return tuple(id for name, id in special if not any(name in text for text in looked_for))
 
     def check_form(self, field: str, params: SamplingParams) -> None:
@@ -303,6 +303,6 @@ class Served:
         if isinstance(prompt, str):
             return prompt
         prompt = [token for token in prompt if 0 <= token < 2**32]
-        stream = TextStream(self.thread.encoding)
+        stream = IncrementalDetokenizer(self.thread.encoding)
         text = "".join(map(stream.add, prompt)) + stream.end()
-        return text.removeprefix(" " * self.thread.encoding.strips)
+        return text.removeprefix(" " * self.thread.encoding.strips_prefix_space)

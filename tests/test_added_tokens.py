@@ -90,16 +90,16 @@ def test_plain_text_becomes_what_controls_nothing(gemma, tmp_path):
         assert ours.encode_ordinary(text) == theirs.encode(text, add_special_tokens=False).ids
     for name in names:
         (token,) = ours.encode_ordinary(name)
-        assert token == ours.added[name]
+        assert token == ours.added_token_ids[name]
 
 
 @pytest.mark.parametrize("name", ["gemma", "tekken"])
 def test_plain_text_has_no_control_token(request, tmp_path, name):
     raw = request.getfixturevalue(name)
     ours = load_from(tmp_path, raw)
-    control = {ours.added[name] for name in ours.special_tokens_set}
+    control = {ours.added_token_ids[name] for name in ours.special_tokens_set}
     assert control
-    for text in texts_with([*ours.added]):
+    for text in texts_with([*ours.added_token_ids]):
         ids = ours.encode_ordinary(text)
         assert not control & {*ids}
         shown = text.replace(BLANK, " ") if name == "gemma" else text
@@ -108,7 +108,9 @@ def test_plain_text_has_no_control_token(request, tmp_path, name):
 
 def test_special_are_those_the_file_calls_so(gemma, tmp_path):
     ours = load_from(tmp_path, gemma)
-    assert ours.special == {name: ours.added[name] for name in ("<unk>", "<bos>", *TURNS)}
+    assert ours.special_token_ids == {
+        name: ours.added_token_ids[name] for name in ("<unk>", "<bos>", *TURNS)
+    }
 
 
 def test_a_run_of_blanks_is_written_as_blanks(gemma, tmp_path):
@@ -116,7 +118,7 @@ def test_a_run_of_blanks_is_written_as_blanks(gemma, tmp_path):
     ours = load_from(tmp_path, gemma)
     for text in ("a  b", "a▁▁b"):
         ids = ours.encode_ordinary(text)
-        assert ours.added["▁▁"] in ids and ours.decode(ids) == "a  b"
+        assert ours.added_token_ids["▁▁"] in ids and ours.decode(ids) == "a  b"
 
 
 @pytest.mark.parametrize("around", ["", " "])
@@ -140,11 +142,11 @@ def test_an_added_token_without_a_row_is_plain_text(gemma, tmp_path, capsys):
     assert capsys.readouterr().err.endswith(line)
     assert ours.n_vocab == size and image not in ours.special_tokens_set
     assert ours.decode(ours.encode_ordinary(image)) == image
-    for text in texts_with([*ours.added]):
+    for text in texts_with([*ours.added_token_ids]):
         ids = library(gemma).encode(text).ids
         assert ours.encode(text, allowed_special="all") == ids
     whole = load_encoding(tmp_path, size + 1)
-    assert whole.added[image] == size and not capsys.readouterr().err
+    assert whole.added_token_ids[image] == size and not capsys.readouterr().err
 
 
 def test_still_what_a_text_begins_with_needs_its_row(gemma, tmp_path):

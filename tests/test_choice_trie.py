@@ -201,7 +201,7 @@ def test_a_first_blank_of_sentencepiece_is_written_as_it_stands(kind, tiny):
     from test_sentencepiece import FORMS, made
 
     from infer import generate
-    from loading.tokenizer import Encoding, TextStream
+    from loading.tokenizer import Encoding, IncrementalDetokenizer
 
     encoding = Encoding("tokenizer.json", made(FORMS[kind]))
     model = tiny(vocab_size=640, eos_token_id=2)
@@ -209,7 +209,7 @@ def test_a_first_blank_of_sentencepiece_is_written_as_it_stands(kind, tiny):
     for seed in range(20):
         params = SamplingParams(40, choices=choices, temperature=1.0, seed=seed)
         steps = [token for (token,) in generate(model, [[1, 300]], params, encoding=encoding)]
-        stream = TextStream(encoding, (2,))
+        stream = IncrementalDetokenizer(encoding, (2,))
         assert "".join(map(stream.add, steps)) + stream.end() in choices
         assert steps[-1] == 2
 

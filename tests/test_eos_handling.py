@@ -7,7 +7,7 @@ from conftest import CHECKPOINTS, run, run_rows
 
 import infer
 from loading.load import load_model
-from loading.tokenizer import TextStream, load_encoding
+from loading.tokenizer import IncrementalDetokenizer, load_encoding
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_skipped_tokens_print_nothing():
     tokens = encoding.encode("One<|endoftext|> day", allowed_special="all")
 
     def streamed(tokens, *skip):
-        stream = TextStream(encoding, *skip)
+        stream = IncrementalDetokenizer(encoding, *skip)
         return [*(stream.add(token) for token in tokens), stream.end()]
 
     assert "".join(streamed(tokens)) == "One<|endoftext|> day"

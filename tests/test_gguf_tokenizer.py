@@ -35,7 +35,11 @@ def test_an_exported_file_has_the_encoding_of_its_model(name, tmp_path):
     ours = load_encoding(file, model.config.vocab_size)
     other = load_encoding(directory, model.config.vocab_size)
     assert ours.special_tokens_set == other.special_tokens_set
-    assert (ours.n_vocab, ours.prefix, ours.missing) == (other.n_vocab, other.prefix, other.missing)
+    assert (ours.n_vocab, ours.prefix_ids, ours.missing_bytes) == (
+        other.n_vocab,
+        other.prefix_ids,
+        other.missing_bytes,
+    )
     for text in [*TEXTS, *RANDOM]:
         assert ours.encode(text, allowed_special="all") == other.encode(text, allowed_special="all")
         assert ours.encode_ordinary(text) == other.encode_ordinary(text)
@@ -81,10 +85,10 @@ ALIKE = {  # what llama.cpp reads as one split
 def test_names_of_one_split_are_one_tokenizer(smol, load, pre):
     metadata = metadata_of(smol, pre, bos_token_id=1)
     first = load(metadata)
-    assert bool(first.prefix) == (pre == "llama-bpe")
+    assert bool(first.prefix_ids) == (pre == "llama-bpe")
     for name in ALIKE[pre].split():
         other = load(metadata | {f"{OWNER}.pre": name})
-        assert other.prefix == first.prefix
+        assert other.prefix_ids == first.prefix_ids
         for text in TEXTS:
             assert other.encode_ordinary(text) == first.encode_ordinary(text)
 
@@ -95,7 +99,7 @@ def test_a_glm_splits_as_a_llama_3_and_begins_with_nothing(smol, load, pre):
     other = load(metadata | {f"{OWNER}.pre": "llama-bpe", f"{OWNER}.add_bos_token": False})
     ours = load(metadata)
     texts = TEXTS if pre == "glm4" else ["12345 a'LL", "a\n\nb"]  # of which no piece is whole
-    assert ours.prefix == []
+    assert ours.prefix_ids == []
     for text in texts:
         assert ours.encode_ordinary(text) == other.encode_ordinary(text)
 
@@ -106,7 +110,7 @@ def test_control_tokens_of_a_tekken_file_come_first(load):
     raw["model"]["ignore_merges"] = True
     ours = load(metadata_of(raw, "tekken", bos_token_id=0))
     theirs = library(raw)
-    assert ours.prefix == [0]
+    assert ours.prefix_ids == [0]
     for text in [*TEXTS, *RANDOM[:500]]:
         ids = theirs.encode(text).ids
         assert ours.encode(text, allowed_special="all") == (ids if ids[:1] == [0] else [0, *ids])
@@ -114,9 +118,9 @@ def test_control_tokens_of_a_tekken_file_come_first(load):
 
 def test_only_control_tokens_are_special(load):
     ours = load(with_types(USER_DEFINED, CONTROL, USER_DEFINED))
-    assert ours.special == {"<tool>": FIRST + 1}
+    assert ours.special_token_ids == {"<tool>": FIRST + 1}
     ours = load(with_types(USER_DEFINED, CONTROL, USER_DEFINED) | {f"{OWNER}.eos_token_id": FIRST})
-    assert ours.special == {EOS: FIRST, "<tool>": FIRST + 1}
+    assert ours.special_token_ids == {EOS: FIRST, "<tool>": FIRST + 1}
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tokenizer import TEMPLATE, check_refused, library, same_ids, tokenizer_json, with_values
 
-from loading.byte_level import byte_of_character
+from loading.byte_level import unicode_to_bytes
 from loading.load import save_model
 from loading.tokenizer import load_encoding
 
@@ -83,7 +83,7 @@ def raw() -> dict:
     tokens = [*json.loads(trained(converter.pattern).to_str())["model"]["vocab"]]
     # No two tokens make the first one; the parts of the second come after it.
     tokens += ["zyxwv", "wvut", "wv", "ut"]
-    to_byte = byte_of_character()
+    to_byte = unicode_to_bytes()
     ranks = {bytes(map(to_byte.get, token)): i for i, token in enumerate(tokens)}
     converter.load_tiktoken_bpe = lambda path: ranks
     tokenizer = converter.converted()
@@ -298,7 +298,7 @@ def test_all_merges_of_any_tokens_give_the_ids_of_tokenizers(data, tmp_path_fact
     merges = [pair for pair in data.draw(st.permutations(pairs)) if pair not in missing]
     merges.sort(key=lambda pair: tokens.index("".join(pair)))  # those of one token are in any order
     raw = tokenizer_json([])
-    vocabulary = {token: i for i, token in enumerate([*byte_of_character(), *tokens])}
+    vocabulary = {token: i for i, token in enumerate([*unicode_to_bytes(), *tokens])}
     raw["model"] |= {"vocab": vocabulary, "merges": merges, "ignore_merges": True}
     raw["added_tokens"][0]["id"] = len(vocabulary)
     ours = load_from(tmp_path_factory.getbasetemp(), raw)

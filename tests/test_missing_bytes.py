@@ -21,9 +21,9 @@ NOTE = "note: the vocabulary lacks these bytes of the text, which are dropped: {
 
 def without(raw: dict, missing: bytes = MISSING) -> dict:
     """A tokenizer.json with other tokens in the places of these bytes."""
-    from loading.byte_level import byte_of_character
+    from loading.byte_level import unicode_to_bytes
 
-    byte = byte_of_character()
+    byte = unicode_to_bytes()
     vocabulary = {
         f"nothing{id}" if byte.get(token) in [*missing] else token: id
         for token, id in raw["model"]["vocab"].items()
@@ -53,10 +53,10 @@ def directory(tiny, tmp_path_factory):
 
 
 def test_the_bytes_that_are_dropped_are_named(encoding):
-    assert encoding.dropped(TEXT) == "04 1d f1"
-    assert encoding.dropped("a\x1d\x1d") == "1d"
-    assert encoding.dropped("a cat\n\x05 é🙂") == encoding.dropped("") == ""
-    assert load_encoding(CHECKPOINTS / "stories", 4096).dropped(TEXT) == ""
+    assert encoding.dropped_bytes(TEXT) == "04 1d f1"
+    assert encoding.dropped_bytes("a\x1d\x1d") == "1d"
+    assert encoding.dropped_bytes("a cat\n\x05 é🙂") == encoding.dropped_bytes("") == ""
+    assert load_encoding(CHECKPOINTS / "stories", 4096).dropped_bytes(TEXT) == ""
 
 
 def test_bytes_of_added_tokens_are_not_lost(raw, tmp_path):
@@ -64,13 +64,16 @@ def test_bytes_of_added_tokens_are_not_lost(raw, tmp_path):
     end = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     end |= {"id": 4096, "content": "<｜end｜>", "special": True}
     ours = load_from(tmp_path, other | {"added_tokens": [*raw["added_tokens"], end]})
-    assert ours.dropped("a<｜end｜>") == "" and ours.dropped("a<｜end｜>", plain=True) == "ef"
-    assert ours.dropped("a", "<｜") == "ef"
+    assert (
+        ours.dropped_bytes("a<｜end｜>") == ""
+        and ours.dropped_bytes("a<｜end｜>", plain=True) == "ef"
+    )
+    assert ours.dropped_bytes("a", "<｜") == "ef"
 
 
 def test_a_surrogate_counts_as_what_it_becomes(encoding, raw, tmp_path):
-    assert encoding.dropped("\ud800") == ""
-    assert load_from(tmp_path, without(raw, b"\xbf")).dropped("\ud800") == "bf"
+    assert encoding.dropped_bytes("\ud800") == ""
+    assert load_from(tmp_path, without(raw, b"\xbf")).dropped_bytes("\ud800") == "bf"
 
 
 PIECES = st.sampled_from([*"\x04\x1dé🙂 a\n", "\U00040000", " the", "th", "e", "<|endoftext|>"])
@@ -84,7 +87,7 @@ def test_a_text_comes_back_without_them(raw, encoding, text):
     ids = encoding.encode(text, allowed_special="all")
     assert ids == library(raw).encode(text).ids
     assert encoding.decode(ids) == left.decode("utf-8", "replace")
-    assert bool(encoding.dropped(text)) == (left != whole)
+    assert bool(encoding.dropped_bytes(text)) == (left != whole)
 
 
 def test_still_what_is_dropped_lets_its_neighbours_merge(encoding):
@@ -96,11 +99,11 @@ def test_still_what_is_dropped_lets_its_neighbours_merge(encoding):
 def test_bytes_count_in_the_normal_form(raw, tmp_path):
     """U+0340 is CD 80, in its normal form CC 80."""
     other = without(raw, b"\xcd")
-    assert load_from(tmp_path, other).dropped("\u0340") == "cd"
+    assert load_from(tmp_path, other).dropped_bytes("\u0340") == "cd"
     ours = load_from(tmp_path, other | {"normalizer": {"type": "NFC"}})
-    assert ours.dropped("\u0340") == ""
+    assert ours.dropped_bytes("\u0340") == ""
     lacking = load_from(tmp_path, without(raw, b"\xcc") | {"normalizer": {"type": "NFC"}})
-    assert lacking.dropped("a\u0301") == "" and lacking.dropped("a", "\u0301") == "cc"
+    assert lacking.dropped_bytes("a\u0301") == "" and lacking.dropped_bytes("a", "\u0301") == "cc"
 
 
 @pytest.mark.parametrize("prompts, shown", [([TEXT, "a"], "04 1d f1"), (["\x1d"], "1d")])

@@ -15,7 +15,7 @@ from test_tokenizer import MERGES, check_refused, library, tokenizer_json, with_
 from benchmarks.export_gguf import write_gguf
 from loading.chat import Chat
 from loading.load import save_model
-from loading.tokenizer import TextStream, load_encoding
+from loading.tokenizer import IncrementalDetokenizer, load_encoding
 
 BLANK = "▁"
 SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -93,7 +93,7 @@ def test_ids_equal_those_of_tokenizers(form, loaded):
     ours = loaded(form)
     theirs = library(form)
     plain = library(form | {"added_tokens": []})
-    assert ours.special_tokens_set == {*SPECIAL} and ours.missing == set()
+    assert ours.special_tokens_set == {*SPECIAL} and ours.missing_bytes == set()
     for text in [*TEXTS, *RANDOM, "<s>a</s> b</s>c", " </s>", "<0x0A>"]:
         assert ours.encode(text, allowed_special="all") == theirs.encode(text).ids
         assert ours.encode_ordinary(text) == plain.encode(text).ids
@@ -134,7 +134,7 @@ def test_texts_come_back_and_streams_print_them(form, data):
     cut = data.draw(st.integers(0, len(ids)))
     if not cut or ours.decode(ids[:cut]).endswith("\ufffd"):
         return  # half a character
-    stream = TextStream(ours)
+    stream = IncrementalDetokenizer(ours)
     assert ours.decode(ids[:cut]) + "".join(map(stream.add, ids[cut:])) + stream.end() == text
 
 
@@ -296,7 +296,7 @@ def test_metaspace_may_leave_split_out(llama, tmp_path, split):
         del step["split"]
     raw = with_values(llama, {"normalizer": None, "pre_tokenizer": step})
     ours = load_from(tmp_path, raw)
-    inner = ours.encode_ordinary("the", begins=False)
+    inner = ours.encode_ordinary("the", at_start=False)
     assert inner == library(raw).encode("</s>the").ids[1:]
     assert inner != ours.encode_ordinary("the")
 
@@ -304,7 +304,7 @@ def test_metaspace_may_leave_split_out(llama, tmp_path, split):
 def test_a_field_that_the_library_ignores_is_ignored(tmp_path):
     raw = tokenizer_json(MERGES)
     raw["decoder"]["decoders"] = 7
-    assert load_from(tmp_path, raw).strips is False
+    assert load_from(tmp_path, raw).strips_prefix_space is False
 
 
 def test_the_export_has_no_form_for_it(llama, tiny, tmp_path):

@@ -84,7 +84,7 @@ def test_offsets_count_what_is_shown(door, written, chat_encoding):
     body = {"prompt": "Tom", "max_tokens": 64, "logprobs": 0}
     (choice,) = door.post(PATH, body)[1]["choices"]
     table = choice["logprobs"]
-    special = set(chat_encoding.special)
+    special = set(chat_encoding.special_token_ids)
     assert special == {*CONTROL} - {"<tool_call>", "[INST]"}
     ends = [*table["text_offset"][1:], len(choice["text"])]
     assert table["tokens"] == [chat_encoding.decode([token]) for token in written]

@@ -16,13 +16,13 @@ BYTES = st.lists(
 
 
 def streamed(pieces, stops, skip=()) -> tuple[list[str], bool]:
-    """What a StopStream releases after each token and at the end, and whether it has stopped."""
+    """What it releases after each token and at the end, and whether it has stopped."""
     from loading import tokenizer
 
-    assert hasattr(tokenizer, "StopStream")
-    from loading.tokenizer import StopStream
+    assert hasattr(tokenizer, "StopStringDetokenizer")
+    from loading.tokenizer import StopStringDetokenizer
 
-    stream = StopStream(encoding_of(pieces), skip, tuple(stops))
+    stream = StopStringDetokenizer(encoding_of(pieces), skip, tuple(stops))
     released = [stream.add(token) for token in range(len(pieces))]
     stopped = stream.stopped
     return [*released, stream.end()], stopped
@@ -36,9 +36,9 @@ def split(data: bytes, cuts) -> list[bytes]:
 
 def test_text_that_is_held_is_shown_once_however_often_it_ends():
     """A caller may end a stream twice, such as after Ctrl-C."""
-    from loading.tokenizer import StopStream
+    from loading.tokenizer import StopStringDetokenizer
 
-    stream = StopStream(encoding_of([b"cab"]), (), ("abc",))
+    stream = StopStringDetokenizer(encoding_of([b"cab"]), (), ("abc",))
     assert [stream.add(0), stream.end(), stream.end()] == ["c", "ab", ""]
 
 

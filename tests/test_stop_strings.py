@@ -228,9 +228,11 @@ def test_text_and_tokens_of_a_step_count_together_or_not_at_all(model, error):
 
 
 def test_a_copy_of_a_stream_goes_on_by_itself():
-    from loading.tokenizer import StopStream
+    from loading.tokenizer import StopStringDetokenizer
 
-    stream = StopStream(encoding_of([b"xa\xc3", b"\xa9", b"b", b"c"]), stop=("ab", "a\u00e9c"))
+    stream = StopStringDetokenizer(
+        encoding_of([b"xa\xc3", b"\xa9", b"b", b"c"]), stop=("ab", "a\u00e9c")
+    )
     assert stream.add(0) == "x"
     copy = stream.copy()
     assert [copy.add(token) for token in (1, 3)] == ["", ""] and copy.stopped

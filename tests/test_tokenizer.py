@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 
 from errors import UserError
 from loading import load as hub
-from loading.byte_level import byte_of_character
-from loading.tokenizer import EOT, Encoding, TextStream, load_encoding, read_tokenizer_json
+from loading.byte_level import unicode_to_bytes
+from loading.tokenizer import (
+    EOT,
+    Encoding,
+    IncrementalDetokenizer,
+    load_encoding,
+    read_tokenizer_json,
+)
 
 TEXTS = [
     "Once upon a time, there was a little girl named Lily.",
@@ -76,9 +82,9 @@ def test_both_checkpoints_share_one_vocabulary_with_eos_last():
 
 
 def test_every_byte_has_its_character():
-    assert sorted(byte_of_character().values()) == list(range(256))
-    assert byte_of_character()["Ġ"] == ord(" ")
-    assert byte_of_character()["Ċ"] == ord("\n")
+    assert sorted(unicode_to_bytes().values()) == list(range(256))
+    assert unicode_to_bytes()["Ġ"] == ord(" ")
+    assert unicode_to_bytes()["Ċ"] == ord("\n")
 
 
 def test_random_models_read_bytes_and_print_numbers():
@@ -108,7 +114,7 @@ def test_the_vocabulary_of_a_model_may_be_padded_but_not_cut():
 
 def tokenizer_json(merges: list, special: tuple[str, ...] = (EOT,)) -> dict:
     """A small byte-level BPE in the form of the tokenizers library."""
-    tokens = [*byte_of_character(), *(a + b for a, b in merges), *special]
+    tokens = [*unicode_to_bytes(), *(a + b for a, b in merges), *special]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     level = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
@@ -385,7 +391,7 @@ def test_any_added_tokens_give_the_ids_of_tokenizers(data, tmp_path_factory):
 
 
 def streamed(encoding, tokens) -> list[str]:
-    stream = TextStream(encoding)
+    stream = IncrementalDetokenizer(encoding)
     return [*(stream.add(token) for token in tokens), stream.end()]
 
 

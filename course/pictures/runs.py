@@ -11,7 +11,7 @@ from engine.request import Request
 from errors import UserError
 from infer import generate
 from loading.load import load_model
-from loading.tokenizer import TextStream, load_encoding
+from loading.tokenizer import IncrementalDetokenizer, load_encoding
 from model import Model
 from native import BuildError, use_native
 from pictures.scene import Player
@@ -63,7 +63,7 @@ def encode(prompt: str, most: int, least: int = 1) -> list[int]:
 
 def texts_of(ids: list[int]) -> list[str]:
     """The text of each token; a character cut into several stands whole at its last one."""
-    stream = TextStream(encoding())
+    stream = IncrementalDetokenizer(encoding())
     texts = [stream.add(id) for id in ids]
     if texts:
         texts[-1] += stream.end()

@@ -6,7 +6,7 @@ from types import SimpleNamespace as Record
 import torch
 
 from engine.engine import Engine
-from loading.tokenizer import StopStream
+from loading.tokenizer import StopStringDetokenizer
 from pictures import runs, scene
 from pictures.scene import percent, signed, times, word
 from sampling import SamplingParams
@@ -18,14 +18,14 @@ def record_held(prompt: str, most: int = 24) -> Record:
     eos = runs.load().config.eos_token_ids
     written = [id for id in runs.write(ids, max_new_tokens=most) if id not in eos]
     stop = pick_stop("".join(runs.texts_of(written)))
-    stream = StopStream(runs.encoding(), stop=(stop,) if stop else ())
+    stream = StopStringDetokenizer(runs.encoding(), stop=(stop,) if stop else ())
     steps = []
     for id, text in zip(written, runs.texts_of(written)):
         steps.append(
             Record(
                 token=text,
                 shown=stream.add(id),  # text that is sent with it
-                held=stream.held,  # text that is held back then
+                held=stream.stop_buffer,  # text that is held back then
             )
         )
         if stream.stopped:
