@@ -336,9 +336,9 @@ def load_chat(args, source: Source) -> Chat | None:
         chat = chat.with_tools(read_tools(args.tools))
     if not args.no_thinking:
         return chat
-    if "enable_thinking" not in chat.text:
+    if "enable_thinking" not in chat.template_text:
         raise UserError(f"--no-thinking: {chat.file}: this template knows no enable_thinking")
-    return chat.with_variables({"enable_thinking": False})
+    return chat.with_template_kwargs({"enable_thinking": False})
 
 
 def with_calls(

@@ -12,7 +12,7 @@ from errors import UserError
 from gemma import GemmaConfig
 from llama import LlamaConfig, RotaryEmbedding
 from loading.byte_level import PATTERNS
-from loading.chat import read_template
+from loading.chat import read_chat_template
 from loading.checkpoint import check_values, read_json
 from loading.gguf_model import (
     EOS_KEYS,
@@ -182,7 +182,7 @@ def add_vocabulary(writer, tokenizer: Path, config) -> None:
     writer.add_add_bos_token(bool(encoding.prefix_ids))
     named = {}
     for name in ("default", "tool_use"):
-        if template := read_template(resolve_source(tokenizer.parent), name=name):
+        if template := read_chat_template(resolve_source(tokenizer.parent), name=name):
             named[name] = template[1]
     if named:
         templates = [{"name": name, "template": text} for name, text in named.items()]

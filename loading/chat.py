@@ -15,19 +15,19 @@ from loading.load import Source, resolve_source
 from loading.tokenizer import Encoding
 
 if TYPE_CHECKING:
-    from loading.marks import Marked
+    from loading.taint import TaintedStr
 
-SYSTEM = {"system", "developer"}  # roles of those who say how to reply
-ROLES = SYSTEM | {"user", "assistant", "tool"}  # of which a template may make a control token
-MARK = "31415926"  # hardly in a template
-HINT = "put its text at the start of the first user message"
+SYSTEM_ROLES = {"system", "developer"}  # roles of those who say how to reply
+KNOWN_ROLES = SYSTEM_ROLES | {"user", "assistant", "tool"}  # may become control tokens
+SENTINEL = "31415926"  # hardly in a template
+SYSTEM_ROLE_HINT = "put its text at the start of the first user message"
 # Talks in which a template may write tools, for those who have no messages yet.
-TALKS = [
+PROBE_CONVERSATIONS = [
     [{"role": "user", "content": "a"}],
     [{"role": "system", "content": "a"}, {"role": "user", "content": "a"}],
 ]
 # Variables that `render` sets, and no request.
-OWN = {"messages", "tools", "documents", "add_generation_prompt"} | {
+RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"} | {
     f"{n}_token" for n in SPECIAL_TOKEN_NAMES
 }
 
@@ -41,7 +41,7 @@ class Chat:
 
     def __init__(self, name, file: Path | None = None):
         source = resolve_source(name)
-        found = read_template(source, file)
+        found = read_chat_template(source, file)
         if found is None:
             files = "chat_template.jinja nor a default chat_template in tokenizer_config.json"
             if source.type == "gguf":
@@ -49,31 +49,31 @@ class Chat:
             raise UserError(
                 f"{source.label}: this model was not made for chat: it has neither {files}"
             )
-        self.file, self.text, self.tokens = found
-        self.variables: dict[str, bool] = {}
+        self.file, self.template_text, self.special_tokens = found
+        self.template_kwargs: dict[str, bool] = {}
         self.tools: list[dict] | None = None
-        with self.failing():
-            self.template = compile_template(self.text)
+        with self.template_errors():
+            self.template = compile_template(self.template_text)
         # Only where there are tools: to look for a file on the hub takes time.
-        self.for_tools = functools.cache(lambda: self.read_for_tools(source, file))
+        self.load_tool_template = functools.cache(lambda: self.read_tool_template(source, file))
 
-    def read_for_tools(self, source: Source, file: Path | None):
+    def read_tool_template(self, source: Source, file: Path | None):
         """Return the text of the template for conversations with tools, and the template.
 
         transformers, too, takes another template for them if one has the name tool_use.
         """
-        found = None if file else read_template(source, name="tool_use")
+        found = None if file else read_chat_template(source, name="tool_use")
         if found is None:
-            return self.text, self.template
+            return self.template_text, self.template
         chat = copy.copy(self)
         chat.file, text, _ = found
-        with chat.failing():
+        with chat.template_errors():
             return text, compile_template(text)
 
-    def with_variables(self, variables: dict[str, bool]) -> "Chat":
+    def with_template_kwargs(self, template_kwargs: dict[str, bool]) -> "Chat":
         """A copy that gives its template these variables, such as enable_thinking."""
         chat = copy.copy(self)
-        chat.variables = variables
+        chat.template_kwargs = template_kwargs
         return chat
 
     def with_tools(self, tools: list[dict] | None, messages: list[dict] | None = None) -> "Chat":
@@ -83,33 +83,35 @@ class Chat:
         conversations only, so others are tried, too. Raises UserError if the template writes the
         tools in none of them, or refuses them all.
         """
-        chat = self.given(tools)
+        chat = self.with_unchecked_tools(tools)
         if not tools:
             return chat
         names = [f"a_tool_of_no_one_{index}" for index in range(len(tools))]
         renamed = [tool["function"] | {"name": name} for tool, name in zip(tools, names)]
-        probe = self.given([{"type": "function", "function": function} for function in renamed])
-        talks = [messages, *TALKS] if messages else TALKS
+        probe_chat = self.with_unchecked_tools(
+            [{"type": "function", "function": function} for function in renamed]
+        )
+        conversations = [messages, *PROBE_CONVERSATIONS] if messages else PROBE_CONVERSATIONS
         is_refused = True
-        for talk in talks:
-            text = probe.written(talk)
+        for conversation in conversations:
+            text = probe_chat.try_render(conversation)
             if text is not None and all(name in text for name in names):
                 return chat
             is_refused = is_refused and text is None
         if is_refused:
-            probe.render(talks[0])  # raises what is wrong
+            probe_chat.render(conversations[0])  # raises what is wrong
         raise UserError(f"{self.file}: this chat template has no place for tools")
 
-    def given(self, tools: list[dict] | None) -> "Chat":
+    def with_unchecked_tools(self, tools: list[dict] | None) -> "Chat":
         """Return a copy that gives its template these tools, whether it writes them or not."""
         chat = copy.copy(self)
         chat.tools = tools
         if tools:
-            chat.text, chat.template = self.for_tools()
+            chat.template_text, chat.template = self.load_tool_template()
         return chat
 
     @contextlib.contextmanager
-    def failing(self):
+    def template_errors(self):
         """Raise what fails in the template as a UserError."""
         try:
             yield
@@ -126,77 +128,83 @@ class Chat:
         to is a message of the role "tool" with the "tool_call_id". Raises UserError if the template
         refuses them.
         """
-        return str.__str__(self.marked(messages))
+        return str.__str__(self.render_tainted(messages))
 
-    def marked(self, messages: list[dict]) -> "Marked":
+    def render_tainted(self, messages: list[dict]) -> "TaintedStr":
         """Return that text with the template's own characters marked. Raises UserError."""
-        with self.failing():
+        with self.template_errors():
             try:
-                return self.write(messages)
+                return self.render_unchecked(messages)
             except Exception as error:  # a program fails in any way
-                others = [message for message in messages if message["role"] not in SYSTEM]
-                if len(others) == len(messages) or self.written(others) is None:
+                others = [message for message in messages if message["role"] not in SYSTEM_ROLES]
+                if len(others) == len(messages) or self.try_render(others) is None:
                     raise
-                raise ValueError(f"{error}; {HINT}") from None
+                raise ValueError(f"{error}; {SYSTEM_ROLE_HINT}") from None
 
-    def write(self, messages: list[dict]) -> "Marked":
+    def render_unchecked(self, messages: list[dict]) -> "TaintedStr":
         """Render the template; anything may be raised. The template's own characters are marked.
 
         A role counts as its own, because some templates make a control token of it. Not so one that
-        is not in ROLES: a client may give a role any name.
+        is not in KNOWN_ROLES: a client may give a role any name.
         """
-        from loading.templates import own, rendered
+        from loading.templates import render_sandboxed, trusted
 
-        given = {name: own(token) for name, token in self.tokens.items()} | self.variables
-        given["messages"] = [
-            message | {"role": own(message["role"])} if message["role"] in ROLES else message
+        context = {
+            name: trusted(token) for name, token in self.special_tokens.items()
+        } | self.template_kwargs
+        context["messages"] = [
+            message | {"role": trusted(message["role"])}
+            if message["role"] in KNOWN_ROLES
+            else message
             for message in messages
         ]
-        given |= {"tools": self.tools, "documents": None, "add_generation_prompt": True}
-        return rendered(self.template, given)
+        context |= {"tools": self.tools, "documents": None, "add_generation_prompt": True}
+        return render_sandboxed(self.template, context)
 
-    def written(self, messages: list[dict]) -> str | None:
+    def try_render(self, messages: list[dict]) -> str | None:
         """Return what the template makes of messages; None if it refuses them."""
         try:
-            return str.__str__(self.write(messages))
+            return str.__str__(self.render_unchecked(messages))
         except Exception:
             return None
 
-    def check_said(self, messages: list[dict]) -> None:
-        """Raise UserError for a template that leaves out what is said in a role of SYSTEM.
+    def check_system_messages(self, messages: list[dict]) -> None:
+        """Raise UserError for a template that leaves out what is said in a role of SYSTEM_ROLES.
 
         A number at both ends of each message shows which ones are written. A message may be just
         what the template says without it, as the system prompt that a model has by default.
         """
-        marked = list(messages)
-        said = {}
+        tagged = list(messages)
+        unseen_roles = {}
         for index, message in enumerate(messages):
-            if message["role"] in SYSTEM and message["content"].strip():
-                said[f"{index:05}"] = message["role"]
-                mark = f"{MARK}{index:05}"
-                marked[index] = message | {"content": f"{mark}{message['content']}{mark}"}
-        text = self.written(marked) if said else None
+            if message["role"] in SYSTEM_ROLES and message["content"].strip():
+                unseen_roles[f"{index:05}"] = message["role"]
+                sentinel = f"{SENTINEL}{index:05}"
+                tagged[index] = message | {"content": f"{sentinel}{message['content']}{sentinel}"}
+        text = self.try_render(tagged) if unseen_roles else None
         if text is None:  # `render` says why
             return
-        for index in re.findall(f"(?={MARK}(.{{5}}))", text, re.DOTALL):
-            said.pop(index, None)
-        for role in said.values():
+        for index in re.findall(f"(?={SENTINEL}(.{{5}}))", text, re.DOTALL):
+            unseen_roles.pop(index, None)
+        for role in unseen_roles.values():
             what = f"it leaves out messages of the role {role}"
-            raise UserError(f"{self.file}: chat template: {what}; {HINT}")
+            raise UserError(f"{self.file}: chat template: {what}; {SYSTEM_ROLE_HINT}")
 
     def encode(self, messages: list[dict], encoding: Encoding) -> list[int]:
         """Return the token ids of that text.
 
         An added token in a message would let its author speak in any role. So control tokens are
-        only those whose characters all are the template's own, or a role of ROLES: none is made of
-        a message, a tool, a call or its result, whatever the template cuts out and joins. All other
-        text is encoded as plain text.
+        only those whose characters all are the template's own, or a role of KNOWN_ROLES: none is
+        made of a message, a tool, a call or its result, whatever the template cuts out and joins.
+        All other text is encoded as plain text.
         """
-        from loading.marks import mask_of
+        from loading.taint import trust_mask
 
-        self.check_said(messages)
-        marked = self.marked(messages)
-        pieces = split_at(encoding.special_tokens_set, str.__str__(marked), mask_of(marked))
+        self.check_system_messages(messages)
+        tainted = self.render_tainted(messages)
+        pieces = split_special_tokens(
+            encoding.special_tokens_set, str.__str__(tainted), trust_mask(tainted)
+        )
         ids = []
         for index, piece in enumerate(pieces):
             if index % 2:
@@ -206,7 +214,7 @@ class Chat:
         return ids
 
 
-def split_at(tokens: set[str], text: str, mask: str | None = None) -> list[str]:
+def split_special_tokens(tokens: set[str], text: str, mask: str | None = None) -> list[str]:
     """A text in pieces: text, token, text, ..., text. Of two tokens the longer one is taken.
 
     mask: "1" for each character that may be part of a token; None for all of them.
@@ -223,7 +231,7 @@ def split_at(tokens: set[str], text: str, mask: str | None = None) -> list[str]:
     return [*pieces, text[start:]]
 
 
-def read_template(
+def read_chat_template(
     source: Source, file: Path | None = None, name: str = "default"
 ) -> tuple[Path, str, dict[str, str]] | None:
     """A model's chat template, None without one: its file, its text, the tokens it may name.
@@ -231,19 +239,19 @@ def read_template(
     file: of a template to use instead. name: of the one to take, where there are several.
     Raises UserError for a file that cannot be read.
     """
-    given = (file, read_text(file)) if file else None
+    override = (file, read_text(file)) if file else None
     if source.type == "random":
-        return (*given, {}) if given else None
-    if source.type == "gguf" and read_gguf_template(source.gguf, given):  # others, too
-        return read_gguf_template(source.gguf, given, name)
-    of_tokenizer = source.find("tokenizer_config.json")
-    config = read_json(of_tokenizer) if of_tokenizer else {}
+        return (*override, {}) if override else None
+    if source.type == "gguf" and read_gguf_template(source.gguf, override):  # others, too
+        return read_gguf_template(source.gguf, override, name)
+    config_file = source.find("tokenizer_config.json")
+    config = read_json(config_file) if config_file else {}
     default = file or source.find("chat_template.jinja")
     named = name != "default" and source.find(f"additional_chat_templates/{name}.jinja")
     if file := named or default:
         text = read_text(file) if named or name == "default" else None
     else:
-        file = of_tokenizer
+        file = config_file
         text = config.get("chat_template")
         if isinstance(text, list):  # several, each with a name
             entries = [entry for entry in text if isinstance(entry, dict)]
@@ -267,6 +275,6 @@ def read_text(file: Path) -> str:
 def compile_template(text: str):
     """Compile a chat template. Anything may be raised."""
     # Here, because importing jinja2 takes 17 ms, and few runs chat.
-    from loading.templates import compiled
+    from loading.templates import compile_sandboxed
 
-    return compiled(text)
+    return compile_sandboxed(text)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from constraints import JOINING, JSON_OPTIONS, Vocabulary, check_schemas, plain_schema
 from errors import UserError
-from loading.chat import Chat, split_at
+from loading.chat import Chat, split_special_tokens
 from loading.tokenizer import Encoding, partial_stop_length
 
 MAX_TOOLS = 128
@@ -117,7 +117,7 @@ def find_form(chat: Chat, encoding: Encoding, eos_token_ids: tuple[int, ...]) ->
     for tools in [[TOOL], chat.tools] if chat.tools else [None]:
         for before, content in shapes:
             try:
-                probe = chat.given(tools)
+                probe = chat.with_unchecked_tools(tools)
                 return read_form(probe, [*before, user], content, encoding, eos_token_ids)
             except UserError as error:
                 errors.append(error)
@@ -185,7 +185,7 @@ def read_form(
     others = [between + name + middle + known for name in names[1:]]
     if not all_calls.startswith(first + "".join(others) + end):
         between = None
-    _, *added = split_at(encoding.special_tokens_set, begin)
+    _, *added = split_special_tokens(encoding.special_tokens_set, begin)
     trigger = begin.split()[0]
     if added and begin.lstrip().startswith(added[0]):
         trigger = added[0]
@@ -210,7 +210,7 @@ def calls_grammar(
     def lark(text: str) -> str:
         """A text in the grammar: added tokens, ids, and what lies between them."""
         parts = []
-        for index, piece in enumerate(split_at(set(vocabulary.added), text)):
+        for index, piece in enumerate(split_special_tokens(set(vocabulary.added), text)):
             if index % 2:
                 parts.append(f"<[{vocabulary.added[piece]}]>")
                 continue

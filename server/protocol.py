@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, to_json
 
 from errors import UserError, check_limits
-from loading.chat import OWN
+from loading.chat import RESERVED_VARIABLES
 from loading.tools import MAX_TOOLS
 from sampling import LIMITS, SamplingParams, is_bias
 
@@ -802,7 +802,7 @@ class ChatRequest(GenerationRequest):
     @classmethod
     def own_names(cls, value: dict[str, bool] | None) -> dict[str, bool] | None:
         for name in value or {}:
-            if name in OWN:
+            if name in RESERVED_VARIABLES:
                 raise ValueError(f"{name} is not for a request to set")
         return value
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from constraints import make_matcher, vocabulary_of
 from errors import UserError
-from loading.chat import HINT, Chat
+from loading.chat import SYSTEM_ROLE_HINT, Chat
 from loading.defaults import read_sampling_defaults
 from loading.load import Source
 from loading.tokenizer import IncrementalDetokenizer
@@ -195,7 +195,7 @@ class Served:
         plain = [message.plain for message in body.messages]
         variables, _ = self.variables(body)
         with self.refusing("messages"):
-            chat = self.chat.with_variables(variables)
+            chat = self.chat.with_template_kwargs(variables)
             with self.refusing("tools"):
                 chat = chat.with_tools(body.tools or None, plain)
             called = any(message.tool_calls or message.tool_call_id for message in body.messages)
@@ -204,7 +204,7 @@ class Served:
             try:
                 return chat.encode(plain, self.thread.encoding)
             except UserError as error:
-                if HINT in str(error):
+                if SYSTEM_ROLE_HINT in str(error):
                     raise UserError(f"{error}, or {OTHER_MODEL}") from None
                 raise
 
@@ -214,7 +214,7 @@ class Served:
         A field on reasoning sets the variables that the template looks at, and is ignored if it
         looks at none.
         """
-        template = "" if isinstance(self.chat, UserError) else self.chat.text
+        template = "" if isinstance(self.chat, UserError) else self.chat.template_text
         variables = {}
         ignored = body.ignored
         for field, asked in body.thinking.items():
@@ -251,7 +251,7 @@ class Served:
             if body.named and not named:
                 message = f"tool_choice.function.name: {body.named} is the name of no tool"
                 raise APIError(400, message, "tool_choice")
-            chat = self.chat.with_variables(self.variables(body)[0])
+            chat = self.chat.with_template_kwargs(self.variables(body)[0])
             plain = [message.plain for message in body.messages]
             form = find_form(chat.with_tools(body.tools, plain), encoding, ends)
             if body.choice == "none" and body.form[1]:  # the text has that form

@@ -56,7 +56,7 @@ def test_a_conversation_is_what_transformers_makes_of_it(template, write_chat, c
     encoding = load_encoding(file, 4104)
     tokenizer = chat_pair(template)[1]
     chat = Chat(file)
-    assert chat.tokens == {"bos_token": BOS, "eos_token": END, "pad_token": EOS}
+    assert chat.special_tokens == {"bos_token": BOS, "eos_token": END, "pad_token": EOS}
     for messages in (
         conversation("Tom?"),
         conversation("Tom?", "Yes.\n", " Lily  12", system="Hi <|im_start|>."),
@@ -118,7 +118,7 @@ def test_a_wrong_id_that_no_template_names_is_ignored(tmp_path):
         about = metadata | {"tokenizer.chat_template": template}
         file = written(tmp_path / "model.gguf", about)
         try:
-            found = Chat(file).tokens.get("pad_token")
+            found = Chat(file).special_tokens.get("pad_token")
         except UserError as error:
             assert words and words in str(error)
         else:

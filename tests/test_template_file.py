@@ -45,7 +45,7 @@ def test_its_tokens_are_those_of_a_gguf_file(write_chat, chat_pair, tmp_path, ot
     for template in ({}, {"tokenizer.chat_template": CHATML}):
         metadata = metadata_of(raw, "gpt-2", **ids) | template
         chat = Chat(written(tmp_path / "model.gguf", metadata), other)
-        assert chat.tokens == {"bos_token": BOS, "eos_token": END, "pad_token": EOS}
+        assert chat.special_tokens == {"bos_token": BOS, "eos_token": END, "pad_token": EOS}
         known = theirs(chat_pair(OTHER)[1], conversation("Tom", "Hi"), tokenize=False)
         assert chat.render(conversation("Tom", "Hi")) == known
 

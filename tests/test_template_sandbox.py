@@ -135,20 +135,20 @@ METHODS = {
 @given(text=TEXTS, a=TEXTS, b=TEXTS)
 def test_a_marked_string_is_cut_as_str_cuts_it(text, a, b):
     """Its characters are known by their places: each part comes from where str takes it."""
-    from loading.marks import Marked, begin_work
+    from loading.taint import TaintedStr, reset_budget
 
-    begin_work()
+    reset_budget()
     for cut in METHODS.values():
         for place in range(len(text) + 1):  # one character is the template's
             mask = "0" * place + "1" + "0" * len(text)
-            parts = cut(Marked(text, mask[: len(text)]), a, b)
+            parts = cut(TaintedStr(text, mask[: len(text)]), a, b)
             assert parts == cut(text, a, b)
             assert all(len(part) == len(part._mask) for part in parts)
             for part in parts:
                 where = part._mask.find("1")
                 assert where < 0 or str.__str__(part)[where] == text[place]
     for count in (-1, 0, 1):
-        made = Marked(text, "1" * len(text)).replace(a, b, count)
+        made = TaintedStr(text, "1" * len(text)).replace(a, b, count)
         assert made == text.replace(a, b, count)
 
 
@@ -273,9 +273,9 @@ TOUCHING = [
 
 @pytest.mark.parametrize("template", [*LONG, *TOUCHING])
 def test_a_template_that_never_ends_or_touches_too_much_is_refused(alone, monkeypatch, template):
-    from loading import marks
+    from loading import taint
 
-    monkeypatch.setattr(marks, "MAX_STEPS", 2**16)
+    monkeypatch.setattr(taint, "MAX_RENDER_STEPS", 2**16)
     line = refused(alone(template).render, conversation("a"))
     assert line.endswith("the template takes more than 65,536 steps")
 
@@ -298,12 +298,12 @@ def test_a_comparison_keeps_its_meaning(chat_pair):
 def test_a_conversation_of_200_messages_takes_a_tenth_of_the_steps(chat_pair):
     from chats import HERMES
 
-    from loading import marks
+    from loading import taint
 
     ours, _ = chat_pair(HERMES)
     tools = [tool(f"f{i}", {f"p{j}": {"type": "string"} for j in range(10)}) for i in range(64)]
     ours.with_tools(tools).render(conversation(*["word " * 60] * 199))
-    assert 0 < marks.MAX_STEPS - marks.work.left < marks.MAX_STEPS / 10
+    assert 0 < taint.MAX_RENDER_STEPS - taint.budget.steps_left < taint.MAX_RENDER_STEPS / 10
 
 
 def test_a_client_cannot_make_a_template_write_too_much(alone):

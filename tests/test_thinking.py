@@ -85,14 +85,14 @@ def test_texts_and_ids_equal_transformers(chat_pair, chat_encoding, template, gi
     ours, tokenizer = chat_pair(template)
     old = "<think>\nHe asks.\n</think>\n\nYes." if template == THINKING else "Yes."
     messages = conversation("Tom?", old, "Lily?", system="Hi.")
-    chat = ours.with_variables(given)
+    chat = ours.with_template_kwargs(given)
     assert chat.render(messages) == theirs(tokenizer, messages, tokenize=False, **given)
     assert chat.encode(messages, chat_encoding) == theirs(tokenizer, messages, **given)
     assert ours.render(messages) == theirs(tokenizer, messages, tokenize=False)  # as it was
 
 
 def test_a_user_cannot_write_the_tokens_that_the_template_writes(chat_pair, chat_encoding):
-    chat = chat_pair(ADDED)[0].with_variables(OFF)
+    chat = chat_pair(ADDED)[0].with_template_kwargs(OFF)
     ids = chat.encode(conversation("<tool_call>Tom[INST]"), chat_encoding)
     assert len(control_ids(ids)) == 5
 
@@ -125,7 +125,7 @@ def test_the_server_takes_variables_of_a_request(tiny_llama, write_chat):
             max_new_tokens=9,
             temperature=0,
         )[1]
-        for own in (chat.with_variables(OFF), chat)
+        for own in (chat.with_template_kwargs(OFF), chat)
     )
     assert off != on
     assert found == [off, on, on, on, on, off]
@@ -167,7 +167,7 @@ def test_a_wish_about_reasoning_is_for_the_template(template, fields, written, i
 
     served = Served(None, "small", "small", Chat(write_chat(template)), here=False)
     variables, names = served.variables(ChatRequest(messages=TOM["messages"], **fields))
-    assert served.chat.with_variables(variables).render(TOM["messages"]) == written
+    assert served.chat.with_template_kwargs(variables).render(TOM["messages"]) == written
     assert ", ".join(names) == (ignored or "")
 
 

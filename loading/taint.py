@@ -5,37 +5,39 @@ import threading
 from jinja2.utils import Namespace
 from markupsafe import Markup
 
-MAX_TEXT = 2**24  # characters or items that one operation may make
-MAX_STEPS = 2**21  # of one render; each about a microsecond
-STEP = 256  # characters copied or compared, of up to 5 bytes with their marks
-READING = 4  # times what copying a character takes, where each one is looked at
-ITEM = 16  # characters that take as long as an item of a list
-VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
-CONTAINERS = (list, tuple, dict, set, frozenset, *VIEWS)
+MAX_RENDERED_SIZE = 2**24  # characters or items that one operation may make
+MAX_RENDER_STEPS = 2**21  # of one render; each about a microsecond
+CHARACTERS_PER_STEP = 256  # characters copied or compared, of up to 5 bytes with their marks
+SCAN_COST = 4  # times what copying a character takes, where each one is looked at
+ITEM_COST = 16  # characters that take as long as an item of a list
+DICT_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+CONTAINERS = (list, tuple, dict, set, frozenset, *DICT_VIEWS)
 
-work = threading.local()  # left: steps that the template in this thread may still take
+budget = threading.local()  # steps_left: steps that the template in this thread may still take
 
 
-class TooMuch(ValueError):
+class BudgetExceeded(ValueError):
     """Raised for a template that writes too much or runs too long."""
 
 
-def begin_work() -> None:
-    """Let the template that this thread compiles or renders take MAX_STEPS steps."""
-    work.left = MAX_STEPS
+def reset_budget() -> None:
+    """Let the template that this thread compiles or renders take MAX_RENDER_STEPS steps."""
+    budget.steps_left = MAX_RENDER_STEPS
 
 
-def spend(steps: int, characters: int = 0) -> None:
-    """Take steps, and those to write characters, from what is left. Raises TooMuch."""
-    work.left -= steps + characters / STEP
-    if work.left < 0:
-        raise TooMuch(f"the template takes more than {MAX_STEPS:,} steps")
+def charge(steps: int, characters: int = 0) -> None:
+    """Take steps, and those to write characters, from what is left. Raises BudgetExceeded."""
+    budget.steps_left -= steps + characters / CHARACTERS_PER_STEP
+    if budget.steps_left < 0:
+        raise BudgetExceeded(f"the template takes more than {MAX_RENDER_STEPS:,} steps")
 
 
 def check_size(size: int) -> None:
-    """Raise TooMuch for an operation that makes more than MAX_TEXT characters or items."""
-    if size > MAX_TEXT:
-        raise TooMuch(f"the template writes {size:.3g} characters; {MAX_TEXT:,} are allowed")
+    """Raise BudgetExceeded for an operation that makes over MAX_RENDERED_SIZE characters."""
+    if size > MAX_RENDERED_SIZE:
+        raise BudgetExceeded(
+            f"the template writes {size:.3g} characters; {MAX_RENDERED_SIZE:,} are allowed"
+        )
 
 
 def size_of(value) -> int:
@@ -44,10 +46,10 @@ def size_of(value) -> int:
         return len(value)
     if isinstance(value, int):
         return value.bit_length() // 8
-    return ITEM * len(value) if isinstance(value, CONTAINERS) else 0
+    return ITEM_COST * len(value) if isinstance(value, CONTAINERS) else 0
 
 
-def measure(value) -> None:
+def charge_nested(value) -> None:
     """Spend a step for each item in a value: lists may share items, but their text does not."""
     left = [value]  # not by recursion, which takes ten times as long at some depths
     while left:
@@ -57,13 +59,13 @@ def measure(value) -> None:
         if isinstance(value, dict):
             value = value.items()
         if isinstance(value, CONTAINERS):
-            spend(1 + len(value))
+            charge(1 + len(value))
             left.extend(value)
         else:
-            spend(0, READING * size_of(value))
+            charge(0, SCAN_COST * size_of(value))
 
 
-class Marked(str):
+class TaintedStr(str):
     """A string that knows which of its characters the template wrote.
 
     All other characters come from outside, as from messages and tools. An operation that is not
@@ -74,21 +76,21 @@ class Marked(str):
     __slots__ = ("_mask",)
 
     def __new__(cls, text: str, mask: str | None = None):
-        made = super().__new__(cls, text)
-        made._mask = "0" * len(made) if mask is None else mask
-        return made
+        result = super().__new__(cls, text)
+        result._mask = "0" * len(result) if mask is None else mask
+        return result
 
     def __str__(self):
         return self
 
     def __getitem__(self, key):
-        return Marked(super().__getitem__(key), self._mask[key])
+        return TaintedStr(super().__getitem__(key), self._mask[key])
 
     def __iter__(self):
-        spend(len(self))
+        charge(len(self))
         return map(self.__getitem__, range(len(self)))
 
-    def cut(self, parts: list[str], gap: int | None) -> list["Marked"]:
+    def slices(self, parts: list[str], gap: int | None) -> list["TaintedStr"]:
         """Return parts of this string as slices of it.
 
         gap: number of characters between two parts; None for blanks, with which no part begins.
@@ -118,87 +120,87 @@ class Marked(str):
         return self[: len(self) - len(suffix)] if self.endswith(suffix) else self
 
     def split(self, sep=None, maxsplit=-1):
-        spend(self.count(sep) if sep else len(self) // 2)
-        return self.cut(super().split(sep, maxsplit), sep and len(sep))
+        charge(self.count(sep) if sep else len(self) // 2)
+        return self.slices(super().split(sep, maxsplit), sep and len(sep))
 
     def rsplit(self, sep=None, maxsplit=-1):
-        spend(self.count(sep) if sep else len(self) // 2)
-        return self.cut(super().rsplit(sep, maxsplit), sep and len(sep))
+        charge(self.count(sep) if sep else len(self) // 2)
+        return self.slices(super().rsplit(sep, maxsplit), sep and len(sep))
 
     def splitlines(self, keepends=False):
-        spend(self.count("\n") + self.count("\r"))
+        charge(self.count("\n") + self.count("\r"))
         lines = super().splitlines(keepends)
-        spend(len(lines))
-        return self.cut(lines, 0 if keepends else None)
+        charge(len(lines))
+        return self.slices(lines, 0 if keepends else None)
 
     def partition(self, sep):
-        return tuple(self.cut(super().partition(sep), 0))
+        return tuple(self.slices(super().partition(sep), 0))
 
     def rpartition(self, sep):
-        return tuple(self.cut(super().rpartition(sep), 0))
+        return tuple(self.slices(super().rpartition(sep), 0))
 
     def join(self, items):
         items = list(items)
         size = len(self) * len(items) + sum(len(item) for item in items if isinstance(item, str))
         check_size(size)
-        spend(len(items), size)
-        return Marked(super().join(items), self._mask.join(map(mask_of, items)))
+        charge(len(items), size)
+        return TaintedStr(super().join(items), self._mask.join(map(trust_mask, items)))
 
     def replace(self, old, new, count=-1):
         found = self.count(old)
         check_size(len(self) + len(new) * (found if count < 0 else min(found, count)))
         if not old:  # new text between any two characters
             return super().replace(old, new, count)
-        return as_marked(new).join(self.split(old, count))
+        return as_tainted(new).join(self.split(old, count))
 
 
 # An error in a template names the type of a value.
-Marked.__name__ = str.__name__
-Marked.__module__ = str.__module__
+TaintedStr.__name__ = str.__name__
+TaintedStr.__module__ = str.__module__
 
 
-class Safe(Markup):
+class SafeMarkup(Markup):
     """Hold the marks of a string that went through the filter `safe`."""
 
     _mask = None
 
 
-def mask_of(text: str) -> str:
+def trust_mask(text: str) -> str:
     """Return the mask of a string; all of a plain one comes from outside."""
     return getattr(text, "_mask", None) or "0" * len(text)
 
 
-def as_marked(text: str) -> Marked:
+def as_tainted(text: str) -> TaintedStr:
     """Return a string with its marks, if it has any."""
-    return text if isinstance(text, Marked) else Marked(str.__str__(text), mask_of(text))
+    return text if isinstance(text, TaintedStr) else TaintedStr(str.__str__(text), trust_mask(text))
 
 
-def own(text: str) -> Marked:
+def trusted(text: str) -> TaintedStr:
     """Mark a string as the template's own."""
-    return Marked(text, "1" * len(text))
+    return TaintedStr(text, "1" * len(text))
 
 
-def is_own(value) -> bool:
+def is_trusted(value) -> bool:
     """Return whether all characters of a string are the template's."""
-    return isinstance(value, Marked) and "0" not in value._mask
+    return isinstance(value, TaintedStr) and "0" not in value._mask
 
 
-def joined(pieces) -> Marked:
-    """Join the pieces of a text while the template writes them. Raises TooMuch."""
+def join_pieces(pieces) -> TaintedStr:
+    """Join the pieces of a text while the template writes them. Raises BudgetExceeded."""
     texts = []
     size = 0
     for piece in pieces:
         size += len(piece)
         check_size(size)
-        spend(1, len(piece))
+        charge(1, len(piece))
         texts.append(piece)
-    return Marked("".join(texts), "".join(map(mask_of, texts)))
+    return TaintedStr("".join(texts), "".join(map(trust_mask, texts)))
 
 
-def text_of(value) -> str:
+def stringify(value) -> str:
     """Return what a template writes for a value."""
-    if isinstance(value, Safe):
-        return as_marked(value)
+    if isinstance(value, SafeMarkup):
+        return as_tainted(value)
     if not isinstance(value, str):
-        measure(value)
+        charge_nested(value)
     return str(value)
