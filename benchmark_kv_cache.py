@@ -14,7 +14,7 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks import common
-from command_line import MAX_TEXTS, STORIES, Parser, pick_dtype
+from command_line import MAX_SEQUENCES, STORIES, Parser, pick_dtype
 from errors import UserError
 from infer import generate
 from loading.load import load_model, save_model
@@ -198,9 +198,9 @@ def main(argv=None) -> None:
     names = "directories, gpt2[-medium|-large|-xl] or random:gpt2"
     parser.add_argument("--model", **models, help=names)
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES, help="what to time")
-    sizes = {"type": common.whole_number(1, MAX_TEXTS), "default": [1]}
+    sizes = {"type": common.integer_in_range(1, MAX_SEQUENCES), "default": [1]}
     parser.add_argument("--batch-size", **common.LIST, **sizes, help="texts at once")
-    tokens = {"type": common.whole_number(1), "default": 16}
+    tokens = {"type": common.integer_in_range(1), "default": 16}
     parser.add_argument("--prompt-tokens", **tokens, help="random ids in each prompt")
     common.add_profile_option(parser, "the first mode, model, dtype and batch size")
     common.add_options(parser, "kv_cache_cpu.csv", lengths=[60, 120, 220], repeats=3)

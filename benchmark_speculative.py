@@ -194,14 +194,14 @@ def plot(summary):
 def main(argv=None) -> None:
     about = "Time speculative decoding against its cached target, on beginnings of stories."
     parser = Parser(description=about)
-    gamma = {"type": common.whole_number(1, 16), "default": [2, 3, 4]}
+    gamma = {"type": common.integer_in_range(1, 16), "default": [2, 3, 4]}
     parser.add_argument("--gamma", **common.LIST, **gamma, help="drafts a pass, 1 to 16")
     temperature = {"type": float, "default": [0.0, 0.8]}
     parser.add_argument("--temperature", **common.LIST, **temperature, help="0: greedy")
     parser.add_argument("--target", default=STORIES, help="directory, gpt2[-medium|-large|-xl]")
     small = STORIES.with_name("stories-draft")
     parser.add_argument("--draft", default=small, help="a smaller one, same vocabulary")
-    prompts = {"type": common.whole_number(1, len(PROMPTS)), "default": len(PROMPTS)}
+    prompts = {"type": common.integer_in_range(1, len(PROMPTS)), "default": len(PROMPTS)}
     parser.add_argument("--prompts", **prompts, help="how many, 1 to %(default)s")
     common.add_profile_option(parser, "the first gamma and dtype, greedy")
     common.add_options(parser, "speculative_cpu.csv", lengths=[200], repeats=2)

@@ -15,7 +15,7 @@ import torch
 
 from cache import check_stride, window_start
 from constraints import make_matcher, vocabulary_of
-from errors import UserError, memory_for
+from errors import UserError, catch_out_of_memory
 from loading.chat import Chat
 from loading.load import Source, load_model
 from loading.tokenizer import Encoding, IncrementalDetokenizer
@@ -30,9 +30,9 @@ MODEL_HELP = (
     " smollm2 (538 MB of memory in float32, 135 in int8)"
 )
 # A limit, because lists for 10**9 texts fill the memory before any tensor is made.
-MAX_TEXTS = 2**16
+MAX_SEQUENCES = 2**16
 # Packages of requirements-test.txt that benchmarks import where they need them.
-OPTIONAL = {"gguf", "matplotlib", "pandas", "transformers"}
+OPTIONAL_PACKAGES = {"gguf", "matplotlib", "pandas", "transformers"}
 DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -42,7 +42,7 @@ DTYPES = {
 }
 CACHE_DTYPES = {"auto": None, "float16": torch.float16, "int8": torch.int8}
 # Fields of SamplingParams whose option has another name.
-OPTIONS = {"choices": "--choice", "stop_token_ids": "--stop-token-id"}
+OPTION_NAMES = {"choices": "--choice", "stop_token_ids": "--stop-token-id"}
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -66,22 +66,22 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
 
-class Collect(argparse.Action):
+class AppendToTuple(argparse.Action):
     """Adds its value to a tuple: an option that is repeatable."""
 
     def __call__(self, parser, namespace, value, option_string=None):
         setattr(namespace, self.dest, (*getattr(namespace, self.dest), value))
 
 
-class Given(argparse.Action):
-    """Stores its value, and notes in `given` that the user has set it."""
+class StoreExplicit(argparse.Action):
+    """Stores its value, and notes in `explicit` that the user has set it."""
 
     def __call__(self, parser, namespace, value, option_string=None):
         setattr(namespace, self.dest, value)
-        namespace.given = {*namespace.given, self.dest}
+        namespace.explicit = {*namespace.explicit, self.dest}
 
 
-def id_and_bias(text: str) -> tuple[int, float]:
+def parse_logit_bias(text: str) -> tuple[int, float]:
     """The pair that ID=BIAS stands for. Raises ArgumentTypeError for another form."""
     token, _, bias = text.partition("=")
     try:
@@ -139,13 +139,13 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
     temperature_help = "0: greedy; below 1: safer; above 1: more surprising"
-    parser.add_argument("--temperature", type=float, action=Given, help=temperature_help)
+    parser.add_argument("--temperature", type=float, action=StoreExplicit, help=temperature_help)
     top_k_help = "draw from the k most likely tokens; 0: from all"
-    parser.add_argument("--top-k", type=int, action=Given, help=top_k_help)
+    parser.add_argument("--top-k", type=int, action=StoreExplicit, help=top_k_help)
     top_p_help = "draw from the fewest tokens with this mass; 1: from all"
-    parser.add_argument("--top-p", type=float, action=Given, help=top_p_help)
+    parser.add_argument("--top-p", type=float, action=StoreExplicit, help=top_p_help)
     min_p_help = "draw from tokens with at least this share of the largest probability; 0: from all"
-    parser.add_argument("--min-p", type=float, action=Given, help=min_p_help)
+    parser.add_argument("--min-p", type=float, action=StoreExplicit, help=min_p_help)
     parser.add_argument(
         "--presence-penalty", type=float, help="against tokens in the output; -2 to 2"
     )
@@ -153,31 +153,38 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         "--frequency-penalty", type=float, help="charged for each occurrence in the output; -2 to 2"
     )
     repetition_help = "against tokens in prompt and output; 1: off"
-    parser.add_argument("--repetition-penalty", type=float, action=Given, help=repetition_help)
+    parser.add_argument(
+        "--repetition-penalty", type=float, action=StoreExplicit, help=repetition_help
+    )
     bias_help = "add to the logit of a token, -100 to 100; repeatable; no bias if not given"
-    bias = {"type": id_and_bias, "action": Collect, "metavar": "ID=BIAS", "help": bias_help}
+    bias = {
+        "type": parse_logit_bias,
+        "action": AppendToTuple,
+        "metavar": "ID=BIAS",
+        "help": bias_help,
+    }
     parser.add_argument("--logit-bias", **bias)
     stop_help = "id of a token that ends the text, as EOS does; repeatable"
-    stop = {"type": int, "action": Collect, "dest": "stop_token_ids", "help": stop_help}
+    stop = {"type": int, "action": AppendToTuple, "dest": "stop_token_ids", "help": stop_help}
     parser.add_argument("--stop-token-id", metavar="ID", **stop)
     parser.add_argument("--min-tokens", type=int, help="nothing ends the text before, in tokens")
     add_stride_option(parser)
-    parser.set_defaults(given=frozenset(), **dataclasses.asdict(SamplingParams()))
+    parser.set_defaults(explicit=frozenset(), **dataclasses.asdict(SamplingParams()))
 
 
 def add_constraint_options(parser: argparse.ArgumentParser) -> None:
     """The options that constrain a text."""
     choice_help = "one of the texts to choose from: nothing else is written; repeatable"
-    options = {"dest": "choices", "metavar": "TEXT", "action": Collect, "default": ()}
-    parser.add_argument(OPTIONS["choices"], help=choice_help, **options)
+    options = {"dest": "choices", "metavar": "TEXT", "action": AppendToTuple, "default": ()}
+    parser.add_argument(OPTION_NAMES["choices"], help=choice_help, **options)
     schema_help = "file with a JSON schema: the text must be JSON, without blanks, that it allows"
-    parser.add_argument("--json-schema", metavar="FILE", type=file_text, help=schema_help)
+    parser.add_argument("--json-schema", metavar="FILE", type=text_file, help=schema_help)
     parser.add_argument("--regex", help="the whole text must match this; Rust's syntax")
     grammar_help = "file with a grammar, in llguidance's form of Lark, that the text must have"
-    parser.add_argument("--grammar", metavar="FILE", type=file_text, help=grammar_help)
+    parser.add_argument("--grammar", metavar="FILE", type=text_file, help=grammar_help)
 
 
-def file_text(name: str) -> str:
+def text_file(name: str) -> str:
     """The text of a file that an option names."""
     try:
         return Path(name).read_text("utf-8-sig")
@@ -196,23 +203,25 @@ def add_stride_option(parser: argparse.ArgumentParser) -> None:
 def sampling_params(args, defaults: Mapping[str, float] | None = None) -> SamplingParams:
     """The SamplingParams of a command line.
 
-    defaults: what `chat_defaults` returns.
+    defaults: what `chat_sampling_defaults` returns.
     A note on stderr names options that do nothing at temperature 0. Raises UserError for a choice
     that is not UTF-8.
     """
     for text in args.choices:
-        check_text(OPTIONS["choices"], text)
+        check_utf8(OPTION_NAMES["choices"], text)
     # Each text gets a seed of its own.
     # Calls need the model's template, which is not loaded yet.
-    apart = {"seed", "calls"}
-    names = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in apart]
+    excluded = {"seed", "calls"}
+    names = [
+        field.name for field in dataclasses.fields(SamplingParams) if field.name not in excluded
+    ]
     values = {name: getattr(args, name) for name in names}
     params = SamplingParams(**values | (defaults or {}))
-    given = {"--seed": args.seed is not None, "--num-samples": args.num_samples > 1}
-    given |= {"--top-k": params.top_k > 0, "--top-p": params.top_p < 1}
-    given |= {"--min-p": params.min_p > 0}
-    if params.temperature == 0 and any(given.values()):
-        useless = ", ".join(name for name, is_given in given.items() if is_given)
+    explicit = {"--seed": args.seed is not None, "--num-samples": args.num_samples > 1}
+    explicit |= {"--top-k": params.top_k > 0, "--top-p": params.top_p < 1}
+    explicit |= {"--min-p": params.min_p > 0}
+    if params.temperature == 0 and any(explicit.values()):
+        useless = ", ".join(name for name, is_given in explicit.items() if is_given)
         print(f"note: temperature 0 is greedy, so this changes nothing: {useless}", file=sys.stderr)
     return params
 
@@ -237,16 +246,16 @@ def read_prompts(args) -> list[str]:
         prompts += [line for line in lines if line]
     prompts = prompts or [""]
     for prompt in prompts:
-        check_text("--prompt", prompt)
+        check_utf8("--prompt", prompt)
     if args.num_samples < 1:
         raise UserError(f"--num-samples {args.num_samples}: it must be an integer >= 1")
-    if len(prompts) * args.num_samples > MAX_TEXTS:
-        asked = f"{len(prompts)} prompts x --num-samples {args.num_samples}"
-        raise UserError(f"{asked}: at most {MAX_TEXTS} texts at once")
+    if len(prompts) * args.num_samples > MAX_SEQUENCES:
+        requested = f"{len(prompts)} prompts x --num-samples {args.num_samples}"
+        raise UserError(f"{requested}: at most {MAX_SEQUENCES} texts at once")
     return [prompt for prompt in prompts for _ in range(args.num_samples)]
 
 
-def check_text(name: str, text: str) -> None:
+def check_utf8(name: str, text: str) -> None:
     """Raise UserError for a text that is not UTF-8. name: of the option that it comes from."""
     try:
         text.encode()
@@ -266,7 +275,7 @@ def add_chat_options(parser: argparse.ArgumentParser) -> None:
     add_template_option(parser, "for --chat: ")
     add_defaults_option(parser, "for --chat: ")
     tools_help = "for --chat: JSON file with the tools that a reply may call, in OpenAI's form"
-    parser.add_argument("--tools", metavar="FILE", type=file_text, help=tools_help)
+    parser.add_argument("--tools", metavar="FILE", type=text_file, help=tools_help)
 
 
 def add_defaults_option(parser: argparse.ArgumentParser, where: str = "") -> None:
@@ -298,13 +307,13 @@ def check_chat_options(args) -> None:
         raise UserError("--generation-config is for --chat only")
     if args.tools is not None and not args.chat:
         raise UserError("--tools is for --chat only")
-    check_text("--system", args.system or "")
-    if is_conversation(args) and args.num_samples > 1:
+    check_utf8("--system", args.system or "")
+    if is_interactive(args) and args.num_samples > 1:
         reason = "a conversation goes on from one reply"
         raise UserError(f"--num-samples is for --prompt and --prompt-file; {reason}")
 
 
-def chat_defaults(args, source: Source) -> dict[str, float]:
+def chat_sampling_defaults(args, source: Source) -> dict[str, float]:
     """Return the sampling parameters of a model for its chats that the user has not set.
 
     There are none without --chat. Raises UserError.
@@ -313,10 +322,10 @@ def chat_defaults(args, source: Source) -> dict[str, float]:
         return {}
     from loading.defaults import apply_sampling_defaults, read_sampling_defaults  # few runs chat
 
-    return apply_sampling_defaults(read_sampling_defaults(source), args.given, args.temperature)
+    return apply_sampling_defaults(read_sampling_defaults(source), args.explicit, args.temperature)
 
 
-def note_defaults(defaults: Mapping[str, float]) -> None:
+def print_sampling_defaults(defaults: Mapping[str, float]) -> None:
     """Name the sampling parameters of a model on stderr, once it is loaded."""
     if defaults:
         from loading.defaults import describe_sampling_defaults
@@ -341,7 +350,7 @@ def load_chat(args, source: Source) -> Chat | None:
     return chat.with_template_kwargs({"enable_thinking": False})
 
 
-def with_calls(
+def with_tool_calls(
     params: SamplingParams, chat: Chat | None, encoding: Encoding, config
 ) -> SamplingParams:
     """Parameters that let a reply call the tools of the chat, if it has any, and no others.
@@ -355,20 +364,22 @@ def with_calls(
     return dataclasses.replace(params, calls=calls_grammar(form, chat.tools, vocabulary))
 
 
-def is_conversation(args) -> bool:
+def is_interactive(args) -> bool:
     """Whether messages come from standard input."""
     return args.chat and args.prompt is None and args.prompt_file is None
 
 
-def write_texts(args, prompts: list[str], encoding, chat: Chat | None, room: int, write) -> None:
-    """Continue the prompts of a command line, or hold a conversation of `room` tokens at most.
+def write_outputs(
+    args, prompts: list[str], encoding, chat: Chat | None, max_prompt_tokens: int, write
+) -> None:
+    """Continue the prompts, or hold a conversation of at most `max_prompt_tokens` tokens.
 
     write: a function of prompts, as token ids, and of what to show before their texts. It prints
     the texts, and returns what is shown in all.
     """
-    note_dropped(encoding, *prompts, args.system or "", args.tools or "", plain=args.chat)
-    if is_conversation(args):
-        converse(chat, encoding, system_messages(args), room, write)
+    warn_dropped_bytes(encoding, *prompts, args.system or "", args.tools or "", plain=args.chat)
+    if is_interactive(args):
+        chat_loop(chat, encoding, system_messages(args), max_prompt_tokens, write)
     elif chat:
         # The reply alone is shown.
         write(encode_messages(args, prompts, encoding, chat), [""] * len(prompts))
@@ -376,7 +387,7 @@ def write_texts(args, prompts: list[str], encoding, chat: Chat | None, room: int
         write([encoding.encode(prompt, allowed_special="all") for prompt in prompts], prompts)
 
 
-def note_dropped(encoding, *texts: str, plain: bool = False) -> None:
+def warn_dropped_bytes(encoding, *texts: str, plain: bool = False) -> None:
     """Say which bytes of texts the model does not see, because its vocabulary lacks them.
 
     plain: as in `Encoding.dropped_bytes`.
@@ -386,7 +397,7 @@ def note_dropped(encoding, *texts: str, plain: bool = False) -> None:
         print(f"note: {reason}", file=sys.stderr)
 
 
-def note_window(prompts: list[list[int]], block_size: int, stride: int | None) -> None:
+def warn_long_prompts(prompts: list[list[int]], block_size: int, stride: int | None) -> None:
     """Note on stderr how many prompts, as token ids, exceed the context window of block_size."""
     longest = max(map(len, prompts))
     if longest <= block_size:
@@ -403,8 +414,8 @@ def note_window(prompts: list[list[int]], block_size: int, stride: int | None) -
 def encode_messages(args, prompts: list[str], encoding, chat: Chat) -> list[list[int]]:
     """The token ids of prompts as messages to a chat model, each for itself."""
     system = system_messages(args)
-    asked = [system + [{"role": "user", "content": prompt}] for prompt in prompts]
-    return [chat.encode(messages, encoding) for messages in asked]
+    conversations = [system + [{"role": "user", "content": prompt}] for prompt in prompts]
+    return [chat.encode(messages, encoding) for messages in conversations]
 
 
 def system_messages(args) -> list[dict[str, str]]:
@@ -412,28 +423,30 @@ def system_messages(args) -> list[dict[str, str]]:
     return [] if args.system is None else [{"role": "system", "content": args.system}]
 
 
-def converse(chat: Chat, encoding, system: list[dict[str, str]], room: int, write) -> None:
+def chat_loop(
+    chat: Chat, encoding, system: list[dict[str, str]], max_prompt_tokens: int, write
+) -> None:
     """Reply to each line of standard input, after the system message and all that was said before.
 
-    Where more than `room` tokens were said, the oldest messages are left out, each with its reply:
-    the window of `generate` would move past the system message first, and begin inside another one.
-    That window cuts a last message that is longer by itself.
+    Where more than `max_prompt_tokens` tokens were said, the oldest messages are left out, each
+    with its reply: the window of `generate` would move past the system message first, and begin
+    inside another one. That window cuts a last message that is longer by itself.
     """
-    said = []
+    history = []
     for line in read_lines():
-        note_dropped(encoding, line, plain=True)
-        said.append({"role": "user", "content": line})
-        tokens = chat.encode(system + said, encoding)
+        warn_dropped_bytes(encoding, line, plain=True)
+        history.append({"role": "user", "content": line})
+        tokens = chat.encode(system + history, encoding)
         left_out = 0
-        while len(tokens) > room and len(said) > 1:
-            del said[:2]
+        while len(tokens) > max_prompt_tokens and len(history) > 1:
+            del history[:2]
             left_out += 2
-            tokens = chat.encode(system + said, encoding)
+            tokens = chat.encode(system + history, encoding)
         if left_out:
             full = f"the window is full: the {left_out} oldest messages are left out"
             print(f"note: {full}; a smaller --max-new-tokens leaves more room", file=sys.stderr)
         (reply,) = write([tokens], [""])
-        said.append({"role": "assistant", "content": reply})
+        history.append({"role": "assistant", "content": reply})
 
 
 def read_lines() -> Iterator[str]:
@@ -460,7 +473,9 @@ def read_lines() -> Iterator[str]:
             yield text
 
 
-def note_cut(params: SamplingParams, encoding, config, outputs: list[list[int]]) -> None:
+def warn_truncated_outputs(
+    params: SamplingParams, encoding, config, outputs: list[list[int]]
+) -> None:
     """Note on stderr how many texts the length limit has cut before they were complete."""
     if params.form is None:
         return
@@ -510,21 +525,21 @@ def load_models(names: list, args, device: str, load_first: Callable | None = No
     not go together.
     """
     for name in names:
-        check_text("the model", str(name.name if isinstance(name, Source) else name))
+        check_utf8("the model", str(name.name if isinstance(name, Source) else name))
     dtype = pick_dtype(args.dtype, device)
     native = device == "cpu"
     if args.backend == "native" and not native:
         raise UserError(f"--backend native is for --device cpu; not {device}")
     first, *others = names
-    check_text("--adapter", args.adapter or "")
+    check_utf8("--adapter", args.adapter or "")
     models = [(load_first or load_model)(first, dtype, device, args.adapter)]
     models += [load_model(name, dtype, device) for name in others]
     if native and args.backend != "torch":
-        go_native(models, named=args.backend == "native")
+        use_native_backend(models, is_explicit=args.backend == "native")
     return models
 
 
-def go_native(models: list[Model], named: bool) -> None:
+def use_native_backend(models: list[Model], is_explicit: bool) -> None:
     """Let C compute what it can. A note says what it lacks if it was asked for by name."""
     is_native = False
     for model in models:
@@ -535,9 +550,9 @@ def go_native(models: list[Model], named: bool) -> None:
             print(f"note: {error}; torch computes instead", file=sys.stderr)
             return
         except ValueError as error:  # such as an architecture that gpt.c does not know
-            if named:
+            if is_explicit:
                 print(f"note: --backend native: {error}; torch computes instead", file=sys.stderr)
-    if named and is_native and ("plain C" in kernel() or "one thread" in kernel()):
+    if is_explicit and is_native and ("plain C" in kernel() or "one thread" in kernel()):
         note = f"without what makes it fast: {kernel()}"
         print(f"note: --backend native: {note}", file=sys.stderr)
 
@@ -549,12 +564,12 @@ def pick_seed(seed: int | None) -> int:
     return secrets.randbits(64) if seed is None else seed
 
 
-def with_seeds(params: SamplingParams, first: int, count: int) -> list[SamplingParams]:
+def with_request_seeds(params: SamplingParams, first: int, count: int) -> list[SamplingParams]:
     """These parameters for `count` texts, each with a seed of its own: first, first + 1, ..."""
     return [dataclasses.replace(params, seed=(first + row) % 2**64) for row in range(count)]
 
 
-class Output:
+class OutputWriter:
     """Prompts and their texts on stdout: a single one as it comes, several in order at the end.
 
     A text is written as it is, control characters too, as `cat` would.
@@ -570,7 +585,7 @@ class Output:
         self.streams = [IncrementalDetokenizer(encoding, skip) for _ in prompts]
         self.seed = seed
         self.pass_count = None  # of the model, where they are not as many as steps
-        self.shown = 0  # characters of the first text, if it is the only one
+        self.printed = 0  # characters of the first text, if it is the only one
         self.count = 0
         self.times = [time.perf_counter()]
 
@@ -588,8 +603,8 @@ class Output:
         """Take the time, and print what is new if there is one text only."""
         self.times.append(time.perf_counter())
         if len(self.texts) == 1:
-            show(self.texts[0][self.shown :])
-            self.shown = len(self.texts[0])
+            write_stdout(self.texts[0][self.printed :])
+            self.printed = len(self.texts[0])
 
     def __enter__(self):
         return self
@@ -598,7 +613,7 @@ class Output:
         if error_type is not None and not self.times[1:]:
             return  # an error before the first token
         texts = [text + stream.end() for text, stream in zip(self.texts, self.streams)]
-        show(("\n" + "-" * 40 + "\n").join(texts)[self.shown :] + "\n")
+        write_stdout(("\n" + "-" * 40 + "\n").join(texts)[self.printed :] + "\n")
         if self.times[1:]:
             print(self.statistics(), file=sys.stderr)
 
@@ -612,7 +627,7 @@ class Output:
         return f"{speed}, the first after {first:.3f} s{seed}"
 
 
-def show(text: str) -> None:
+def write_stdout(text: str) -> None:
     """Write a text to stdout at once. Raises UserError if it takes no more, as a full disk does."""
     try:
         print(text, end="", flush=True)
@@ -628,14 +643,14 @@ def discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def launched() -> bool:
+def is_distributed() -> bool:
     """Whether torchrun has started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", 1)) > 1
 
 
-def follows() -> bool:
+def is_worker() -> bool:
     """Whether this process is not the first of several."""
-    return launched() and os.environ["RANK"] != "0"
+    return is_distributed() and os.environ["RANK"] != "0"
 
 
 def prepare_streams() -> None:
@@ -644,7 +659,7 @@ def prepare_streams() -> None:
     So do those of ranks above 0: what they have to say is what rank 0 says.
     """
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None or follows():
+        if getattr(sys, name) is None or is_worker():
             setattr(sys, name, open(os.devnull, "w"))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -661,12 +676,12 @@ def run_script(parser: argparse.ArgumentParser, action, argv=None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     args = parser.parse_args(argv)
     try:
-        with memory_for("the model and its texts"):
+        with catch_out_of_memory("the model and its texts"):
             action(args)
     except UserError as error:
         parser.error(str(error))
     except ModuleNotFoundError as error:
-        if error.name not in OPTIONAL:
+        if error.name not in OPTIONAL_PACKAGES:
             raise
         parser.error(f"this needs the package {error.name}: pip install -r requirements-test.txt")
     except KeyboardInterrupt:

@@ -21,12 +21,12 @@ class UserError(ValueError):
 
 
 @functools.cache
-def note(line: str) -> None:
+def warn_once(line: str) -> None:
     """Print a note on stderr, made safe as a UserError is. The same note is printed once."""
     print(f"note: {UserError(line)}", file=sys.stderr)
 
 
-def means_no_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out.
 
     On a CPU torch raises a plain RuntimeError for it, as for much else.
@@ -37,12 +37,12 @@ def means_no_memory(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def memory_for(what: str):
+def catch_out_of_memory(what: str):
     """Raise a UserError that names `what` if memory runs out inside the block."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if means_no_memory(error):
+        if is_out_of_memory(error):
             raise UserError(f"{what} do not fit in memory") from None
         raise
 
@@ -53,9 +53,11 @@ def check_limits(limits: dict[str, tuple], **values) -> None:
     limits: for each name the type, which values of it are valid, and how to say that.
     """
     for name, value in values.items():
-        kind, valid, allowed = limits[name]
-        is_kind = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
-        if not is_kind or not valid(value):
-            shown = repr(value)
-            shown = shown if len(shown) <= 500 else f"{shown[:497]}..."
-            raise UserError(f"{name} is {shown}; it must be {allowed}")
+        expected_type, valid, allowed = limits[name]
+        has_type = isinstance(value, expected_type) and isinstance(value, bool) == (
+            expected_type is bool
+        )
+        if not has_type or not valid(value):
+            value_repr = repr(value)
+            value_repr = value_repr if len(value_repr) <= 500 else f"{value_repr[:497]}..."
+            raise UserError(f"{name} is {value_repr}; it must be {allowed}")

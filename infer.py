@@ -18,29 +18,29 @@ from cache import KVCache, check_stride, window_start
 from command_line import (
     CACHE_DTYPES,
     MODEL_HELP,
-    OPTIONS,
+    OPTION_NAMES,
     STORIES,
-    Output,
+    OutputWriter,
     Parser,
     add_chat_options,
     add_constraint_options,
     add_options,
     add_sampling_options,
-    chat_defaults,
+    chat_sampling_defaults,
     check_chat_options,
     load_chat,
     load_models,
-    note_cut,
-    note_defaults,
-    note_window,
     pick_device,
     pick_seed,
+    print_sampling_defaults,
     read_prompts,
     run_script,
     sampling_params,
-    with_calls,
-    with_seeds,
-    write_texts,
+    warn_long_prompts,
+    warn_truncated_outputs,
+    with_request_seeds,
+    with_tool_calls,
+    write_outputs,
 )
 from constraints import make_matcher, single_allowed_token
 from errors import UserError, check_limits
@@ -101,10 +101,10 @@ def generate(
     prompt_lengths = [len(sequence) for sequence in sequences]
     each = params_of_each(params, len(sequences))
     check_tokens_only(each)
-    for own in each:
-        check_ids(own, model.config)
+    for row_params in each:
+        check_ids(row_params, model.config)
     eos = model.config.eos_token_ids
-    matchers = [make_matcher(own, encoding, model.config) for own in each]
+    matchers = [make_matcher(row_params, encoding, model.config) for row_params in each]
     check_adapter(model, adapter)
     block_size = model.config.block_size
     stride = check_stride(stride, block_size)
@@ -318,7 +318,7 @@ def run(args) -> None:
         raise UserError("--cache-dtype is for a cache; leave out --no-cache")
     source = resolve_source(args.model)
     # Beams are no draws.
-    defaults = {} if args.num_beams else chat_defaults(args, source)
+    defaults = {} if args.num_beams else chat_sampling_defaults(args, source)
     params = sampling_params(args, defaults)
     prompts = read_prompts(args)
     device = pick_device(args.device)
@@ -326,34 +326,34 @@ def run(args) -> None:
     chat = load_chat(args, source)
     (model,) = load_models([source], args, device)
     encoding = load_encoding(source, model.config.vocab_size)
-    params = with_calls(params, chat, encoding, model.config)
-    note_defaults(defaults)
+    params = with_tool_calls(params, chat, encoding, model.config)
+    print_sampling_defaults(defaults)
     skip = ending_ids(params, model.config.eos_token_ids)
 
-    def write(tokens: list[list[int]], shown: list[str]) -> list[str]:
-        note_window(tokens, model.config.block_size, args.stride)
-        output = Output(shown, encoding, skip, seed if params.temperature else None)
+    def write(tokens: list[list[int]], echoed: list[str]) -> list[str]:
+        warn_long_prompts(tokens, model.config.block_size, args.stride)
+        output = OutputWriter(echoed, encoding, skip, seed if params.temperature else None)
         if args.num_beams is not None:
             print_beams(args, model, tokens, output)
             return output.texts
         with output:
-            each = with_seeds(params, seed, len(tokens))
+            each = with_request_seeds(params, seed, len(tokens))
             counts = Counter()
             options = not args.no_cache, args.stride, cache_dtype, encoding, counts
-            written = [[] for _ in tokens]
+            outputs = [[] for _ in tokens]
             for step in generate(model, tokens, each, None, *options):
                 for row, token in enumerate(step):
                     if token is not None:
                         output.add(row, token)
-                        written[row].append(token)
+                        outputs[row].append(token)
                 if params.form:
                     output.pass_count = counts["passes"]
                 output.end_step()
-        note_cut(params, encoding, model.config, written)
+        warn_truncated_outputs(params, encoding, model.config, outputs)
         return output.texts
 
-    room = model.config.block_size - params.max_new_tokens
-    write_texts(args, prompts, encoding, chat, room, write)
+    max_prompt_tokens = model.config.block_size - params.max_new_tokens
+    write_outputs(args, prompts, encoding, chat, max_prompt_tokens, write)
 
 
 def check_beam_options(args) -> None:
@@ -365,18 +365,20 @@ def check_beam_options(args) -> None:
     unused = dataclasses.asdict(SamplingParams(args.max_new_tokens, args.ignore_eos))
     del unused["calls"]
     unused |= {"num_samples": 1, "seed": None, "tools": None}
-    refused = [name for name, default in unused.items() if getattr(args, name) != default]
-    if refused:
-        names = ", ".join(OPTIONS.get(name, "--" + name.replace("_", "-")) for name in refused)
+    unsupported = [name for name, default in unused.items() if getattr(args, name) != default]
+    if unsupported:
+        names = ", ".join(
+            OPTION_NAMES.get(name, "--" + name.replace("_", "-")) for name in unsupported
+        )
         raise UserError(f"--num-beams neither draws nor penalises tokens; leave out {names}")
 
 
-def print_beams(args, model: Model, prompts: list[list[int]], output: Output) -> None:
+def print_beams(args, model: Model, prompts: list[list[int]], output: OutputWriter) -> None:
     """Search for each prompt by itself: the best text to stdout, how it scored to stderr."""
     options = {"ignore_eos": args.ignore_eos, "use_cache": not args.no_cache, "stride": args.stride}
     options["cache_dtype"] = CACHE_DTYPES[args.cache_dtype]
     penalty = 0.0 if args.length_penalty is None else args.length_penalty
-    found = []
+    summaries = []
     with output:
         for row, prompt in enumerate(prompts):
             beams = beam_search(
@@ -393,8 +395,8 @@ def print_beams(args, model: Model, prompts: list[list[int]], output: Output) ->
                 output.end_step()
                 total = f"sum of log-probabilities {score * len(tokens) ** penalty:.6g}"
                 best = f"{len(tokens)} tokens, the best of {len(beams)} texts"
-                found.append(f"score {score:.6g}, {total}, {best}")
-    for line in found:
+                summaries.append(f"score {score:.6g}, {total}, {best}")
+    for line in summaries:
         print(line, file=sys.stderr)
 
 

@@ -10,29 +10,29 @@ if __name__ == "__main__":
 from command_line import (
     MODEL_HELP,
     STORIES,
-    Output,
+    OutputWriter,
     Parser,
     add_chat_options,
     add_constraint_options,
     add_options,
     add_sampling_options,
-    chat_defaults,
+    chat_sampling_defaults,
     check_chat_options,
-    check_text,
-    follows,
-    is_conversation,
+    check_utf8,
+    is_interactive,
+    is_worker,
     load_chat,
-    note_cut,
-    note_defaults,
-    note_window,
     pick_device,
     pick_seed,
+    print_sampling_defaults,
     read_prompts,
     run_script,
     sampling_params,
-    with_calls,
-    with_seeds,
-    write_texts,
+    warn_long_prompts,
+    warn_truncated_outputs,
+    with_request_seeds,
+    with_tool_calls,
+    write_outputs,
 )
 from engine.engine import Engine
 from engine.options import (
@@ -70,7 +70,7 @@ def run(args) -> None:
 
     Raises UserError for bad input.
     """
-    if follows():
+    if is_worker():
         follow_leader(args)
         return
     with leading(args) as ranks:
@@ -81,13 +81,13 @@ def write_all(args, ranks: Ranks | None) -> None:
     """Write a text for each prompt, with the processes that compute the model. Raises UserError."""
     check_chat_options(args)
     check_engine_options(args)
-    if args.lora_modules and is_conversation(args):
+    if args.lora_modules and is_interactive(args):
         raise UserError("--lora-modules is for --prompt and --prompt-file; use --adapter")
     for text in args.stop or []:
-        check_text("--stop", text)
+        check_utf8("--stop", text)
     args.stop = tuple(args.stop or [])
     source = resolve_source(args.model)
-    defaults = chat_defaults(args, source)
+    defaults = chat_sampling_defaults(args, source)
     params = sampling_params(args, defaults)
     prompts = read_prompts(args)
     device = pick_device(args.device)
@@ -95,41 +95,41 @@ def write_all(args, ranks: Ranks | None) -> None:
     chat = load_chat(args, source)
     engine = load_engine(args, source, device, ranks)
     encoding = engine.encoding
-    params = with_calls(params, chat, encoding, engine.model.config)
-    note_defaults(defaults)
+    params = with_tool_calls(params, chat, encoding, engine.model.config)
+    print_sampling_defaults(defaults)
     adapters = ["", *parse_adapters(args.lora_modules)]
 
-    def write(tokens: list[list[int]], shown: list[str]) -> list[str]:
-        note_window(tokens, engine.model.config.block_size, args.stride)
+    def write(tokens: list[list[int]], echoed: list[str]) -> list[str]:
+        warn_long_prompts(tokens, engine.model.config.block_size, args.stride)
         # Each prompt without an adapter, then with each.
-        texts = [text for text in shown for _ in adapters]
-        output = Output(texts, encoding, seed=seed if params.temperature else None)
-        asked = zip(tokens, with_seeds(params, seed, len(tokens)))
-        requests = [(*each, "", adapter) for each in asked for adapter in adapters]
+        texts = [text for text in echoed for _ in adapters]
+        output = OutputWriter(texts, encoding, seed=seed if params.temperature else None)
+        request_args = zip(tokens, with_request_seeds(params, seed, len(tokens)))
+        requests = [(*each, "", adapter) for each in request_args for adapter in adapters]
         run_engine(engine, requests, output)
         return output.texts
 
-    room = engine.model.config.block_size - params.max_new_tokens
-    write_texts(args, prompts, encoding, chat, room, write)
+    max_prompt_tokens = engine.model.config.block_size - params.max_new_tokens
+    write_outputs(args, prompts, encoding, chat, max_prompt_tokens, write)
 
 
-def run_engine(engine: Engine, asked: list[tuple], output: Output) -> None:
-    """Write these texts. asked: of each, the arguments of `Engine.add`.
+def run_engine(engine: Engine, request_args: list[tuple], output: OutputWriter) -> None:
+    """Write these texts. request_args: of each, the arguments of `Engine.add`.
 
     Raises UserError for those that failed, after all others are written.
     """
     total = ", in all" if engine.steps else ""  # it has written replies before this one
     errors = []
-    shown = list(output.texts)
+    echoed = list(output.texts)
     with output:
-        requests = [engine.add(*each) for each in asked]
+        requests = [engine.add(*each) for each in request_args]
         rows = {request: row for row, request in enumerate(requests)}
         try:
             while engine.busy:
                 events = engine.step()
                 for event in events:
                     row = rows[event.request]
-                    output.replace(row, shown[row] + event.request.text, len(event.tokens))
+                    output.replace(row, echoed[row] + event.request.text, len(event.tokens))
                     if event.error:
                         errors.append(f"text {row + 1}: {event.error}")
                 # Not after a chunk: it would count as the first token.
@@ -139,7 +139,7 @@ def run_engine(engine: Engine, asked: list[tuple], output: Output) -> None:
                 raise UserError("; ".join(errors))
         finally:  # after Ctrl-C there is text that no event brought, and text that is held back
             for row, request in enumerate(requests):
-                output.texts[row] = shown[row] + request.text + request.stream.end()
+                output.texts[row] = echoed[row] + request.text + request.stream.end()
     hits = engine.scheduler.prefix_cache_hits
     computed = (
         f"{engine.steps} steps, {engine.num_computed_tokens} positions computed, {hits} shared"
@@ -155,7 +155,7 @@ def run_engine(engine: Engine, asked: list[tuple], output: Output) -> None:
         print(ranks.statistics(engine.steps), file=sys.stderr)
     if requests:
         outputs = [request.output for request in requests]
-        note_cut(requests[0].params, engine.encoding, engine.model.config, outputs)
+        warn_truncated_outputs(requests[0].params, engine.encoding, engine.model.config, outputs)
     if requests and requests[0].params.logprobs is not None:
         print_logprobs(engine.encoding, requests)
     if errors:

@@ -16,20 +16,20 @@ from command_line import (
     CACHE_DTYPES,
     MODEL_HELP,
     STORIES,
-    Output,
+    OutputWriter,
     Parser,
     add_constraint_options,
     add_options,
     add_sampling_options,
     load_models,
-    note_cut,
-    note_dropped,
-    note_window,
     pick_device,
     pick_seed,
     read_prompts,
     run_script,
     sampling_params,
+    warn_dropped_bytes,
+    warn_long_prompts,
+    warn_truncated_outputs,
 )
 from constraints import Matcher, make_matcher
 from drafts import check_vocabularies, prompt_lookup
@@ -235,7 +235,7 @@ def first_false(flags: list[bool]) -> int:
     return flags.index(False) if False in flags else len(flags)
 
 
-class DraftOutput(Output):
+class DraftOutput(OutputWriter):
     """The output of passes. colours: accepted drafts in green, the target's tokens in magenta."""
 
     def __init__(self, *args, colours: bool):
@@ -301,9 +301,9 @@ def run(args) -> None:
     draft = drafts[0] if drafts else propose_prompt_lookup
     encoding = load_encoding(source, target.config.vocab_size)
     skip = ending_ids(params, target.config.eos_token_ids)
-    note_dropped(encoding, *prompts)
+    warn_dropped_bytes(encoding, *prompts)
     encoded = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
-    note_window(encoded, target.config.block_size, args.stride)
+    warn_long_prompts(encoded, target.config.block_size, args.stride)
     shown_seed = seed if params.temperature else None
     # no-color.org: who sets NO_COLOR to anything wants none.
     colours = args.show and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
@@ -315,7 +315,7 @@ def run(args) -> None:
             for step in passes:
                 output.add_step(row, step)
                 written[row] += step.tokens
-    note_cut(params, encoding, target.config, written)
+    warn_truncated_outputs(params, encoding, target.config, written)
 
 
 if __name__ == "__main__":

@@ -28,12 +28,12 @@ from command_line import (
     add_model_options,
     add_stride_option,
     add_template_option,
-    check_text,
-    follows,
-    note_defaults,
+    check_utf8,
+    is_worker,
     pick_device,
+    print_sampling_defaults,
     run_script,
-    show,
+    write_stdout,
 )
 from engine.options import (
     add_engine_options,
@@ -104,7 +104,7 @@ def add_server_options(parser: Parser) -> None:
 def run(args) -> None:
     """Serve until a signal comes. Raises UserError for bad input."""
     check_server_options(args)
-    if follows():  # it ends when rank 0 has drained
+    if is_worker():  # it ends when rank 0 has drained
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         follow_leader(args)
@@ -123,7 +123,7 @@ def check_server_options(args) -> None:
     for adapter in parse_adapters(args.lora_modules):
         if adapter == served_name(resolve_source(args.model)):
             raise UserError(f"--lora-modules: {adapter} is the name of the model itself")
-    check_text("--api-key", args.api_key or "")
+    check_utf8("--api-key", args.api_key or "")
     if args.api_key == "":
         raise UserError("--api-key is empty; leave it out to let anyone ask")
     if args.api_key and args.api_key != args.api_key.strip():
@@ -386,8 +386,8 @@ async def serve(
     await asyncio.wait((thread.ready, serving), return_when=asyncio.FIRST_COMPLETED)
     if thread.engine:
         freeze()
-        note_defaults(defaults)
-        show(f"{name} at {url_of(*sock.getsockname()[:2])}\n")
+        print_sampling_defaults(defaults)
+        write_stdout(f"{name} at {url_of(*sock.getsockname()[:2])}\n")
     else:
         server.should_exit = True
         server.force_exit = True  # no client waits for a text

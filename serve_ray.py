@@ -16,7 +16,14 @@ if __name__ == "__main__":
 import torch
 
 from cache import check_stride
-from command_line import CACHE_DTYPES, Parser, note_defaults, pick_device, run_script, show
+from command_line import (
+    CACHE_DTYPES,
+    Parser,
+    pick_device,
+    print_sampling_defaults,
+    run_script,
+    write_stdout,
+)
 from engine.options import load_adapters, parse_adapters
 from errors import UserError, check_limits
 from loading.load import empty_model, load_config, resolve_source
@@ -76,8 +83,8 @@ def run(args) -> None:
     with running(args) as address:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: signals.put(number))
-        note_defaults(server_defaults(args, resolve_source(args.model)))
-        show(f"{served_name(resolve_source(args.model))} at {address}\n")
+        print_sampling_defaults(server_defaults(args, resolve_source(args.model)))
+        write_stdout(f"{served_name(resolve_source(args.model))} at {address}\n")
         try:
             first = wait_for(signals)
         finally:

@@ -22,7 +22,7 @@ from benchmarks import common
 from benchmarks.export_gguf import write_gguf
 from benchmarks.llama_cpp import LlamaCpp
 from cache import KVCache
-from command_line import MAX_TEXTS, STORIES, Parser, pick_dtype
+from command_line import MAX_SEQUENCES, STORIES, Parser, pick_dtype
 from errors import UserError
 from infer import generate, pass_logits
 from loading.load import load_model, save_model
@@ -394,9 +394,9 @@ def main(argv=None) -> None:
     parser.add_argument("--model", **models, help="directories, names as in infer.py")
     engines = {"nargs": "+", "default": list(ENGINES), "choices": ENGINES}
     parser.add_argument("--engines", **engines, help="what to time beside cache")
-    sizes = {"type": common.whole_number(1, MAX_TEXTS), "default": [1, 8, 32]}
+    sizes = {"type": common.integer_in_range(1, MAX_SEQUENCES), "default": [1, 8, 32]}
     parser.add_argument("--batch-size", **common.LIST, **sizes, help="texts at once")
-    tokens = {"type": common.whole_number(1), "default": 16}
+    tokens = {"type": common.integer_in_range(1), "default": 16}
     prompt = "random ids in each prompt; with one text, over first_token_s, the rate of prefill"
     parser.add_argument("--prompt-tokens", **tokens, help=prompt)
     common.add_options(parser, "batching_cpu.csv", lengths=[100], repeats=3, dtypes=False)

@@ -27,7 +27,7 @@ if __name__ == "__main__":
 import h11
 import numpy
 
-from benchmarks.common import Formatter, whole_number
+from benchmarks.common import Formatter, integer_in_range
 from command_line import Parser, run_script
 from errors import UserError
 
@@ -312,7 +312,7 @@ def measures(load: Load, ttft: float, tpot: float) -> dict[str, float]:
 # The command line
 
 
-def above_zero(text: str) -> float:
+def positive_float(text: str) -> float:
     """An argparse type."""
     with contextlib.suppress(ValueError):
         if 0 < float(text) < math.inf:
@@ -322,8 +322,8 @@ def above_zero(text: str) -> float:
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
     """The options that say what is asked for, and for how long, and what the measures are."""
-    number = {"type": whole_number(1)}
-    positive = {"type": above_zero}
+    number = {"type": integer_in_range(1)}
+    positive = {"type": positive_float}
     parser.add_argument("--seconds", **positive, default=5.0, help="in which requests are due")
     pair = {"nargs": 2, "metavar": ("LEAST", "MOST")}
     parser.add_argument("--prompt-words", **pair, **number, default=[5, 60], help="drawn ones")
@@ -352,9 +352,9 @@ def main(argv=None) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help=what)
     how = parser.add_mutually_exclusive_group(required=True)
     what = "open loop: requests a second, at random moments"
-    how.add_argument("--rate", type=above_zero, help=what)
+    how.add_argument("--rate", type=positive_float, help=what)
     what = "closed loop: number of clients, each of which waits for its answer before it asks again"
-    how.add_argument("--clients", type=whole_number(1), help=what)
+    how.add_argument("--clients", type=integer_in_range(1), help=what)
     what = "as JSON: more fields of each request, such as model"
     parser.add_argument("--fields", default="{}", help=what)
     parser.add_argument("--seed", default="0", help="for other requests at other moments")

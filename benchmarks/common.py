@@ -102,7 +102,7 @@ class Unique(argparse.Action):
 LIST = {"nargs": "+", "action": Unique}  # keywords of an option with several values
 
 
-def whole_number(least: int, most: int | None = None):
+def integer_in_range(least: int, most: int | None = None):
     """An argparse type: an integer from `least` to `most`, None for no limit."""
 
     def convert(text: str) -> int:
@@ -149,17 +149,17 @@ def add_options(
     parser.formatter_class = Formatter
     explained = (f"  {name:20} {text}" for name, text in columns.items())
     parser.epilog = "\n".join(["columns of the CSV file:", *explained])
-    number = whole_number(1)
+    number = integer_in_range(1)
     cores = os.cpu_count() or 1
     if lengths:
-        length = {"type": whole_number(2), "default": lengths, "help": "lengths to time"}
+        length = {"type": integer_in_range(2), "default": lengths, "help": "lengths to time"}
         parser.add_argument("--max-new-tokens", **LIST, **length)
     if dtypes:
         dtype = {"choices": FLOATS, "default": ["float32"], "help": "of the weights"}
         parser.add_argument("--dtype", **LIST, **dtype)
     devices = ("auto", "cuda", "mps", "cpu")
     parser.add_argument("--device", default="auto", choices=devices, help="where to run")
-    threads = whole_number(1, cores)
+    threads = integer_in_range(1, cores)
     parser.add_argument("--threads", type=threads, help=f"of torch on the CPU, 1 to {cores}")
     if repeats:
         repeat = {"type": number, "default": repeats, "help": "how often each mode runs"}

@@ -726,9 +726,9 @@ def main(argv=None) -> None:
     pair = {"nargs": 2, "metavar": ("LEAST", "MOST")}
     for options, keywords in ((NUMBERS, {}), (PAIRS, pair), (LISTS, common.LIST)):
         for name, (default, what) in options.items():
-            number = {"type": common.whole_number(1), "default": default}
+            number = {"type": common.integer_in_range(1), "default": default}
             parser.add_argument(name, **keywords, **number, help=what)
-    gamma = {"type": common.whole_number(1, 16), "default": 3}
+    gamma = {"type": common.integer_in_range(1, 16), "default": 3}
     parser.add_argument("--gamma", **gamma, help="drafts a row and pass, 1 to 16")
     temperature = {"type": float, "default": [0.0, 0.8]}
     parser.add_argument("--temperature", **common.LIST, **temperature, help="of speculation")

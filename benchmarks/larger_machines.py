@@ -8,8 +8,8 @@ if __name__ == "__main__":
     import loading.interrupt  # noqa: F401, before torch, whose import takes a second
 
 from benchmarks import predict
-from benchmarks.client import above_zero
-from benchmarks.common import whole_number
+from benchmarks.client import positive_float
+from benchmarks.common import integer_in_range
 from benchmarks.predict import Step
 from command_line import Parser, run_script
 from errors import UserError
@@ -133,14 +133,14 @@ def run(args) -> None:
 def main(argv=None) -> None:
     parser = Parser(description="Predict Llama 3 of 70 billion parameters on machines with GPUs.")
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
-    number = {"type": whole_number(1)}
-    parser.add_argument("--gpus", type=whole_number(1, 64), default=8, help="of a machine")
+    number = {"type": integer_in_range(1)}
+    parser.add_argument("--gpus", type=integer_in_range(1, 64), default=8, help="of a machine")
     parser.add_argument("--machines", **number, default=1000, help="how many")
     parser.add_argument("--texts", **number, default=512, help="at once on a machine")
-    window = {"type": whole_number(1, LLAMA.block_size), "default": 2000}
+    window = {"type": integer_in_range(1, LLAMA.block_size), "default": 2000}
     parser.add_argument("--positions", **window, help="of each text, in the cache")
     for name, (value, about) in ASSUMED.items():
-        parser.add_argument(f"--{name}", type=above_zero, default=value, help=about)
+        parser.add_argument(f"--{name}", type=positive_float, default=value, help=about)
     run_script(parser, run, argv)
 
 

@@ -141,7 +141,7 @@ def main(argv=None) -> None:
     parser = Parser(description="Time greedy texts by each lesson's own script, at its tag.")
     slugs = {"default": SLUGS, "choices": SLUGS, "metavar": "SLUG", "help": "what to run"}
     parser.add_argument("--lessons", **common.LIST, **slugs)
-    tokens = {"type": common.whole_number(20, 240), "default": 200, "help": "of each text"}
+    tokens = {"type": common.integer_in_range(20, 240), "default": 200, "help": "of each text"}
     parser.add_argument("--new-tokens", **tokens)
     shared = {"lengths": None, "repeats": 2, "dtypes": False, "columns": Results.columns}
     common.add_options(parser, "progress_cpu.csv", **shared)

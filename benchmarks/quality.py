@@ -17,7 +17,7 @@ import torch
 from benchmarks import common
 from benchmarks.llama_cpp import LlamaCpp
 from cache import KVCache
-from command_line import CACHE_DTYPES, DTYPES, STORIES, Parser, note_dropped, pick_dtype
+from command_line import CACHE_DTYPES, DTYPES, STORIES, Parser, pick_dtype, warn_dropped_bytes
 from errors import UserError
 from infer import pass_logits
 from loading.load import load_model, resolve_source
@@ -137,7 +137,7 @@ def read_chunks(args, vocab_size: int) -> list[list[int]]:
     except UnicodeDecodeError:
         raise UserError(f"--text {file}: not UTF-8 text") from None
     encoding = load_encoding(args.model, vocab_size)
-    note_dropped(encoding, text, plain=True)
+    warn_dropped_bytes(encoding, text, plain=True)
     tokens = encoding.encode_ordinary(text)
     needed = args.chunks * args.length
     if len(tokens) < needed:
@@ -278,10 +278,10 @@ def main(argv=None) -> None:
     parser.add_argument("--peers", **common.LIST, type=Path, metavar="FILE", default=[], help=peers)
     text = "a text in UTF-8; one beside this script if not given: stories, or English of many kinds"
     parser.add_argument("--text", type=Path, help=text)
-    chunks = {"type": common.whole_number(1), "default": 2}
+    chunks = {"type": common.integer_in_range(1), "default": 2}
     parser.add_argument("--chunks", **chunks, help="how many, from the text's beginning")
     length = f"tokens of each; {LENGTH} if not given, or the window if it is shorter"
-    parser.add_argument("--length", type=common.whole_number(2), help=length)
+    parser.add_argument("--length", type=common.integer_in_range(2), help=length)
     shared = {"lengths": None, "repeats": None, "dtypes": False, "columns": COLUMNS}
     common.add_options(parser, "quality_cpu.csv", **shared)
 

@@ -355,18 +355,18 @@ def main(argv=None) -> None:
     parser = Parser(description="Measure several processes, and predict them.")
     about = "the first one is served by replicas, too"
     parser.add_argument("--model", **common.LIST, default=[STORIES], help=about)
-    number = {"type": common.whole_number(2)}
+    number = {"type": common.integer_in_range(2)}
     parser.add_argument("--ranks", **common.LIST, **number, default=[2, 3, 4], help="how many")
     joins = {"default": ["gather", "reduce"], "choices": ["gather", "reduce"]}
     parser.add_argument("--join", **common.LIST, **joins, help="as of infer_engine.py")
     parser.add_argument(
         "--replicas", nargs="*", action=common.Unique, **number, default=[2, 3], help="how many"
     )
-    number = {"type": common.whole_number(1)}
+    number = {"type": common.integer_in_range(1)}
     parser.add_argument("--rows", **number, default=32, help="texts of an engine at once")
-    tokens = {"type": common.whole_number(3), "default": 40}
+    tokens = {"type": common.integer_in_range(3), "default": 40}
     parser.add_argument("--new-tokens", **tokens, help="of each, on ranks")
-    seconds = {"type": client.above_zero, "default": 5.0}
+    seconds = {"type": client.positive_float, "default": 5.0}
     parser.add_argument("--seconds", **seconds, help="of load on replicas")
     shared = {"lengths": None, "repeats": 1, "dtypes": False, "columns": COLUMNS}
     common.add_options(parser, "scaling_cpu.csv", **shared)

@@ -356,10 +356,10 @@ def main(argv=None) -> None:
     modes = {"default": list(MODES), "choices": MODES, "metavar": "MODE"}
     what = f"{', '.join(MODES)}; the last two where they are installed"
     parser.add_argument("--modes", **common.LIST, **modes, help=what)
-    number = {"type": common.whole_number(1)}
+    number = {"type": common.integer_in_range(1)}
     what = "that wait for their answers; and as many rows has an engine"
     parser.add_argument("--clients", **number, default=32, help=what)
-    shares = {"type": client.above_zero, "default": [0.7, 1.2]}
+    shares = {"type": client.positive_float, "default": [0.7, 1.2]}
     what = "of the tokens/s that those clients got: what random requests ask for"
     parser.add_argument("--shares", **common.LIST, **shares, help=what)
     what = "words that long prompts have in common, or each for itself"

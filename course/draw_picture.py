@@ -25,11 +25,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help=words)
     args = parser.parse_args(argv)
     import pictures
-    from command_line import check_text
+    from command_line import check_utf8
 
     output = args.output or Path(f"picture-{args.id}.html")
     try:
-        check_text("--prompt", args.prompt or "")
+        check_utf8("--prompt", args.prompt or "")
         as_svg = output.suffix == ".svg"
         text = (pictures.svg_of if as_svg else pictures.page)(args.id, args.prompt)
         if not text:

@@ -13,7 +13,7 @@ from engine.drafter import AdaptiveSpeculation, Drafter
 from engine.pages import PagePool, default_num_pages, salt_with_adapter, sliding_page_count
 from engine.request import Event, Request, make_request
 from engine.scheduler import LIMITS, ScheduledRequest, Scheduler
-from errors import UserError, check_limits, means_no_memory, memory_for
+from errors import UserError, catch_out_of_memory, check_limits, is_out_of_memory
 from loading.tokenizer import Encoding, StopStringDetokenizer
 from model import Model
 from sampling import NOT_FINITE, SamplingParams, ending_ids, finite_rows, token_logprob
@@ -163,7 +163,7 @@ class Engine:
         if not scheduled:
             return []
         try:
-            with memory_for("the texts of this step"):
+            with catch_out_of_memory("the texts of this step"):
                 outputs = self.compute(scheduled)
         except UserError as error:
             return [self.fail(entry.request, str(error)) for entry in scheduled]
@@ -198,7 +198,7 @@ class Engine:
         try:
             proposed = self.drafter.propose(asking, counts)
         except (MemoryError, RuntimeError) as error:
-            if means_no_memory(error):
+            if is_out_of_memory(error):
                 return
             raise
         for request, count, tokens in zip(asking, counts, proposed, strict=True):

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 
 from adapters import Adapters
-from command_line import CACHE_DTYPES, check_text, launched, load_models, pick_device
+from command_line import CACHE_DTYPES, check_utf8, is_distributed, load_models, pick_device
 from engine.drafter import AdaptiveSpeculation, PagedModelDrafter, PromptLookupDrafter
 from engine.engine import Engine
 from errors import UserError
@@ -53,7 +53,7 @@ def parse_adapters(given: list[str]) -> dict[str, str]:
     """
     directories = {}
     for each in given:
-        check_text("--lora-modules", each)
+        check_utf8("--lora-modules", each)
         name, _, directory = each.partition("=")
         if not name or not directory:
             raise UserError(f"--lora-modules {each}: it must be NAME=DIR")
@@ -124,7 +124,7 @@ def leading(args) -> Iterator[Ranks | None]:
 
     It is None without torchrun. The followers end with the block.
     """
-    if not launched():
+    if not is_distributed():
         yield None
         return
     with Ranks(args.join) as ranks:

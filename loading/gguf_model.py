@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from blocks import FORMS, Q8_0, Blocks, Form
-from errors import UserError, note
+from errors import UserError, warn_once
 from gemma import GemmaConfig
 from llama import ExpertsConfig, LlamaConfig
 from loading.checkpoint import read_bytes
@@ -135,7 +135,7 @@ def warn_assumed(gguf: GGUF, architecture: str) -> None:
     if lacking and (architecture == "qwen2" or is_mistral):
         lacks = " and ".join(lacking)
         assumed = "each token sees all before it, and rotations are not slowed"
-        note(f"{gguf.file}: no {lacks}: it is assumed that {assumed}")
+        warn_once(f"{gguf.file}: no {lacks}: it is assumed that {assumed}")
 
 
 def gemma_config(gguf: GGUF, architecture: str, fields: dict) -> GemmaConfig:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 
-def name_missing(kind, error, traceback) -> None:
+def name_missing(exception_type, error, traceback) -> None:
     """Report a package that is not installed in one line, with exit code 2.
 
     Any other exception is shown as it is without this. A hook for `sys.excepthook`.
@@ -21,8 +21,8 @@ def name_missing(kind, error, traceback) -> None:
     root = Path(__file__).parents[1]
     name = (getattr(error, "name", None) or "").partition(".")[0]
     ours = (root / name).exists() or (root / f"{name}.py").exists()
-    if kind is not ModuleNotFoundError or ours or name in sys.stdlib_module_names:
-        sys.__excepthook__(kind, error, traceback)
+    if exception_type is not ModuleNotFoundError or ours or name in sys.stdlib_module_names:
+        sys.__excepthook__(exception_type, error, traceback)
         return
     for_tests = (root / "requirements-test.txt").read_text("utf-8")
     target = "make test" if re.search(f"^{re.escape(name)}==", for_tests, re.MULTILINE) else "make"

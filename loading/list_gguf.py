@@ -10,7 +10,7 @@ from pathlib import Path
 if __name__ == "__main__":
     import loading.interrupt  # noqa: F401, before torch, whose import takes a second
 
-from command_line import Parser, run_script, show
+from command_line import Parser, run_script, write_stdout
 from loading.gguf import read_gguf
 
 
@@ -31,16 +31,18 @@ def list_file(args: argparse.Namespace) -> None:
     for key, value in gguf.metadata.items():
         is_array = isinstance(value, (list, array.array))
         count = f"{len(value):,} values: " if is_array else ""
-        show(f"{printable(key):38} {count}{reprlib.repr(list(value[:7]) if is_array else value)}\n")
+        write_stdout(
+            f"{printable(key):38} {count}{reprlib.repr(list(value[:7]) if is_array else value)}\n"
+        )
     for name, tensor in gguf.tensors.items():
         extent = f"{tensor.offset:13,} to {tensor.offset + tensor.nbytes:13,}"
-        show(f"{printable(name):38} {tensor.type:6} {str(tensor.shape):16} {extent}\n")
+        write_stdout(f"{printable(name):38} {tensor.type:6} {str(tensor.shape):16} {extent}\n")
     types = collections.Counter(tensor.type for tensor in gguf.tensors.values())
     size = sum(tensor.nbytes for tensor in gguf.tensors.values())
     counts = ", ".join(f"{count} {name}" for name, count in types.most_common())
     numbers = sum(math.prod(tensor.shape) for tensor in gguf.tensors.values())
     loaded = f"loaded {4 * numbers:,} in float32, {2 * numbers:,} in float16 or bfloat16"
-    show(f"{len(gguf.tensors)} tensors ({counts}), {size:,} bytes; {loaded}\n")
+    write_stdout(f"{len(gguf.tensors)} tensors ({counts}), {size:,} bytes; {loaded}\n")
 
 
 if __name__ == "__main__":

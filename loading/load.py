@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from blocks import BlockEmbedding, store_blocks, with_block_layers
-from errors import UserError, memory_for, note
+from errors import UserError, catch_out_of_memory, warn_once
 from gemma import Gemma, GemmaConfig
 from int8 import Int8Embedding, store, with_int8_layers
 from llama import Llama, LlamaConfig
@@ -394,7 +394,7 @@ def initialize_model(source: Source) -> Model:
     other = f"{files[0].parent}: lm_head.weight is not the embedding"
     if not any(field.name == "tie_word_embeddings" for field in dataclasses.fields(config)):
         raise UserError(f"{other}; in a {type(model).__name__} it must be, and both are one matrix")
-    note(f"{other}, though tie_word_embeddings is true: it counts, as in transformers")
+    warn_once(f"{other}, though tie_word_embeddings is true: it counts, as in transformers")
     return empty_model(dataclasses.replace(config, tie_word_embeddings=False))
 
 
@@ -412,7 +412,7 @@ def weights_iterator(source: Source, model: Model, dtype: torch.dtype, device) -
     files = source.weight_files()
     if skipped := {name for name in model.SKIP_PREFIXES if has_tensors(files, name)}:
         parts = " and ".join(sorted(skipped))
-        note(f"{files[0].parent}: tensors of {parts} are not read: this computes texts only")
+        warn_once(f"{files[0].parent}: tensors of {parts} are not read: this computes texts only")
     skip = model.IGNORED_SUFFIXES
     return read_tensors(
         files, shapes, model.BASE_MODEL_PREFIX, skip, transposed, map_key=model.map_key
@@ -433,7 +433,7 @@ def load_weights(
     of the file any more, so that they are rounded anew. Raises UserError if memory runs out.
     """
     size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
-    with memory_for(f"{source.label}: {size:,} bytes of weights"):
+    with catch_out_of_memory(f"{source.label}: {size:,} bytes of weights"):
         if dtype == torch.int8:
             with_int8_layers(model)
         elif dtype == torch.uint8:

@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.pre_tokenizers import Metaspace
 
-from errors import UserError, note
+from errors import UserError, warn_once
 from loading import byte_level, sentencepiece
 from loading.byte_level import BYTE_DECODER, BYTE_ENCODER
 from loading.checkpoint import check_values, read_json
@@ -114,7 +114,7 @@ class Encoding:
             return self
         names = ", ".join(left_out[:3]) + ", ..." * (len(left_out) > 3)
         size = f"whose vocab_size is {vocab_size}"
-        note(
+        warn_once(
             f"{self.where}: the model, {size}, has no row for {names}, which is read as plain text"
         )
         reduced = copy.copy(self)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from errors import UserError, means_no_memory, memory_for
+from errors import UserError, catch_out_of_memory, is_out_of_memory
 
 WAYS = "gather", "reduce"
 LIMIT = timedelta(seconds=60)  # one that does not answer in this time is taken for dead
@@ -74,7 +74,7 @@ class Ranks:
     def no_way_back(self):
         """Raise RankError if memory runs out inside the block: the others cannot go on."""
         try:
-            with memory_for("the texts of this step"):
+            with catch_out_of_memory("the texts of this step"):
                 yield
         except UserError as error:
             raise RankError(str(error)) from None
@@ -131,7 +131,7 @@ class Ranks:
             sys.exit(2)
         sys.stderr = sys.__stderr__  # a follower's own leads nowhere
         name = f"rank {self.rank}: " if self.rank else ""
-        if means_no_memory(error):
+        if is_out_of_memory(error):
             error = UserError("the model and its texts do not fit in memory")
         if isinstance(error, UserError | RankError):
             raise UserError(f"{name}{error}") from None

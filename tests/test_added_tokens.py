@@ -136,7 +136,7 @@ def test_an_added_token_without_a_row_is_plain_text(gemma, tmp_path, capsys):
     raw["added_tokens"] = [*gemma["added_tokens"], *raw["added_tokens"]]
     size = raw["added_tokens"][-1]["id"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw), "utf-8")
-    errors.note.cache_clear()
+    errors.warn_once.cache_clear()
     ours = load_encoding(tmp_path, size)
     line = f"vocab_size is {size}, has no row for {image}, which is read as plain text\n"
     assert capsys.readouterr().err.endswith(line)

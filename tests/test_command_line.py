@@ -98,7 +98,7 @@ def print_texts(*texts):
     """Run a script that shows these texts and no more; its exit code."""
 
     def action(args):
-        with command_line.Output(texts, load_encoding(CHECKPOINTS / "stories", 4096)):
+        with command_line.OutputWriter(texts, load_encoding(CHECKPOINTS / "stories", 4096)):
             pass
 
     with pytest.raises(SystemExit) as ended:
@@ -196,7 +196,7 @@ def clock(monkeypatch):
 
 def test_one_text_is_shown_as_it_comes_and_several_at_the_end(capsys, encoding):
     (a,) = encoding.encode(" a")
-    with command_line.Output(["One"], encoding) as output:
+    with command_line.OutputWriter(["One"], encoding) as output:
         output.add(0, a)
         output.end_step()
         assert capsys.readouterr().out == "One a"
@@ -204,7 +204,7 @@ def test_one_text_is_shown_as_it_comes_and_several_at_the_end(capsys, encoding):
         output.end_step()
         assert capsys.readouterr().out == " a"
     assert capsys.readouterr().out == "\n"
-    with command_line.Output(["One", "Two"], encoding) as output:
+    with command_line.OutputWriter(["One", "Two"], encoding) as output:
         for row in (1, 0, 1):
             output.add(row, a)
         output.end_step()
@@ -214,7 +214,7 @@ def test_one_text_is_shown_as_it_comes_and_several_at_the_end(capsys, encoding):
 
 def test_each_text_completes_its_own_characters(capsys, encoding):
     first, second = (encoding.encode_single_token(byte) for byte in (b"\xc3", b"\xa9"))
-    with command_line.Output(["", ""], encoding) as output:
+    with command_line.OutputWriter(["", ""], encoding) as output:
         for row, token in ((0, first), (1, first), (0, second), (1, second), (1, first)):
             output.add(row, token)
         output.end_step()
@@ -222,7 +222,7 @@ def test_each_text_completes_its_own_characters(capsys, encoding):
 
 
 def test_statistics_count_tokens_and_time_steps(capsys, encoding, clock):
-    with command_line.Output(["", ""], encoding) as output:
+    with command_line.OutputWriter(["", ""], encoding) as output:
         for seconds in (0.5, 1.0, 3.0):
             clock[0] = seconds
             output.add(0, 5)
@@ -232,7 +232,10 @@ def test_statistics_count_tokens_and_time_steps(capsys, encoding, clock):
 
 
 def test_an_interrupted_run_keeps_what_it_has(capsys, encoding, clock):
-    with pytest.raises(KeyboardInterrupt), command_line.Output(["One", "Two"], encoding) as output:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        command_line.OutputWriter(["One", "Two"], encoding) as output,
+    ):
         output.add(0, *encoding.encode(" a"))
         clock[0] = 2.0
         output.end_step()
@@ -243,12 +246,12 @@ def test_an_interrupted_run_keeps_what_it_has(capsys, encoding, clock):
 
 
 def test_an_error_before_the_first_token_prints_nothing(capsys, encoding):
-    with pytest.raises(UserError), command_line.Output(["One"], encoding):
+    with pytest.raises(UserError), command_line.OutputWriter(["One"], encoding):
         raise UserError("no")
     assert capsys.readouterr() == ("", "")
 
 
 def test_without_tokens_the_prompt_is_all(capsys, encoding):
-    with command_line.Output(["One"], encoding):
+    with command_line.OutputWriter(["One"], encoding):
         pass
     assert capsys.readouterr() == ("One\n", "")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from errors import UserError, memory_for
+from errors import UserError, catch_out_of_memory
 
 
 def test_a_user_error_is_one_line_and_a_value_error():
@@ -36,7 +36,7 @@ def test_a_long_error_is_cut_in_the_middle():
 
 
 def refused(error) -> str:
-    with pytest.raises(UserError) as seen, memory_for("7 bytes"):
+    with pytest.raises(UserError) as seen, catch_out_of_memory("7 bytes"):
         raise error
     return str(seen.value)
 
@@ -57,7 +57,7 @@ def test_memory_that_runs_out_names_what_did_not_fit(error):
 
 def test_a_real_allocation_that_fails_is_recognised():
     with pytest.raises(UserError, match="^many bytes do not fit in memory$"):
-        with memory_for("many bytes"):
+        with catch_out_of_memory("many bytes"):
             torch.empty(2**50)
 
 
@@ -65,6 +65,6 @@ def test_a_real_allocation_that_fails_is_recognised():
     "error", [RuntimeError("shapes differ"), TypeError("alloc"), UserError("alloc")], ids=repr
 )
 def test_other_errors_are_no_lack_of_memory(error):
-    with pytest.raises(type(error)) as seen, memory_for("7 bytes"):
+    with pytest.raises(type(error)) as seen, catch_out_of_memory("7 bytes"):
         raise error
     assert seen.value is error

@@ -301,7 +301,7 @@ FORMS = {  # the beginning of names in a file, and of the head's: of transformer
 def test_the_texts_of_a_model_of_pictures(pictures, form, has_head, capsys):
     """As Gemma 3 4b and larger are published: a nested config, and names with a prefix."""
     theirs, directory = pictures
-    errors.note.cache_clear()
+    errors.warn_once.cache_clear()
     stored = {}
     beginning, head = FORMS[form]
     for name, weight in load_file(directory / "model.safetensors").items():

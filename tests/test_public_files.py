@@ -19,7 +19,7 @@ from loading.load import load_config, load_model, save_model
 @pytest.fixture
 def notes(capsys):
     """A function that returns what was noted since it was last called."""
-    errors.note.cache_clear()
+    errors.warn_once.cache_clear()
     return lambda: capsys.readouterr().err
 
 

@@ -181,7 +181,7 @@ def test_a_server_takes_them_for_chats(tiny_llama):
 
 
 def test_a_server_names_them_once(advised, tmp_path, capsys):
-    from command_line import note_defaults
+    from command_line import print_sampling_defaults
     from serve import main
     from server.served import server_defaults
 
@@ -194,9 +194,9 @@ def test_a_server_names_them_once(advised, tmp_path, capsys):
     # Without a template there are no chats.
     for nothing in (found(advised, "none"), found(SMALL), found(saying(tmp_path, {"top_k": 3}))):
         assert nothing == {}
-        note_defaults(nothing)
+        print_sampling_defaults(nothing)
     assert capsys.readouterr().err == ""
-    note_defaults(expected)
+    print_sampling_defaults(expected)
     said = "temperature 1.5, top-k 40, repetition-penalty 1.2"
     assert capsys.readouterr().err == NOTE + said + END
     with pytest.raises(SystemExit):

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from command_line import OPTIONAL
+from command_line import OPTIONAL_PACKAGES
 
 
 def workflow(name: str) -> dict:
@@ -64,7 +64,7 @@ def packages(name: str) -> set[str]:
 
 
 def test_running_needs_no_package_of_tests_or_benchmarks():
-    assert OPTIONAL <= packages("requirements-test.txt")
+    assert OPTIONAL_PACKAGES <= packages("requirements-test.txt")
     assert not packages("requirements-test.txt") & packages("requirements.txt")
 
 
