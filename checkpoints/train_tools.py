@@ -27,8 +27,8 @@ from loading.tokenizer import load_encoding  # noqa: E402
 
 TEMPLATE = Path(__file__).with_name("smollm2-tools") / "chat_template.jinja"
 VOCAB_SIZE = 49152
-LONGEST = 640  # tokens of a conversation; a longer one is left out
-BATCH = 2  # conversations
+MAX_TOKENS = 640  # tokens of a conversation; a longer one is left out
+BATCH_SIZE = 2  # conversations
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Nothing is trained in the first ten blocks, so the backward pass ends there.
 LORA = {
@@ -83,7 +83,7 @@ RANGES = {
     "people": (1200, 900000),
     "signed": (-30, 45),
 }
-NAMED = ("city", "company", "film", "song", "word", "team", "last", "street")  # or an invented name
+INVENTABLE_TYPES = ("city", "company", "film", "song", "word", "team", "last", "street")
 SYLLABLES = "ka lo mi ter van del ri so bra nu pel gar tis mo fen hul ja wes dor ly".split()
 # What invented tools find out, and of what.
 NOUNS = (
@@ -93,7 +93,7 @@ NOUNS = (
 ).split()
 THINGS = "lake bridge tower ship road mine station motor garden server tank church planet".split()
 PLACES = "valley village harbor park district port".split()
-FOUND = (
+RESULT_TYPES = (
     "number number signed signed small price percent year clock city person code name state".split()
 )
 ENUMS = ("month", "room", "language", "color", "light")  # a schema may list these
@@ -177,7 +177,7 @@ SYSTEMS = (
 )
 
 
-class Family:
+class ToolFamily:
     """A kind of tool, from seven lines of train_tools.txt.
 
     They are: its names; its description; its parameters; questions for it; what a result has;
@@ -191,47 +191,47 @@ class Family:
         lines = ["" if line == "-" else line for line in lines]
         names, self.description, parameters, questions, result, answers, self.noun = lines
         self.names = names.split("|")
-        self.parameters = split_kinds(parameters)
+        self.parameters = split_fields(parameters)
         self.questions = questions.split("|")
-        self.parts = split_kinds(result)
+        self.parts = split_fields(result)
         self.result = self.parts[0][1]
         self.answers = answers.split("|")
 
 
-def split_kinds(line: str) -> list[tuple[list[str], str]]:
+def split_fields(line: str) -> list[tuple[list[str], str]]:
     """Of each parameter, or part of a result: its names, and the kind of its value."""
     pairs = [each.split(":") for each in line.split(" + ") if each]
-    return [(names.split("|"), kind) for names, kind in pairs]
+    return [(names.split("|"), value_type) for names, value_type in pairs]
 
 
-def read_families(file: Path) -> list[Family]:
+def read_families(file: Path) -> list[ToolFamily]:
     blocks = file.read_text().strip().split("\n\n")[1:]
-    return [Family(block.splitlines()) for block in blocks]
+    return [ToolFamily(block.splitlines()) for block in blocks]
 
 
-def invented(chance: random.Random) -> Family:
+def random_family(rng: random.Random) -> ToolFamily:
     """A kind of tool that finds out one or two things of another, such as the depth of a lake."""
-    first, second = chance.sample(NOUNS, 2)
-    thing = chance.choice(THINGS + PLACES)
+    first, second = rng.sample(NOUNS, 2)
+    thing = rng.choice(THINGS + PLACES)
     of = "in" if thing in PLACES else "of"
-    kinds = [chance.choice(FOUND) for _ in range(2)]
-    result = f"{first}:{kinds[0]}"
+    value_types = [rng.choice(RESULT_TYPES) for _ in range(2)]
+    result = f"{first}:{value_types[0]}"
     names = f"get_{first}|{thing}_{first}|find_{first}|{first}"
-    about = f"{chance.choice(['Get', 'Find out', 'Look up'])} the {first}"
+    about = f"{rng.choice(['Get', 'Find out', 'Look up'])} the {first}"
     questions = f"What is the {first} {of} {{0}}?|Tell me the {first} {of} {{0}}."
     questions += f"|I want to know the {first} {of} the {thing} {{0}}."
     answers = f"The {first} {of} {{0}} is {{r}}."
-    if chance.random() < 0.5:  # there are two, and perhaps only one was asked for
+    if rng.random() < 0.5:  # there are two, and perhaps only one was asked for
         about += f" and the {second}"
         names = f"get_{thing}|{thing}_report|{thing}_data|check_{thing}"
-        result += f" + {second}:{kinds[1]}"
-        if chance.random() < 0.6:
+        result += f" + {second}:{value_types[1]}"
+        if rng.random() < 0.6:
             questions = f"How is the {thing} {{0}}?|What do you know of the {thing} {{0}}?"
             answers = f"The {first} {of} {{0}} is {{r}}, and the {second} is {{s}}."
     about += f" {of} a {thing}."
     parameter = f"{thing}|name|{thing}_name:name"
     noun = f"the {first} {of} {{0}}"
-    return Family([names, about, parameter, questions, result, answers, noun])
+    return ToolFamily([names, about, parameter, questions, result, answers, noun])
 
 
 FAMILIES = read_families(Path(__file__).with_name("train_tools.txt"))
@@ -239,27 +239,27 @@ PAIRS = [line.split("|") for line in FACTS.strip().splitlines()]
 FAILURES = [line.split("|") for line in ERRORS.strip().splitlines()]
 
 
-def is_number(kind: str) -> bool:
-    return kind in RANGES
+def is_number(value_type: str) -> bool:
+    return value_type in RANGES
 
 
 class Tool:
     """A tool of one conversation: a family, with names drawn for it and for its parameters."""
 
-    def __init__(self, family: Family, chance: random.Random):
+    def __init__(self, family: ToolFamily, rng: random.Random):
         self.family = family
-        self.chance = chance
-        self.name = chance.choice(family.names)
-        self.keys = [chance.choice(names) for names, _ in family.parts]
-        self.names = [chance.choice(names) for names, _ in family.parameters]
-        kinds = [kind for _, kind in family.parameters]
-        explained = chance.random() < 0.3
+        self.rng = rng
+        self.name = rng.choice(family.names)
+        self.keys = [rng.choice(names) for names, _ in family.parts]
+        self.names = [rng.choice(names) for names, _ in family.parameters]
+        value_types = [value_type for _, value_type in family.parameters]
+        explained = rng.random() < 0.3
         schemas = {}
-        for name, kind in zip(self.names, kinds):
-            number = chance.choice(["integer", "number"])
-            schema = {"type": number if is_number(kind) else "string"}
-            if kind in ENUMS and chance.random() < 0.7:
-                schema["enum"] = POOLS[kind].split("|")[:6]
+        for name, value_type in zip(self.names, value_types):
+            number = rng.choice(["integer", "number"])
+            schema = {"type": number if is_number(value_type) else "string"}
+            if value_type in ENUMS and rng.random() < 0.7:
+                schema["enum"] = POOLS[value_type].split("|")[:6]
             elif explained:
                 schema["description"] = f"the {name.replace('_', ' ')}"
             schemas[name] = schema
@@ -267,34 +267,34 @@ class Tool:
         function = {"name": self.name, "description": family.description, "parameters": parameters}
         self.definition = {"type": "function", "function": function}
 
-    def draw(self, kind: str):
-        if kind == "price" and self.chance.random() < 0.4:
-            return round(self.chance.uniform(*RANGES[kind]), 2)
-        if is_number(kind):
-            return self.chance.randint(*RANGES[kind])
-        if kind == "person":
+    def draw(self, value_type: str):
+        if value_type == "price" and self.rng.random() < 0.4:
+            return round(self.rng.uniform(*RANGES[value_type]), 2)
+        if is_number(value_type):
+            return self.rng.randint(*RANGES[value_type])
+        if value_type == "person":
             return f"{self.draw('first')} {self.draw('last')}"
-        if kind == "name" or kind in NAMED and self.chance.random() < 0.4:
-            return "".join(self.chance.choices(SYLLABLES, k=self.chance.choice([2, 3]))).title()
-        if kind == "code":
-            letters = self.chance.sample("ABCDEFGHKLMNPQRSTXZ", self.chance.choice([1, 2]))
-            return f"{''.join(letters)}{self.chance.choice(['', '-'])}{self.chance.randint(1, 999)}"
-        values = POOLS[kind].split("|")
-        return self.chance.choice(values[:6] if kind in ENUMS else values)
+        if value_type == "name" or value_type in INVENTABLE_TYPES and self.rng.random() < 0.4:
+            return "".join(self.rng.choices(SYLLABLES, k=self.rng.choice([2, 3]))).title()
+        if value_type == "code":
+            letters = self.rng.sample("ABCDEFGHKLMNPQRSTXZ", self.rng.choice([1, 2]))
+            return f"{''.join(letters)}{self.rng.choice(['', '-'])}{self.rng.randint(1, 999)}"
+        values = POOLS[value_type].split("|")
+        return self.rng.choice(values[:6] if value_type in ENUMS else values)
 
     def ask(self, given=None):
         """A use of this tool: (values, results). given: the first value, if it is known."""
-        values = [self.draw(kind) for _, kind in self.family.parameters]
+        values = [self.draw(value_type) for _, value_type in self.family.parameters]
         if given is not None:
             values[0] = given
         results = []
-        for _, kind in self.family.parts:
-            if kind.startswith("arg"):
-                results.append(values[int(kind[3:])])
-            elif kind in ("song0", "sent"):
-                results.append(values[0] if kind == "song0" else "sent")
+        for _, value_type in self.family.parts:
+            if value_type.startswith("arg"):
+                results.append(values[int(value_type[3:])])
+            elif value_type in ("song0", "sent"):
+                results.append(values[0] if value_type == "song0" else "sent")
             else:
-                results.append(self.draw(kind))
+                results.append(self.draw(value_type))
         return values, results
 
     def answer(self, form: str, values, results) -> str:
@@ -305,19 +305,19 @@ class Tool:
 
     def content(self, values, results) -> str:
         """What a result message says: mostly an object, some with more than was asked for."""
-        if len(results) == 1 and self.chance.random() < 0.15:
+        if len(results) == 1 and self.rng.random() < 0.15:
             return str(results[0])
         found = list(zip(self.keys, results))
-        self.chance.shuffle(found)
-        kind = self.chance.random()
-        if kind < 0.2:
+        self.rng.shuffle(found)
+        draw = self.rng.random()
+        if draw < 0.2:
             found.insert(0, ("status", "ok"))
-        elif kind < 0.45:
+        elif draw < 0.45:
             found = [*zip(self.names, values), *found]
         return json.dumps(dict(found))
 
 
-def use(tool: Tool, values, content: str) -> list[dict]:
+def call_messages(tool: Tool, values, content: str) -> list[dict]:
     """The messages of a call and its result."""
     return [
         {"role": "assistant", "content": "", "tool_calls": [tool.call(values)]},
@@ -325,41 +325,41 @@ def use(tool: Tool, values, content: str) -> list[dict]:
     ]
 
 
-def one_call(tools, chance):
-    tool = chance.choice(tools)
+def one_call(tools, rng):
+    tool = rng.choice(tools)
     values, result = tool.ask()
-    question = chance.choice(tool.family.questions).format(*values)
-    if chance.random() < 0.08:
-        error, answer = chance.choice(FAILURES)
-        return question, use(tool, values, json.dumps({"error": error})), answer
-    answer = tool.answer(chance.choice(tool.family.answers), values, result)
-    return question, use(tool, values, tool.content(values, result)), answer
+    question = rng.choice(tool.family.questions).format(*values)
+    if rng.random() < 0.08:
+        error, answer = rng.choice(FAILURES)
+        return question, call_messages(tool, values, json.dumps({"error": error})), answer
+    answer = tool.answer(rng.choice(tool.family.answers), values, result)
+    return question, call_messages(tool, values, tool.content(values, result)), answer
 
 
 def lower(text: str) -> str:
     return text if text.startswith("I ") else text[0].lower() + text[1:]
 
 
-def two_calls(tools, chance):
+def two_calls(tools, rng):
     """Two questions in one message."""
     messages = []
     questions = []
     answers = []
-    for tool in chance.sample(tools, 2):
+    for tool in rng.sample(tools, 2):
         values, result = tool.ask()
-        questions.append(chance.choice(tool.family.questions[:2]).format(*values))
+        questions.append(rng.choice(tool.family.questions[:2]).format(*values))
         answers.append(tool.answer(tool.family.answers[0], values, result))
-        messages += use(tool, values, tool.content(values, result))
+        messages += call_messages(tool, values, tool.content(values, result))
     first, second = questions
-    if chance.random() < 0.7:
-        question = first.rstrip("?.") + chance.choice([", and ", " and ", ", and also: "])
+    if rng.random() < 0.7:
+        question = first.rstrip("?.") + rng.choice([", and ", " and ", ", and also: "])
         question += lower(second)
     else:
         question = f"{first} {second}"
     return question, messages, " ".join(answers)
 
 
-def in_turn(tools, chance):
+def dependent_calls(tools, rng):
     """A question whose second call needs the first one's result; None if no two tools fit."""
     fitting = [
         (first, second)
@@ -372,14 +372,14 @@ def in_turn(tools, chance):
     ]
     if not fitting:
         return None
-    first, second = chance.choice(fitting)
+    first, second = rng.choice(fitting)
     values, result = first.ask()
     others, final = second.ask(result[0])
     noun = first.family.noun.format(*values)
-    question = chance.choice(second.family.questions).format(noun, *others[1:])
-    messages = use(first, values, first.content(values, result))
-    messages += use(second, others, second.content(others, final))
-    answer = second.answer(chance.choice(second.family.answers), others, final)
+    question = rng.choice(second.family.questions).format(noun, *others[1:])
+    messages = call_messages(first, values, first.content(values, result))
+    messages += call_messages(second, others, second.content(others, final))
+    answer = second.answer(rng.choice(second.family.answers), others, final)
     return question, messages, answer
 
 
@@ -387,7 +387,7 @@ def fits(result: str, parameter: str) -> bool:
     return result == parameter or is_number(result) and parameter == "number"
 
 
-def compared(tools, chance):
+def comparison(tools, rng):
     """The same tool for two values; None if no tool has a number for one value."""
     fitting = [
         tool
@@ -399,13 +399,13 @@ def compared(tools, chance):
     ]
     if not fitting:
         return None
-    tool = chance.choice(fitting)
+    tool = rng.choice(fitting)
     (a,), firsts = tool.ask()
     (b,), seconds = tool.ask()
     first, second = firsts[0], seconds[0]
     if a == b or first == second:
         return None
-    more = chance.random() < 0.5
+    more = rng.random() < 0.5
     nouns = [tool.family.noun.format(value) for value in (a, b)]
     word = "higher" if more else "lower"
     question = f"Which is {word}, {nouns[0]} or {nouns[1]}?"
@@ -413,48 +413,59 @@ def compared(tools, chance):
     values = f"{first} and {second}"
     answer = f"Of {values}, {max(first, second) if more else min(first, second)} is {word}: {best}."
     contents = [tool.content([a], firsts), tool.content([b], seconds)]
-    return question, use(tool, [a], contents[0]) + use(tool, [b], contents[1]), answer
+    return (
+        question,
+        call_messages(tool, [a], contents[0]) + call_messages(tool, [b], contents[1]),
+        answer,
+    )
 
 
-def no_call(tools, chance):
-    question, answer = chance.choice(PAIRS)
+def no_call(tools, rng):
+    question, answer = rng.choice(PAIRS)
     return question, [], answer
 
 
-def no_tool(tools, chance):
+def no_tool(tools, rng):
     """A question for a tool that is not there."""
     there = {tool.family for tool in tools}
-    other = Tool(chance.choice([each for each in FAMILIES if each not in there]), chance)
-    question, _, _ = one_call([other], chance)
+    other = Tool(rng.choice([each for each in FAMILIES if each not in there]), rng)
+    question, _, _ = one_call([other], rng)
     answers = ["Sorry, I have no tool for that.", "Sorry, none of my tools can do that."]
     return question, [], answers[0]
 
 
-KINDS = {one_call: 32, no_call: 16, two_calls: 26, in_turn: 18, compared: 6, no_tool: 2}
+TURN_WEIGHTS = {
+    one_call: 32,
+    no_call: 16,
+    two_calls: 26,
+    dependent_calls: 18,
+    comparison: 6,
+    no_tool: 2,
+}
 
 
-def conversation(chance: random.Random) -> tuple[list[dict], list[dict]]:
+def conversation(rng: random.Random) -> tuple[list[dict], list[dict]]:
     """Messages, and definitions of tools."""
 
     def draw():
-        every = FAMILIES + [invented(chance) for _ in FAMILIES]
-        return chance.sample(every, chance.choice([2, 2, 3]))
+        every = FAMILIES + [random_family(rng) for _ in FAMILIES]
+        return rng.sample(every, rng.choice([2, 2, 3]))
 
     families = draw()
-    if chance.random() < 0.4:  # two that fit
-        while not in_turn([Tool(family, chance) for family in families], chance):
+    if rng.random() < 0.4:  # two that fit
+        while not dependent_calls([Tool(family, rng) for family in families], rng):
             families = draw()
-    tools = [Tool(family, chance) for family in families]
+    tools = [Tool(family, rng) for family in families]
     messages = []
-    if chance.random() < 0.3:
-        messages.append({"role": "system", "content": chance.choice(SYSTEMS)})
-    for _ in range(chance.choice([2, 3])):
+    if rng.random() < 0.3:
+        messages.append({"role": "system", "content": rng.choice(SYSTEMS)})
+    for _ in range(rng.choice([2, 3])):
         found = None
         while found is None:
-            kind = chance.choices(list(KINDS), KINDS.values())[0]
-            found = kind(tools, chance)
+            turn = rng.choices(list(TURN_WEIGHTS), TURN_WEIGHTS.values())[0]
+            found = turn(tools, rng)
         question, between, answer = found
-        if question == question.rstrip(".?!") or chance.random() < 0.1:
+        if question == question.rstrip(".?!") or rng.random() < 0.1:
             question = lower(question.rstrip(".?"))
         answer = answer[0].upper() + answer[1:]
         messages += [{"role": "user", "content": question}, *between]
@@ -466,49 +477,49 @@ def encode(messages, tools, template, encoding) -> tuple[list[int], list[bool]]:
     """Token ids, and which of them a reply has, its end included."""
     text = template.render(messages=messages, tools=tools)
     ids = []
-    replied = []
+    is_reply = []
     head, *rest = text.split("<|im_start|>assistant\n")
     for piece in (head, *rest):
         reply, end, after = piece.partition("<|im_end|>") if ids else ("", "", piece)
         if ids:
             new = encoding.encode("<|im_start|>assistant\n", allowed_special="all")
             ids += new
-            replied += [False] * len(new)
-        for part, counts in ((reply + end, True), (after, False)):
+            is_reply += [False] * len(new)
+        for part, is_target in ((reply + end, True), (after, False)):
             new = encoding.encode(part, allowed_special="all")
             ids += new
-            replied += [counts] * len(new)
-    return ids, replied
+            is_reply += [is_target] * len(new)
+    return ids, is_reply
 
 
-def batches(chance, template, encoding):
+def batches(rng, template, encoding):
     """Endless batches: ids (B, T), and which positions' next token is of a reply, (B, T - 1)."""
     while True:
         rows = []
-        while len(rows) < 16 * BATCH:
-            row = encode(*conversation(chance), template, encoding)
-            if len(row[0]) <= LONGEST:
+        while len(rows) < 16 * BATCH_SIZE:
+            row = encode(*conversation(rng), template, encoding)
+            if len(row[0]) <= MAX_TOKENS:
                 rows.append(row)
         rows.sort(key=lambda row: len(row[0]))  # rows of like length together: less padding
-        groups = [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
-        chance.shuffle(groups)
+        groups = [rows[start : start + BATCH_SIZE] for start in range(0, len(rows), BATCH_SIZE)]
+        rng.shuffle(groups)
         for group in groups:
             length = len(group[-1][0])
-            ids = torch.zeros(BATCH, length, dtype=torch.long)
-            counts = torch.zeros(BATCH, length, dtype=torch.bool)
-            for index, (row, replied) in enumerate(group):
+            ids = torch.zeros(BATCH_SIZE, length, dtype=torch.long)
+            loss_mask = torch.zeros(BATCH_SIZE, length, dtype=torch.bool)
+            for index, (row, is_reply) in enumerate(group):
                 ids[index, : len(row)] = torch.tensor(row)
-                counts[index, : len(row)] = torch.tensor(replied)
-            yield ids, counts[:, 1:]
+                loss_mask[index, : len(row)] = torch.tensor(is_reply)
+            yield ids, loss_mask[:, 1:]
 
 
-def loss_of(model, ids: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def reply_loss(model, ids: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
     """Mean loss of a reply's token. Padding comes last, so no position of a text sees it."""
     base = model.get_base_model()
     with torch.autocast("cpu", torch.bfloat16):
         hidden = base.model(ids).last_hidden_state[:, :-1]
-        logits = base.lm_head(hidden[counts])
-    return F.cross_entropy(logits.float(), ids[:, 1:][counts])
+        logits = base.lm_head(hidden[loss_mask])
+    return F.cross_entropy(logits.float(), ids[:, 1:][loss_mask])
 
 
 def main(argv=None) -> None:
@@ -521,9 +532,9 @@ def main(argv=None) -> None:
     args = parser.parse_args(argv)
     template = environment().from_string(TEMPLATE.read_text())
     if args.show:
-        chance = random.Random(args.seed)
+        rng = random.Random(args.seed)
         for _ in range(args.show):
-            messages, tools = conversation(chance)
+            messages, tools = conversation(rng)
             print(template.render(messages=messages, tools=tools))
         return
 
@@ -545,7 +556,7 @@ def main(argv=None) -> None:
 
     def report():
         with torch.no_grad():
-            losses = torch.stack([loss_of(model, *batch) for batch in heldout])
+            losses = torch.stack([reply_loss(model, *batch) for batch in heldout])
             print(f"loss on other conversations {losses.mean():.4f}", flush=True)
 
     report()
@@ -561,8 +572,8 @@ def main(argv=None) -> None:
     tokens = 0
     mean = None
     for step in range(1, args.steps + 1):
-        ids, counts = next(train)
-        loss = loss_of(model, ids, counts)
+        ids, loss_mask = next(train)
+        loss = reply_loss(model, ids, loss_mask)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()

@@ -439,7 +439,7 @@ def make_pages(
             papers=papers,
             exercise=exercise,
             answer=prose.answer(git("show", f"{ref}:{path}")) if answered else None,
-            answered_at=course.answered_at(ref, path) if answered else None,
+            answered_at=course.answer_commit(ref, path) if answered else None,
             picture=figures.get(lesson.id, ""),
             on_evening=lesson in following,
             after=following.get(lesson),

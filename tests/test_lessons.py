@@ -203,7 +203,7 @@ def test_a_reader_sees_all_lessons_of_this_edition_wherever_he_stands(repo, run)
 
 def test_a_path_for_one_evening(repo, run, monkeypatch):
     """Marked in the list; with the minutes, and a bridge over the lessons between."""
-    stop = lessons.Stop(7, "Multiply.", "First there are sums.")
+    stop = lessons.EveningStop(7, "Multiply.", "First there are sums.")
     monkeypatch.setattr(lessons, "EVENING", {"mul": stop})
     assert [line[1] for line in run("list")[1].splitlines()[1:]] == [" ", " ", "+"]
     out = run("evening")[1]
@@ -237,7 +237,7 @@ def test_the_evening_leads_through_this_course():
 
 def test_the_list_as_a_table(repo, run, monkeypatch):
     commit(repo, "03 div: a | b", {"calc.py": DIV, "data.txt": "1\n"}, "03-div")
-    monkeypatch.setattr(lessons, "EVENING", {"mul": lessons.Stop(7, "Multiply.")})
+    monkeypatch.setattr(lessons, "EVENING", {"mul": lessons.EveningStop(7, "Multiply.")})
     code, out, err = run("list", "--markdown")
     rows = [line for line in out.splitlines() if line[:1] == "|"][2:]
     assert (code, err) == (0, "") and f"\n## {lessons.PARTS['init']}\n" in out
@@ -470,7 +470,7 @@ def test_ids():
     all_lessons = [lessons.Lesson(id, "", "") for id in IDS]
     for id, names in MEANT.items():
         for wanted in names.split():
-            assert lessons.find(all_lessons, wanted).id == id
+            assert lessons.find_lesson(all_lessons, wanted).id == id
     refused = {
         "top-": "'top-' may be 06-top-k, 07-top-p",
         "1": "may be 16-variable-batching, 17-top",
@@ -480,7 +480,7 @@ def test_ids():
     }
     for wanted, words in refused.items():
         with pytest.raises(lessons.LessonError, match=words):
-            lessons.find(all_lessons, wanted)
+            lessons.find_lesson(all_lessons, wanted)
 
 
 def test_what_the_reader_has_configured_changes_nothing(repo, run):
@@ -494,7 +494,7 @@ def test_what_the_reader_has_configured_changes_nothing(repo, run):
     assert run("tag")[1].split()[::2] == ["made"] * 3
     code, out, err = run("start", "2")
     assert code == 0 and "Products, naïvely." in out
-    assert lessons.standing(lessons.read_main()[1]).id == "02-mul"
+    assert lessons.current_lesson(lessons.read_main()[1]).id == "02-mul"
 
 
 def test_a_lesson_line_in_the_text_is_no_trailer(repo, run):
@@ -884,7 +884,7 @@ def test_check_takes_the_lesson_where_the_reader_stands(repo, run, error):
     for branch in ("my-01-add", "my-01-add-2", "my-01-add-b", "my-0"):
         git(repo, "switch", "-q", "--create", branch, "main")
         expected = "01-add" if branch in ("my-01-add", "my-01-add-2") else "02-mul"
-        assert lessons.standing(lessons.read_main()[1]).id == expected
+        assert lessons.current_lesson(lessons.read_main()[1]).id == expected
 
 
 def test_compare(repo, run):
@@ -982,7 +982,9 @@ def test_what_needs_a_package_names_what_installs_it(tmp_path, capfd, monkeypatc
     (tmp_path / "python").write_text('#!/bin/sh\ncase "$2" in *there*) ;; *) exit 1;; esac\n')
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(lessons, "NEEDED", {"cat": ("there", "x"), "dog": ("gone", "make dog")})
+    monkeypatch.setattr(
+        lessons, "REQUIRED_PACKAGES", {"cat": ("there", "x"), "dog": ("gone", "make dog")}
+    )
     code, out, err = tried(tmp_path, capfd, "$ echo cat", "cat", "$ echo dog", "$ echo never")
     assert (code, out) == (1, "$ echo cat\ncat\n$ echo dog\n")
     assert err == "lessons.py: error: echo dog: this needs a package; get it with: make dog\n"
@@ -1004,7 +1006,9 @@ def test_what_needs_a_package_names_what_installs_it(tmp_path, capfd, monkeypatc
 )
 def test_which_commands_need_packages(command, target):
     found = [
-        lessons.NEEDED[pattern][1] for pattern in lessons.NEEDED if re.search(pattern, command)
+        lessons.REQUIRED_PACKAGES[pattern][1]
+        for pattern in lessons.REQUIRED_PACKAGES
+        if re.search(pattern, command)
     ]
     assert found == [target] * bool(target)
 
@@ -1071,7 +1075,7 @@ def test_a_try_prints_what_its_message_says(slug, run, tmp_path, monkeypatch):
     if lesson is None:
         pytest.skip("HEAD stands before this lesson")
     monkeypatch.setattr(lessons, "read_main", lambda: ("HEAD", [lesson]))
-    monkeypatch.setattr(lessons, "standing", lambda _: None)
+    monkeypatch.setattr(lessons, "current_lesson", lambda _: None)
     code, out, _ = run("try", lesson.id)
     said = [text for kind, text in lessons.read_try(lessons.message(lesson)) if kind != "prose"]
     assert code == 0 and out.partition("$ ")[2] == "\n".join(said) + "\n"
@@ -1286,7 +1290,7 @@ def test_outcomes(repo):
 
 
 def test_what_hangs_is_ended(repo, monkeypatch):
-    monkeypatch.setattr(lessons, "SECONDS", 1)
+    monkeypatch.setattr(lessons, "TEST_TIMEOUT", 1)
     (repo / "tests" / "test_all.py").write_text(
         "import subprocess, time\n\n\n"
         "def test_hangs():\n"

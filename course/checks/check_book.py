@@ -262,7 +262,7 @@ def main(book: Path, pictures: Path | None = None) -> int:
     drawn = [f"{each.id}.html" for each in lessons if 'class="picture' in pages[f"{each.id}.html"]]
     players = [name for name in drawn if 'class="recorded"' in pages[name]]
     kinds = ("index", "exercises", "transformer", "glossary", "search", "play")
-    lesson = course.find(lessons, "paged-cache").id  # a long page, with commits before it
+    lesson = course.find_lesson(lessons, "paged-cache").id  # a long page, with commits before it
     address = book.resolve().as_uri()
     with sync_playwright() as play:
         browser = chromium(play)

@@ -826,7 +826,7 @@ def test_the_first_page(pages):
 def test_the_first_page_has_the_path_for_one_evening(here, pages, monkeypatch):
     """Cards above the parts, which are folded; and lessons on the path name the next one."""
     assert "evening" not in text_of(parse(pages["index.html"])).lower()
-    stop = course.Stop
+    stop = course.EveningStop
     path = {"init": stop(5, "A <place>.", "Not shown."), "mul": stop(7, "Products.", "Sums.")}
     monkeypatch.setattr(course, "EVENING", path)
     made = make_book.make_pages(*course.read_main(), FIGURES, {})
