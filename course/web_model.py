@@ -28,7 +28,7 @@ from loading.byte_level import PATTERNS
 from loading.load import load_config, load_model
 from loading.tokenizer import EOT, load_encoding
 from native import build, use_native
-from native.linear import KINDS, NativeLinear, pack
+from native.linear import QUANT_TYPES, NativeLinear, pack
 from native.structs import model_struct, struct
 from sampling import SamplingParams, sampling_probs, token_logprob
 
@@ -154,7 +154,7 @@ def vocabulary(directory: Path, vocab_size: int) -> dict:
 class PlainLinear(NativeLinear):
     """An int8 layer packed for vectors of 4 floats, whatever this machine has."""
 
-    kind = KINDS[torch.int8]
+    quant_type = QUANT_TYPES[torch.int8]
 
     def __init__(self, layer: Int8Linear):
         nn.Module.__init__(self)

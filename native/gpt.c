@@ -2,7 +2,7 @@
 //
 // All threads run a parallel region. `#pragma omp for` divides a loop among them and ends with a
 // barrier, unless it says `nowait`. Each thread runs the rest by itself, for all tokens or for its
-// `share` of them.
+// `thread_range` of them.
 // Sizes: T tokens, C channels (n_embd), H query heads, K KV heads, D numbers in a head (head_dim).
 #include <float.h>
 #include <math.h>
@@ -107,13 +107,13 @@ typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH), aligned(2), may_a
 #define VECTOR(p) (*(const Vector *)(p))
 #define WORDS(h) __builtin_convertvector(*(const Halves *)(h), Words)
 
-enum { FLOAT32, FLOAT16, BFLOAT16, INT8, BYTES, NIBBLES };  // kinds of weights, or of a cache
+enum { FLOAT32, FLOAT16, BFLOAT16, INT8, Q8, Q4 };  // quantisation types of weights and caches
 
-// WIDTH weights as floats, from number i on. A float has room for all that 16 bits can say.
-INLINE Vector weights_at(const int kind, const void *w, int64_t i) {
+// WIDTH weights as floats, from number i on. A float holds all that 16 bits can say.
+INLINE Vector weights_at(const int quant_type, const void *w, int64_t i) {
   const uint16_t *h = (const uint16_t *)w + i;
-  if (kind == FLOAT32) return VECTOR((const float *)w + i);
-  if (kind == BFLOAT16) return (Vector)(WORDS(h) << 16);  // a float's upper half
+  if (quant_type == FLOAT32) return VECTOR((const float *)w + i);
+  if (quant_type == BFLOAT16) return (Vector)(WORDS(h) << 16);  // a float's upper half
 #ifdef FROM_FLOAT16
   return FROM_FLOAT16(h);
 #else
@@ -164,8 +164,8 @@ typedef struct {
   const float *bias;       // (out), or NULL
   int64_t out, in;
   int64_t width;  // of a row of y: more than `out` where several layers write side by side
-  int64_t kind;   // of weights
-  int64_t scale_kind;       // of scales and minima of blocks
+  int64_t quant_type;
+  int64_t scale_type;       // of scales and minima of blocks
   const Adapter *adapters;  // all that the model has, or NULL
 } Linear;
 
@@ -177,7 +177,7 @@ typedef struct {
 } Block;
 
 // The input of a layer, (T, in). One with INT8 weights reads `values`, with a scale per token, one
-// with BYTES or NIBBLES reads blocks.
+// with Q8 or Q4 reads blocks.
 typedef struct {
   const float *x;
   union {
@@ -191,14 +191,14 @@ typedef struct {
 static int64_t blocks(const Linear *l) { return (l->in + BLOCK - 1) / BLOCK; }
 
 static int64_t groups(const Linear *l) {
-  if (l->kind == NIBBLES) return blocks(l) * (BLOCK / 8);
-  if (l->kind == BYTES) return blocks(l) * (BLOCK / 4);
-  return l->kind == INT8 ? (l->in + GROUP - 1) / GROUP : l->in;
+  if (l->quant_type == Q4) return blocks(l) * (BLOCK / 8);
+  if (l->quant_type == Q8) return blocks(l) * (BLOCK / 4);
+  return l->quant_type == INT8 ? (l->in + GROUP - 1) / GROUP : l->in;
 }
 
 INLINE Input from_token(const Linear *l, Input in, int64_t t) {
   Input token = {in.x + t * l->in, {in.values}, in.scale + t, in.turned};
-  if (l->kind == INT8)
+  if (l->quant_type == INT8)
     token.values += t * groups(l) * GROUP;
   else
     token.blocks += t * blocks(l);
@@ -208,14 +208,14 @@ INLINE Input from_token(const Linear *l, Input in, int64_t t) {
 // The panel of output o.
 static const void *panel_of(const Linear *l, int64_t o) {
   int64_t whole = l->out - l->out % PANEL;
-  const int bytes[] = {4, 2, 2, GROUP, 4, 4};  // by kind
-  int64_t size = PANEL * groups(l) * bytes[l->kind];
+  const int bytes[] = {4, 2, 2, GROUP, 4, 4};  // by quant_type
+  int64_t size = PANEL * groups(l) * bytes[l->quant_type];
   return o < whole ? (const char *)l->weight + o / PANEL * size : l->rest;
 }
 
 // The dot products of T tokens with the outputs of a panel. x: (T, in). Each block of BLOCK inputs
 // has a sum of its own, because short sums lose less to rounding.
-INLINE void float_sums(const int T, const int kind, int64_t in, const void *w, const float *x,
+INLINE void float_sums(const int T, const int quant_type, int64_t in, const void *w, const float *x,
                        float y[T][PANEL]) {
   memset(y, 0, T * sizeof *y);
   for (int64_t start = 0; start < in; start += BLOCK) {
@@ -224,7 +224,7 @@ INLINE void float_sums(const int T, const int kind, int64_t in, const void *w, c
     memset(sums, 0, sizeof sums);
     for (int64_t i = start; i < end; i++) {
       Vector weights[VECTORS];
-      for (int v = 0; v < VECTORS; v++) weights[v] = weights_at(kind, w, i * PANEL + v * WIDTH);
+      for (int v = 0; v < VECTORS; v++) weights[v] = weights_at(quant_type, w, i * PANEL + v * WIDTH);
       for (int t = 0; t < T; t++)
         for (int v = 0; v < VECTORS; v++)
           sums[t][v] = ADD_PRODUCT(x[t * in + i] - (Vector){0}, weights[v], sums[t][v]);
@@ -247,25 +247,25 @@ INLINE void int8_sums(const int T, int64_t groups, const int8_t *w, const Value 
 }
 
 // The dot products with weights in blocks. x: (T, blocks). In a block they are exact.
-INLINE void block_sums(const int T, const int kind, const Linear *l, int64_t o, const Block *x,
+INLINE void block_sums(const int T, const int quant_type, const Linear *l, int64_t o, const Block *x,
                        float y[T][PANEL]) {
   int64_t count = blocks(l);
   int64_t at = o / PANEL * count * PANEL;  // of scales and minima
   const Bytes *w = panel_of(l, o);
-  const int zero = kind == BYTES ? ZERO : l->minimum ? 0 : 8;  // what was added to weights
+  const int zero = quant_type == Q8 ? ZERO : l->minimum ? 0 : 8;  // what was added to weights
   Vector totals[T][VECTORS];
   memset(totals, 0, sizeof totals);
   for (int64_t b = 0; b < count; b++, at += PANEL) {
     Sums sums[T][VECTORS];
     memset(sums, 0, sizeof sums);
-    for (int i = 0; i < (kind == BYTES ? BLOCK : BLOCK / 2); i += 4, w += VECTORS)
+    for (int i = 0; i < (quant_type == Q8 ? BLOCK : BLOCK / 2); i += 4, w += VECTORS)
       for (int t = 0; t < T; t++) {
         const int8_t *values = x[t * count + b].values + i;
         int32_t four, later;  // half a block later
         memcpy(&four, values, 4);
-        if (kind == NIBBLES) memcpy(&later, values + BLOCK / 2, 4);
+        if (quant_type == Q4) memcpy(&later, values + BLOCK / 2, 4);
         for (int v = 0; v < VECTORS; v++)
-          if (kind == BYTES) {
+          if (quant_type == Q8) {
             sums[t][v] = add_bytes(sums[t][v], four, w[v]);
           } else {
             sums[t][v] = add_nibbles(sums[t][v], four, w[v] & 15);
@@ -273,15 +273,15 @@ INLINE void block_sums(const int T, const int kind, const Linear *l, int64_t o, 
           }
       }
     for (int v = 0; v < VECTORS; v++) {
-      Vector scale = weights_at(l->scale_kind, l->scale, at + v * WIDTH);
+      Vector scale = weights_at(l->scale_type, l->scale, at + v * WIDTH);
       for (int t = 0; t < T; t++) {
         const Block *own = x + t * count + b;
-        Sums whole = kind == BYTES ? sums[t][v] : nibble_sums(sums[t][v]);
+        Sums whole = quant_type == Q8 ? sums[t][v] : nibble_sums(sums[t][v]);
         Ints dots = (Ints)whole - zero * own->sum;
         totals[t][v] += __builtin_convertvector(dots, Vector) * (scale * own->scale);
       }
       if (l->minimum) {
-        Vector minimum = weights_at(l->scale_kind, l->minimum, at + v * WIDTH);
+        Vector minimum = weights_at(l->scale_type, l->minimum, at + v * WIDTH);
         for (int t = 0; t < T; t++) {
           const Block *own = x + t * count + b;
           totals[t][v] += minimum * (own->scale * own->sum);
@@ -296,7 +296,7 @@ INLINE void block_sums(const int T, const int kind, const Linear *l, int64_t o, 
 INLINE void panel_product(const int T, const Linear *l, int64_t o, Input in, float *y, int add) {
   int64_t count = l->out - o < PANEL ? l->out - o : PANEL;
   float dots[T][PANEL];
-  if (l->kind == INT8) {
+  if (l->quant_type == INT8) {
     Sums sums[T][VECTORS];
     uint32_t whole[T][PANEL];
     const float *scale = l->scale;
@@ -306,13 +306,13 @@ INLINE void panel_product(const int T, const Linear *l, int64_t o, Input in, flo
     for (int t = 0; t < T; t++)
       for (int64_t i = 0; i < count; i++)
         dots[t][i] = (int32_t)(whole[t][i] + l->offset[o + i]) * (in.scale[t] * scale[o + i]);
-  } else if (l->kind == BYTES) {
-    block_sums(T, BYTES, l, o, in.blocks, dots);
-  } else if (l->kind == NIBBLES) {
-    block_sums(T, NIBBLES, l, o, in.blocks, dots);
-  } else if (l->kind == FLOAT16) {
+  } else if (l->quant_type == Q8) {
+    block_sums(T, Q8, l, o, in.blocks, dots);
+  } else if (l->quant_type == Q4) {
+    block_sums(T, Q4, l, o, in.blocks, dots);
+  } else if (l->quant_type == FLOAT16) {
     float_sums(T, FLOAT16, l->in, panel_of(l, o), in.x, dots);
-  } else if (l->kind == BFLOAT16) {
+  } else if (l->quant_type == BFLOAT16) {
     float_sums(T, BFLOAT16, l->in, panel_of(l, o), in.x, dots);
   } else {
     float_sums(T, FLOAT32, l->in, panel_of(l, o), in.x, dots);
@@ -436,7 +436,7 @@ INLINE void quantize_block(int64_t n, const float *x, Block *block) {
 
 static void quantize_token(const Linear *l, Input in, int64_t t) {
   Input token = from_token(l, in, t);
-  if (l->kind == INT8) {
+  if (l->quant_type == INT8) {
     turn(l->in, token.x, in.turned);
     quantize(l->in, in.turned, token.values, token.scale);
     return;
@@ -446,14 +446,14 @@ static void quantize_token(const Linear *l, Input in, int64_t t) {
   if (rest) quantize_block(rest, token.x + whole * BLOCK, token.blocks + whole);
 }
 
-// The outputs of a layer, (T, out). x: (T, in); values, scale: room for an Input; turned: (threads,
-// in), room with int8 weights.
+// The outputs of a layer, (T, out). x: (T, in); values, scale: scratch for an Input; turned:
+// (threads, in), scratch with int8 weights.
 void linear(const Linear *l, int64_t T, const float *x, Value *values, float *scale, float *turned,
             float *y, int threads) {
 #pragma omp parallel num_threads(threads)
   {
     Input in = {x, {values}, scale, turned + omp_get_thread_num() * l->in};
-    if (l->kind >= INT8) {
+    if (l->quant_type >= INT8) {
 #pragma omp for
       for (int64_t t = 0; t < T; t++) quantize_token(l, in, t);
     }
@@ -462,8 +462,8 @@ void linear(const Linear *l, int64_t T, const float *x, Value *values, float *sc
 }
 
 // Number i of packed numbers, whose count is a multiple of WIDTH.
-INLINE float number_at(const int kind, const void *numbers, int64_t i) {
-  return weights_at(kind, numbers, i - i % WIDTH)[i % WIDTH];
+INLINE float number_at(const int quant_type, const void *numbers, int64_t i) {
+  return weights_at(quant_type, numbers, i - i % WIDTH)[i % WIDTH];
 }
 
 // Row o of a weight in blocks: y, (C).
@@ -473,14 +473,14 @@ static void block_row(const Linear *l, int64_t o, float *y) {
   for (int64_t i = 0; i < l->in; i++) {
     int64_t b = i / BLOCK, at = i % BLOCK;
     int64_t group = b * (BLOCK / 4) + at / 4;
-    if (l->kind == NIBBLES) group = b * (BLOCK / 8) + at % (BLOCK / 2) / 4;
+    if (l->quant_type == Q4) group = b * (BLOCK / 8) + at % (BLOCK / 2) / 4;
     int value = panel[(group * PANEL + o % PANEL) * 4 + at % 4];
-    if (l->kind == BYTES)
+    if (l->quant_type == Q8)
       value = (int8_t)value;
     else
       value = (at < BLOCK / 2 ? value & 15 : value >> 4) - (l->minimum ? 0 : 8);
-    y[i] = value * number_at(l->scale_kind, l->scale, scales + b * PANEL);
-    if (l->minimum) y[i] += number_at(l->scale_kind, l->minimum, scales + b * PANEL);
+    y[i] = value * number_at(l->scale_type, l->scale, scales + b * PANEL);
+    if (l->minimum) y[i] += number_at(l->scale_type, l->minimum, scales + b * PANEL);
   }
 }
 
@@ -492,15 +492,15 @@ void rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
     const void *row = panel_of(l, token);
     const int8_t *row8 = row;
     const float *scale = l->scale;
-    if (l->kind == BYTES || l->kind == NIBBLES) {
+    if (l->quant_type == Q8 || l->quant_type == Q4) {
       block_row(l, token, y);
-    } else if (l->kind == INT8) {
+    } else if (l->quant_type == INT8) {
       for (int64_t i = 0; i < l->in; i++)
         y[i] = row8[(i / GROUP * PANEL + o) * GROUP + i % GROUP] * scale[token];
       turn(l->in, y, y);  // back
     } else {
       for (int64_t i = 0; i < l->in; i++)
-        y[i] = number_at(l->kind, row, i * PANEL + o);
+        y[i] = number_at(l->quant_type, row, i * PANEL + o);
     }
   }
 }
@@ -528,15 +528,15 @@ typedef struct {
   MLP mlp;                      // of a layer without experts
   Linear router;
   const MLP *experts;  // (n_expert), or NULL
-  int64_t window;      // positions that a query sees, the last ones
+  int64_t sliding_window;  // positions that a query sees, the last ones
   int64_t local;       // whether it rotates by local_cos and local_sin
 } Layer;
 
 typedef struct {
   int64_t n_layer, n_head, n_kv_head, head_dim, n_embd;
-  int64_t widest;  // the most numbers that a token needs in a buffer
-  int64_t n_expert, chosen, is_normalized;  // 0, 1, 0 without experts
-  float epsilon, embedding_scale;
+  int64_t max_width;  // the most numbers that a token needs in a buffer
+  int64_t n_expert, top_k, is_normalized;  // 0, 1, 0 without experts
+  float eps, embedding_scale;
   int64_t gelu_gate;       // whether the gate goes through GELU, not SiLU
   Linear embedding, head;  // (vocab_size, C); they may share their weight
   const float *wpe;        // (block_size, C), the position embeddings, or NULL
@@ -545,21 +545,21 @@ typedef struct {
 } Model;
 
 typedef struct {
-  // Of each kind of layers: keys and values, (layers of it, 2, num_pages, K, page_size, D), and the
-  // block tables of all texts, one after the other.
+  // Of each KV cache group: keys and values, (layers of it, 2, num_pages, K, page_size, D), and the
+  // page tables of all texts, one after the other.
   char *cache[2];
-  const int64_t *pages[2];
+  const int64_t *page_tables[2];
   int64_t num_pages[2];
   int64_t page_size;
-  int64_t T, wanted;
-  const int64_t *kinds, *places;      // (n_layer): the kind of a layer, and its number among these
+  int64_t T, num_logits;
+  const int64_t *group_ids, *group_indices;  // (n_layer): a layer's group, and its index in it
   const int64_t *tokens, *positions;  // (T): ids, and their positions in their texts
-  const int64_t *tables;              // (T): where the block table of a token's text begins
-  const int64_t *wants;               // (wanted): the tokens that need logits
-  const float *cos, *sin;             // (positions, D), for `rotate`, or NULL
+  const int64_t *table_starts;        // (T): where the page table of a token's text begins
+  const int64_t *logits_indices;      // (num_logits): the tokens that need logits
+  const float *cos, *sin;             // (positions, D), for `apply_rotary_emb`, or NULL
   const float *local_cos, *local_sin;
-  int64_t stored;  // FLOAT32, FLOAT16 or INT8: the kind of the cache
-  const int64_t *adapters;  // (T): the number of each token's adapter, -1 for none; or NULL
+  int64_t cache_dtype;  // FLOAT32, FLOAT16 or INT8
+  const int64_t *lora_ids;  // (T): of each token's adapter, -1 for none; or NULL
 } Pass;
 
 // The dot product of a and b, or the sum of a where b is NULL: PARTIAL sums, whose halves are added
@@ -612,26 +612,26 @@ INLINE void column_dots(const int N, int64_t n, const float *a, const float *b, 
 }
 
 // x and y: (T, C).
-void layer_norm(const Norm *norm, float epsilon, int64_t T, int64_t C, const float *x, float *y) {
+void layer_norm(const Norm *norm, float eps, int64_t T, int64_t C, const float *x, float *y) {
   for (int64_t t = 0; t < T; t++, x += C, y += C) {
     float mean = sum(C, x) / C;
     for (int64_t i = 0; i < C; i++) y[i] = x[i] - mean;
-    float factor = 1 / sqrtf(dot(C, y, y) / C + epsilon);
+    float factor = 1 / sqrtf(dot(C, y, y) / C + eps);
     for (int64_t i = 0; i < C; i++) y[i] = y[i] * factor * norm->weight[i] + norm->bias[i];
   }
 }
 
-static void rms_norm(const Norm *norm, float epsilon, int64_t T, int64_t C, const float *x,
+static void rms_norm(const Norm *norm, float eps, int64_t T, int64_t C, const float *x,
                      float *y) {
   for (int64_t t = 0; t < T; t++, x += C, y += C) {
-    float factor = norm->factor / sqrtf(dot(C, x, x) / C + epsilon);
+    float factor = norm->factor / sqrtf(dot(C, x, x) / C + eps);
     for (int64_t i = 0; i < C; i++) y[i] = x[i] * factor * (norm->base + norm->weight[i]);
   }
 }
 
-static void normalize(const Norm *norm, float epsilon, int64_t T, int64_t C, const float *x,
+static void normalize(const Norm *norm, float eps, int64_t T, int64_t C, const float *x,
                       float *y) {
-  (norm->bias ? layer_norm : rms_norm)(norm, epsilon, T, C, x, y);
+  (norm->bias ? layer_norm : rms_norm)(norm, eps, T, C, x, y);
 }
 
 void gelu(int64_t n, const float *x, float *y) {  // 0.5 x (1 + tanh u) = x / (1 + exp(-2 u))
@@ -655,7 +655,7 @@ static void geglu(int64_t T, int64_t n, const float *x, float *y) {
 
 // RoPE: rotate a query or key by the angles of its position. Numbers d and d + D / 2 are the
 // coordinates of a point.
-static void rotate(const float *cos, const float *sin, int64_t D, float *x) {
+static void apply_rotary_emb(const float *cos, const float *sin, int64_t D, float *x) {
   int64_t half = D / 2;
   for (int64_t d = 0; d < half; d++) {
     float a = x[d];
@@ -667,29 +667,29 @@ static void rotate(const float *cos, const float *sin, int64_t D, float *x) {
 
 // attention ---------------------------------------------------------------------------------------
 //
-// softmax(q k / sqrt(D)) v in blocks of KEYS positions: score, soften, weigh, then the next block.
-// The sums of earlier blocks are scaled down where a block has a larger score (online softmax,
-// Milakov and Gimelshein 2018). Blocks begin at multiples of KEYS, wherever a pass or a window
-// begins, so the order of sums depends on a query's position only.
-// T queries of neighbouring positions, WIDTH or 1, of heads that share a KV head attend together:
-// a block is read from the cache once for them.
-// T, N and D are constants where the compiler can know them: it unrolls loops over them.
+// softmax(q k / sqrt(D)) v in blocks of KV_BLOCK positions: qk_dots, update_softmax,
+// accumulate_values, then the next block. The sums of earlier blocks are scaled down where a block
+// has a larger score (online softmax, Milakov and Gimelshein 2018). Blocks begin at multiples of
+// KV_BLOCK, wherever a pass or a window begins, so the order of sums depends on a query's position
+// only. T queries of neighbouring positions, WIDTH or 1, of heads that share a KV head attend
+// together: a block is read from the cache once for them. T, N and D are constants where the
+// compiler can know them: it unrolls loops over them.
 
-// TOGETHER: queries that share the reading of a value.
-enum { KEYS = 32, TOGETHER = 4 };
+// QUERY_TILE: queries that share the reading of a value.
+enum { KV_BLOCK = 32, QUERY_TILE = 4 };
 
 // What one text has in the cache for one layer and one KV head, in pages of page_size rows. A row
 // is a key or a value: D floats, or float16 numbers, or int8 ones and a scale in the last 4 bytes.
 typedef struct {
   char *keys, *values;  // of page 0
-  int64_t stride;       // bytes from one page to the next
-  int64_t kind;         // FLOAT32, FLOAT16 or INT8
-  int64_t row;          // bytes
+  int64_t page_stride;  // bytes
+  int64_t dtype;        // FLOAT32, FLOAT16 or INT8
+  int64_t row_size;     // bytes
   int64_t page_size;
-  const int64_t *pages;  // the block table of the text
+  const int64_t *page_table;  // of the text
   int64_t length;        // positions up to the first query; each next one has one more
-  int64_t window;        // how many of them a query sees, the last ones
-} Past;
+  int64_t sliding_window;  // how many of them a query sees, the last ones
+} KVView;
 
 // Positions or tokens, from begin to end - 1.
 typedef struct {
@@ -697,29 +697,29 @@ typedef struct {
 } Range;
 
 // The positions that query t sees.
-INLINE Range seen(const Past *past, int64_t t) {
-  int64_t end = past->length + t;
-  return (Range){end > past->window ? end - past->window : 0, end};
+INLINE Range visible(const KVView *kv, int64_t t) {
+  int64_t end = kv->length + t;
+  return (Range){end > kv->sliding_window ? end - kv->sliding_window : 0, end};
 }
 
-INLINE Range both(Range a, Range b) {
+INLINE Range intersection(Range a, Range b) {
   return (Range){a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end};
 }
 
-// The key or value at a position; from: those of page 0.
-INLINE char *row_at(const Past *past, char *from, int64_t position) {
-  int64_t page = past->pages[position / past->page_size];
-  return from + page * past->stride + position % past->page_size * past->row;
+// The key or value at a position; base: those of page 0.
+INLINE char *kv_row(const KVView *kv, char *base, int64_t position) {
+  int64_t page = kv->page_table[position / kv->page_size];
+  return base + page * kv->page_stride + position % kv->page_size * kv->row_size;
 }
 
-static int64_t row_bytes(int64_t kind, int64_t D) {
-  return kind == FLOAT32 ? 4 * D : kind == FLOAT16 ? 2 * D : (D + 3) / 4 * 4 + 4;
+static int64_t kv_row_bytes(int64_t dtype, int64_t D) {
+  return dtype == FLOAT32 ? 4 * D : dtype == FLOAT16 ? 2 * D : (D + 3) / 4 * 4 + 4;
 }
 
 // n rows as floats, (n, D).
-INLINE void read_rows(int64_t kind, int64_t D, int64_t n, const char *rows, float *x) {
-  if (kind == FLOAT32) memcpy(x, rows, n * D * sizeof(float));
-  if (kind == FLOAT16)
+INLINE void load_kv_rows(int64_t dtype, int64_t D, int64_t n, const char *rows, float *x) {
+  if (dtype == FLOAT32) memcpy(x, rows, n * D * sizeof(float));
+  if (dtype == FLOAT16)
     for (; n; n--, x += D, rows += 2 * D) {
       int64_t d = 0;
       for (; d + WIDTH <= D; d += WIDTH) *(Vector *)(x + d) = weights_at(FLOAT16, rows, d);
@@ -729,29 +729,29 @@ INLINE void read_rows(int64_t kind, int64_t D, int64_t n, const char *rows, floa
         put(D - d, weights_at(FLOAT16, last, 0), x + d);
       }
     }
-  if (kind == INT8)
-    for (; n; n--, x += D, rows += row_bytes(kind, D)) {
+  if (dtype == INT8)
+    for (; n; n--, x += D, rows += kv_row_bytes(dtype, D)) {
       float scale;
-      memcpy(&scale, rows + row_bytes(kind, D) - 4, 4);
+      memcpy(&scale, rows + kv_row_bytes(dtype, D) - 4, 4);
       for (int64_t d = 0; d < D; d++) x[d] = (int8_t)rows[d] * scale;
     }
 }
 
 // The keys or values at a range of positions, in a row: where they are if that is one page of
-// floats, or read to `room`.
-INLINE const float *in_a_row(const Past *past, char *from, int64_t D, Range in, float *room) {
-  int64_t size = past->page_size;
-  if (past->kind == FLOAT32 && in.begin / size == (in.end - 1) / size)
-    return (float *)row_at(past, from, in.begin);
+// floats, or read to `scratch`.
+INLINE const float *gather_rows(const KVView *kv, char *base, int64_t D, Range in, float *scratch) {
+  int64_t size = kv->page_size;
+  if (kv->dtype == FLOAT32 && in.begin / size == (in.end - 1) / size)
+    return (float *)kv_row(kv, base, in.begin);
   for (int64_t i = in.begin, n; i < in.end; i += n) {
     n = size - i % size < in.end - i ? size - i % size : in.end - i;
-    read_rows(past->kind, D, n, row_at(past, from, i), room + (i - in.begin) * D);
+    load_kv_rows(kv->dtype, D, n, kv_row(kv, base, i), scratch + (i - in.begin) * D);
   }
-  return room;
+  return scratch;
 }
 
 // Step 1: the dot products of T queries with n keys. q: (D, T), scores: (n, T).
-INLINE void score(const int T, const int64_t D, const float *q, int64_t n, const float *keys,
+INLINE void qk_dots(const int T, const int64_t D, const float *q, int64_t n, const float *keys,
                   float *scores) {
   int64_t i = 0;
   if (T == 1)
@@ -762,207 +762,208 @@ INLINE void score(const int T, const int64_t D, const float *q, int64_t n, const
   }
 }
 
-// Give a value to scores, (KEYS, T), of the block from `start` on, where a query does not see.
-INLINE void fill_unseen(const int T, const Past *past, int64_t start, float *scores, float value) {
+// Give a value to scores, (KV_BLOCK, T), of the block from `start` on, where a query does not see.
+INLINE void mask_scores(const int T, const KVView *kv, int64_t start, float *scores, float value) {
   for (int t = 0; t < T; t++) {
-    Range own = seen(past, t);
-    for (int64_t i = 0; i < KEYS; i++)
-      if (start + i < own.begin || start + i >= own.end) scores[i * T + t] = value;
+    Range seen = visible(kv, t);
+    for (int64_t i = 0; i < KV_BLOCK; i++)
+      if (start + i < seen.begin || start + i >= seen.end) scores[i * T + t] = value;
   }
 }
 
 // In each lane the larger number, or b's where one is NaN.
-INLINE Vector larger(Vector a, Vector b) {
-  Words is = (Words)(a > b);
-  return (Vector)(((Words)a & is) | ((Words)b & ~is));
+INLINE Vector lane_max(Vector a, Vector b) {
+  Words mask = (Words)(a > b);
+  return (Vector)(((Words)a & mask) | ((Words)b & ~mask));
 }
 
 // The sum of n numbers or Vectors: halves are added until one is left.
-#define ADD_HALVES(n, x)                    \
+#define TREE_SUM(n, x)                    \
   for (int half = n / 2; half; half /= 2) \
     for (int i = 0; i < half; i++) x[i] += x[half + i];
 
 // What the blocks so far gave to T queries, besides y.
 typedef struct {
-  float largest[WIDTH];  // score
+  float max[WIDTH];  // of the scores
   float sum[WIDTH];      // of exponentials
-} Found;
+} SoftmaxState;
 
-// Step 2: scores of a block, (KEYS, T), become exponentials, at most 1 so that none overflows. all:
-// whether each query sees all keys. smaller: (T), the factors for the sums of earlier blocks.
-INLINE void soften(const int T, int64_t D, const Past *past, int64_t start, int all, float *scores,
-                   Found *found, float *smaller) {
+// Step 2: scores of a block, (KV_BLOCK, T), become exponentials, at most 1 so that none overflows.
+// unmasked: whether each query sees all keys. rescale: (T), the factors for the sums of earlier
+// blocks.
+INLINE void update_softmax(const int T, int64_t D, const KVView *kv, int64_t start, int unmasked,
+                   float *scores, SoftmaxState *state, float *rescale) {
   float factor = 1 / sqrtf(D);
-  float largest[WIDTH];
-  if (!all) fill_unseen(T, past, start, scores, -INFINITY);
-  Vector most = VECTOR(scores);
-  for (int i = WIDTH; i < KEYS * T; i += WIDTH) most = larger(VECTOR(scores + i), most);
-  put(WIDTH, most, largest);
-  for (int t = T; t < WIDTH; t++) largest[0] = largest[t] > largest[0] ? largest[t] : largest[0];
+  float new_max[WIDTH];
+  if (!unmasked) mask_scores(T, kv, start, scores, -INFINITY);
+  Vector maxima = VECTOR(scores);
+  for (int i = WIDTH; i < KV_BLOCK * T; i += WIDTH) maxima = lane_max(VECTOR(scores + i), maxima);
+  put(WIDTH, maxima, new_max);
+  for (int t = T; t < WIDTH; t++) new_max[0] = new_max[t] > new_max[0] ? new_max[t] : new_max[0];
   for (int t = 0; t < T; t++) {
-    largest[t] = found->largest[t] > largest[t] ? found->largest[t] : largest[t];
-    smaller[t] = exponential((found->largest[t] - largest[t]) * factor);
-    found->largest[t] = largest[t];
+    new_max[t] = state->max[t] > new_max[t] ? state->max[t] : new_max[t];
+    rescale[t] = exponential((state->max[t] - new_max[t]) * factor);
+    state->max[t] = new_max[t];
   }
-  for (int i = 0; i < KEYS * T; i += WIDTH)
+  for (int i = 0; i < KV_BLOCK * T; i += WIDTH)
     for (int t = 0; t < WIDTH; t++)
-      scores[i + t] = exponential((scores[i + t] - largest[t % T]) * factor);
-  if (!all) fill_unseen(T, past, start, scores, 0);  // there `exponential` gives exp(-87)
-  Vector sums[KEYS];
-  memcpy(sums, scores, KEYS * T * sizeof(float));
-  ADD_HALVES(KEYS * T / WIDTH, sums)
-  if (T == 1) ADD_HALVES(WIDTH, sums[0])
-  for (int t = 0; t < T; t++) found->sum[t] = found->sum[t] * smaller[t] + sums[0][t];
+      scores[i + t] = exponential((scores[i + t] - new_max[t % T]) * factor);
+  if (!unmasked) mask_scores(T, kv, start, scores, 0);  // there `exponential` gives exp(-87)
+  Vector sums[KV_BLOCK];
+  memcpy(sums, scores, KV_BLOCK * T * sizeof(float));
+  TREE_SUM(KV_BLOCK * T / WIDTH, sums)
+  if (T == 1) TREE_SUM(WIDTH, sums[0])
+  for (int t = 0; t < T; t++) state->sum[t] = state->sum[t] * rescale[t] + sums[0][t];
 }
 
 // A matrix whose rows begin `stride` numbers apart.
 typedef struct {
-  float *at;
+  float *data;
   int64_t stride;
 } Matrix;
 
 // Step 3 for columns d to d + N * WIDTH - 1 of the values.
-INLINE void weigh_columns(const int T, const int N, const int64_t D, int64_t d, int64_t n,
-                          const float *values, Matrix scores, const float *smaller, Matrix y) {
-  Vector sums[TOGETHER][4];
+INLINE void accumulate_columns(const int T, const int N, const int64_t D, int64_t d, int64_t n,
+                          const float *values, Matrix scores, const float *rescale, Matrix y) {
+  Vector sums[QUERY_TILE][4];
   for (int t = 0; t < T; t++)
     for (int j = 0; j < N; j++)
-      sums[t][j] = VECTOR(y.at + t * y.stride + d + j * WIDTH) * smaller[t];
+      sums[t][j] = VECTOR(y.data + t * y.stride + d + j * WIDTH) * rescale[t];
   for (int64_t i = 0; i < n; i++) {
     Vector value[4];
     for (int j = 0; j < N; j++) value[j] = VECTOR(values + i * D + d + j * WIDTH);
     for (int t = 0; t < T; t++)
-      for (int j = 0; j < N; j++) sums[t][j] += scores.at[i * scores.stride + t] * value[j];
+      for (int j = 0; j < N; j++) sums[t][j] += scores.data[i * scores.stride + t] * value[j];
   }
   for (int t = 0; t < T; t++)
-    for (int j = 0; j < N; j++) *(Vector *)(y.at + t * y.stride + d + j * WIDTH) = sums[t][j];
+    for (int j = 0; j < N; j++) *(Vector *)(y.data + t * y.stride + d + j * WIDTH) = sums[t][j];
 }
 
-// Step 3 for T queries that see n values: y, (T, D), becomes smaller, and each value times its
-// score is added to it. scores: (n, T).
-INLINE void weigh(const int T, const int64_t D, int64_t n, const float *values, Matrix scores,
-                  const float *smaller, Matrix y) {
+// Step 3 for T queries that see n values: y, (T, D), is multiplied by rescale, and each value times
+// its score is added to it. scores: (n, T).
+INLINE void accumulate_values(const int T, const int64_t D, int64_t n, const float *values,
+                       Matrix scores, const float *rescale, Matrix y) {
   const int N = T == 1 || WIDTH == 16 ? 4 : 2;  // as many sums as there are registers for
   int64_t d = 0;
   for (; d + N * WIDTH <= D; d += N * WIDTH)
-    weigh_columns(T, N, D, d, n, values, scores, smaller, y);
-  for (; d + WIDTH <= D; d += WIDTH) weigh_columns(T, 1, D, d, n, values, scores, smaller, y);
+    accumulate_columns(T, N, D, d, n, values, scores, rescale, y);
+  for (; d + WIDTH <= D; d += WIDTH) accumulate_columns(T, 1, D, d, n, values, scores, rescale, y);
   for (; d < D; d++)
     for (int t = 0; t < T; t++) {
-      float total = y.at[t * y.stride + d] * smaller[t];
-      for (int64_t i = 0; i < n; i++) total += scores.at[i * scores.stride + t] * values[i * D + d];
-      y.at[t * y.stride + d] = total;
+      float acc = y.data[t * y.stride + d] * rescale[t];
+      for (int64_t i = 0; i < n; i++) acc += scores.data[i * scores.stride + t] * values[i * D + d];
+      y.data[t * y.stride + d] = acc;
     }
 }
 
-// Room for a block of keys and of values, and for `heads` heads' queries and what they found.
+// Scratch for a block of keys and of values, and for `heads` heads' queries and their SoftmaxState.
 static int64_t attend_floats(int64_t D, int64_t heads) {
-  return 2 * KEYS * D + heads * (D + 2) * WIDTH;
+  return 2 * KV_BLOCK * D + heads * (D + 2) * WIDTH;
 }
 
 // What T queries of `heads` heads, which share a KV head, make of a text. q and y: T rows of
-// (heads, D). room: for `attend_floats`.
-INLINE void attend_together(const int T, const int64_t D, int64_t heads, const Past *past, Matrix q,
-                            float *room, Matrix y) {
-  float *columns = room + 2 * KEYS * D;  // (heads, D, T)
-  Found *found = (Found *)(columns + heads * D * WIDTH);
+// (heads, D). scratch: for `attend_floats`.
+INLINE void flash_attention(const int T, const int64_t D, int64_t heads, const KVView *kv, Matrix q,
+                            float *scratch, Matrix y) {
+  float *columns = scratch + 2 * KV_BLOCK * D;  // (heads, D, T)
+  SoftmaxState *state = (SoftmaxState *)(columns + heads * D * WIDTH);
   for (int64_t h = 0; h < heads; h++)
     for (int t = 0; t < T; t++) {
-      found[h].largest[t] = -FLT_MAX;
-      found[h].sum[t] = 0;
+      state[h].max[t] = -FLT_MAX;
+      state[h].sum[t] = 0;
       for (int64_t d = h * D; d < (h + 1) * D; d++) {
-        columns[d * T + t] = q.at[t * q.stride + d];
-        y.at[t * y.stride + d] = 0;
+        columns[d * T + t] = q.data[t * q.stride + d];
+        y.data[t * y.stride + d] = 0;
       }
     }
-  Range any = {seen(past, 0).begin, seen(past, T - 1).end};
-  Range every = {seen(past, T - 1).begin, seen(past, 0).end};
-  for (int64_t start = any.begin / KEYS * KEYS; start < any.end; start += KEYS) {
-    Range block = {start, start + KEYS};
-    Range in = both(block, any);
-    int all = start >= every.begin && block.end <= every.end;
-    const float *keys = in_a_row(past, past->keys, D, in, room);
-    const float *values = in_a_row(past, past->values, D, in, room + KEYS * D);
+  Range needed = {visible(kv, 0).begin, visible(kv, T - 1).end};
+  Range common = {visible(kv, T - 1).begin, visible(kv, 0).end};
+  for (int64_t start = needed.begin / KV_BLOCK * KV_BLOCK; start < needed.end; start += KV_BLOCK) {
+    Range block = {start, start + KV_BLOCK};
+    Range in = intersection(block, needed);
+    int unmasked = start >= common.begin && block.end <= common.end;
+    const float *keys = gather_rows(kv, kv->keys, D, in, scratch);
+    const float *values = gather_rows(kv, kv->values, D, in, scratch + KV_BLOCK * D);
     for (int64_t h = 0; h < heads; h++) {
-      float scores[KEYS * WIDTH], smaller[WIDTH];
-      score(T, D, columns + h * D * T, in.end - in.begin, keys, scores + (in.begin - start) * T);
-      soften(T, D, past, start, all, scores, found + h, smaller);
-      const int N = all && T > 1 ? TOGETHER : 1;
+      float scores[KV_BLOCK * WIDTH], rescale[WIDTH];
+      qk_dots(T, D, columns + h * D * T, in.end - in.begin, keys, scores + (in.begin - start) * T);
+      update_softmax(T, D, kv, start, unmasked, scores, state + h, rescale);
+      const int N = unmasked && T > 1 ? QUERY_TILE : 1;
       for (int t = 0; t < T; t += N) {
-        Range own = all ? in : both(block, seen(past, t));
-        Matrix from = {scores + (own.begin - start) * T + t, T};
-        Matrix to = {y.at + t * y.stride + h * D, y.stride};
-        int64_t n = own.end - own.begin;
+        Range seen = unmasked ? in : intersection(block, visible(kv, t));
+        Matrix probs = {scores + (seen.begin - start) * T + t, T};
+        Matrix out = {y.data + t * y.stride + h * D, y.stride};
+        int64_t n = seen.end - seen.begin;
         if (N > 1)
-          weigh(TOGETHER, D, n, values, from, smaller + t, to);
+          accumulate_values(QUERY_TILE, D, n, values, probs, rescale + t, out);
         else
-          weigh(1, D, n, values + (own.begin - in.begin) * D, from, smaller + t, to);
+          accumulate_values(1, D, n, values + (seen.begin - in.begin) * D, probs, rescale + t, out);
       }
     }
   }
   for (int64_t h = 0; h < heads; h++)
     for (int t = 0; t < T; t++)
-      for (int64_t d = h * D; d < (h + 1) * D; d++) y.at[t * y.stride + d] /= found[h].sum[t];
+      for (int64_t d = h * D; d < (h + 1) * D; d++) y.data[t * y.stride + d] /= state[h].sum[t];
 }
 
 // One query a head.
-static void attend_alone(int64_t D, int64_t heads, const Past *past, Matrix q, float *room,
+static void attend_query(int64_t D, int64_t heads, const KVView *kv, Matrix q, float *scratch,
                          Matrix y) {
   if (D == 64)  // as in GPT-2
-    attend_together(1, 64, heads, past, q, room, y);
+    flash_attention(1, 64, heads, kv, q, scratch, y);
   else
-    attend_together(1, D, heads, past, q, room, y);
+    flash_attention(1, D, heads, kv, q, scratch, y);
 }
 
 // A block of WIDTH queries a head.
-static void attend_block(int64_t D, int64_t heads, const Past *past, Matrix q, float *room,
+static void attend_query_block(int64_t D, int64_t heads, const KVView *kv, Matrix q, float *scratch,
                          Matrix y) {
   if (D == 64)
-    attend_together(WIDTH, 64, heads, past, q, room, y);
+    flash_attention(WIDTH, 64, heads, kv, q, scratch, y);
   else
-    attend_together(WIDTH, D, heads, past, q, room, y);
+    flash_attention(WIDTH, D, heads, kv, q, scratch, y);
 }
 
 // Exported for tests, which compare it with torch.
 void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, int64_t D, float *q,
             float *k, float *v, float *y) {
-  Past past = {(char *)k, (char *)v, 4 * stride, FLOAT32, 4 * D, size, pages, length, length};
-  float room[attend_floats(D, 1)];
-  attend_alone(D, 1, &past, (Matrix){q, D}, room, (Matrix){y, D});
+  KVView kv = {(char *)k, (char *)v, 4 * stride, FLOAT32, 4 * D, size, pages, length, length};
+  float scratch[attend_floats(D, 1)];
+  attend_query(D, 1, &kv, (Matrix){q, D}, scratch, (Matrix){y, D});
 }
 
 // Queries attend as blocks that begin at multiples of WIDTH positions. Returns the first token of
 // the block of token t, or -1 if a part of the block is not in this pass.
-static int64_t first_in_block(const Pass *p, int64_t t) {
+static int64_t query_block_start(const Pass *p, int64_t t) {
   int64_t first = t - p->positions[t] % WIDTH;
   int64_t last = first + WIDTH - 1;
   if (first < 0 || last >= p->T) return -1;
-  int64_t table = p->tables[t];
-  return p->tables[first] == table && p->tables[last] == table ? first : -1;
+  int64_t table = p->table_starts[t];
+  return p->table_starts[first] == table && p->table_starts[last] == table ? first : -1;
 }
 
 // What the text of token t has in the cache, up to this token.
-static Past past_of(const Model *m, const Pass *p, int64_t layer, int64_t kv_head, int64_t t) {
-  int64_t row = row_bytes(p->stored, m->head_dim);
-  int64_t head_size = p->page_size * row;
-  int64_t stride = m->n_kv_head * head_size;
-  int64_t kind = p->kinds[layer];
-  int64_t part = p->num_pages[kind] * stride;  // the keys or the values of a layer
-  char *keys = p->cache[kind] + 2 * p->places[layer] * part + kv_head * head_size;
-  return (Past){
+static KVView kv_view(const Model *m, const Pass *p, int64_t layer, int64_t kv_head, int64_t t) {
+  int64_t row_size = kv_row_bytes(p->cache_dtype, m->head_dim);
+  int64_t head_bytes = p->page_size * row_size;
+  int64_t page_stride = m->n_kv_head * head_bytes;
+  int64_t group = p->group_ids[layer];
+  int64_t layer_bytes = p->num_pages[group] * page_stride;  // the keys or the values of a layer
+  char *keys = p->cache[group] + 2 * p->group_indices[layer] * layer_bytes + kv_head * head_bytes;
+  return (KVView){
       .keys = keys,
-      .values = keys + part,
-      .stride = stride,
-      .kind = p->stored,
-      .row = row,
+      .values = keys + layer_bytes,
+      .page_stride = page_stride,
+      .dtype = p->cache_dtype,
+      .row_size = row_size,
       .page_size = p->page_size,
-      .pages = p->pages[kind] + p->tables[t],
+      .page_table = p->page_tables[group] + p->table_starts[t],
       .length = p->positions[t] + 1,
-      .window = m->layers[layer].window,
+      .sliding_window = m->layers[layer].sliding_window,
   };
 }
 
-// The nearest float16 number: the sum with a power of 2 has room for its 11 bits only. Smaller ones
+// The nearest float16 number: the sum with a power of 2 keeps its 11 bits only. Smaller ones
 // than 2**-14 have fewer bits.
 INLINE uint16_t to_float16(float x) {
   float size = fabsf(x) > 65536 ? 65536 : fabsf(x), power;
@@ -984,83 +985,83 @@ static void turn_back(int64_t D, float *x) {
 
 // Write a key or a value, (D), as cache.py's to_cache_dtype, bit for bit; x may change. Exported
 // for tests.
-void store_row(int64_t kind, int64_t D, float *x, char *row) {
-  if (kind == FLOAT32) memcpy(row, x, D * sizeof *x);
-  if (kind == FLOAT16)
+void store_kv_row(int64_t dtype, int64_t D, float *x, char *row) {
+  if (dtype == FLOAT32) memcpy(row, x, D * sizeof *x);
+  if (dtype == FLOAT16)
     for (int64_t d = 0; d < D; d++) ((uint16_t *)row)[d] = to_float16(x[d]);
-  if (kind == INT8) {
+  if (dtype == INT8) {
     Value values[D];
     float scale;
     turn(D, x, x);
     quantize(D, x, values, &scale);
-    memset(row, 0, row_bytes(kind, D));
+    memset(row, 0, kv_row_bytes(dtype, D));
     for (int64_t d = 0; d < D; d++) row[d] = values[d] - OFFSET;
-    memcpy(row + row_bytes(kind, D) - 4, &scale, 4);
+    memcpy(row + kv_row_bytes(dtype, D) - 4, &scale, 4);
   }
 }
 
 // Write the key and the value of a token, (D) each, to the last position of its text.
-static void append(const Past *past, int64_t D, float *key, float *value) {
-  int64_t last = past->length - 1;
-  store_row(past->kind, D, key, row_at(past, past->keys, last));
-  store_row(past->kind, D, value, row_at(past, past->values, last));
+static void append_kv(const KVView *kv, int64_t D, float *key, float *value) {
+  int64_t last = kv->length - 1;
+  store_kv_row(kv->dtype, D, key, kv_row(kv, kv->keys, last));
+  store_kv_row(kv->dtype, D, value, kv_row(kv, kv->values, last));
 }
 
 // Prepare a token's query or key, (D): normalize it, if the layer does, and rotate it.
-static void prepare(const Model *m, const Pass *p, int local, const Norm *norm, int64_t t,
+static void norm_and_rope(const Model *m, const Pass *p, int local, const Norm *norm, int64_t t,
                     float *x) {
   const float *cos = local ? p->local_cos : p->cos;
   const float *sin = local ? p->local_sin : p->sin;
   int64_t row = p->positions[t] * m->head_dim;
-  if (norm->weight) rms_norm(norm, m->epsilon, 1, m->head_dim, x, x);
-  if (cos) rotate(cos + row, sin + row, m->head_dim, x);
+  if (norm->weight) rms_norm(norm, m->eps, 1, m->head_dim, x, x);
+  if (cos) apply_rotary_emb(cos + row, sin + row, m->head_dim, x);
 }
 
 // Prepare queries and keys, append keys and values to the cache, then attend. Every H / K queries
 // share a key. qkv: (T, H + 2 K, D), y: (T, H, D).
-static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, float *room,
+static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, float *scratch,
                       float *y) {
   int64_t H = m->n_head, K = m->n_kv_head, D = m->head_dim;
-  int64_t group = H / K;
+  int64_t group_size = H / K;
   int64_t width = (H + 2 * K) * D;
   int local = m->layers[layer].local;
-  int turned = p->stored == INT8;
+  int turned = p->cache_dtype == INT8;
   const Norm *query_norm = &m->layers[layer].query_norm;
   const Norm *key_norm = &m->layers[layer].key_norm;
 #pragma omp for schedule(static) collapse(2)
   for (int64_t k = 0; k < K; k++)
     for (int64_t t = 0; t < p->T; t++) {
-      Past past = past_of(m, p, layer, k, t);
+      KVView kv = kv_view(m, p, layer, k, t);
       float *token = qkv + t * width;
       float *key = token + (H + k) * D;
-      for (int64_t h = k * group; h < (k + 1) * group; h++) {
-        prepare(m, p, local, query_norm, t, token + h * D);
+      for (int64_t h = k * group_size; h < (k + 1) * group_size; h++) {
+        norm_and_rope(m, p, local, query_norm, t, token + h * D);
         if (turned) turn_back(D, token + h * D);
       }
-      prepare(m, p, local, key_norm, t, key);
-      append(&past, D, key, key + K * D);
+      norm_and_rope(m, p, local, key_norm, t, key);
+      append_kv(&kv, D, key, key + K * D);
     }
   // Heads of a group go to different threads where that takes less time. Each then reads the keys
   // by itself, which takes about 1.2 times as long.
   int64_t threads = omp_get_num_threads();
-  int64_t together = (K * p->T + threads - 1) / threads * group;  // heads for the busiest thread
-  int64_t apart = (K * group * p->T + threads - 1) / threads;
-  int64_t parts = 5 * apart < 4 * together ? group : 1;
-  int64_t heads = group / parts;
+  int64_t joint = (K * p->T + threads - 1) / threads * group_size;  // heads for the busiest thread
+  int64_t split = (K * group_size * p->T + threads - 1) / threads;
+  int64_t splits = 5 * split < 4 * joint ? group_size : 1;
+  int64_t heads = group_size / splits;
 #pragma omp for schedule(dynamic) collapse(3)
   for (int64_t k = 0; k < K; k++)
     for (int64_t t = 0; t < p->T; t++)
-      for (int64_t part = 0; part < parts; part++) {
-        int64_t h = k * group + part * heads;
-        int64_t first = first_in_block(p, t);
-        Past past = past_of(m, p, layer, k, t);
+      for (int64_t part = 0; part < splits; part++) {
+        int64_t h = k * group_size + part * heads;
+        int64_t first = query_block_start(p, t);
+        KVView kv = kv_view(m, p, layer, k, t);
         Matrix q = {qkv + t * width + h * D, width};
-        Matrix to = {y + (t * H + h) * D, H * D};
+        Matrix o = {y + (t * H + h) * D, H * D};
         if (first >= 0 && first < t) continue;  // a query of a block
         int64_t count = first < 0 ? 1 : WIDTH;
-        (first < 0 ? attend_alone : attend_block)(D, heads, &past, q, room, to);
+        (first < 0 ? attend_query : attend_query_block)(D, heads, &kv, q, scratch, o);
         for (int64_t i = 0; turned && i < count; i++)
-          for (int64_t g = 0; g < heads; g++) turn_back(D, to.at + i * to.stride + g * D);
+          for (int64_t g = 0; g < heads; g++) turn_back(D, o.data + i * o.stride + g * D);
       }
 }
 
@@ -1078,31 +1079,31 @@ static void embed(const Model *m, const Pass *p, float *x) {
 }
 
 // The tokens that a thread prepares for a product: its part of n, or all of them where there are
-// few. Then each thread does the same work into a buffer of its own, which takes less time than to
-// wait for the others.
-static Range share(int64_t n, int few) {
+// few (`private`). Then each thread does the same work into a buffer of its own, which takes less
+// time than to wait for the others.
+static Range thread_range(int64_t n, int private) {
   int64_t thread = omp_get_thread_num();
   int64_t threads = omp_get_num_threads();
-  return few ? (Range){0, n} : (Range){n * thread / threads, n * (thread + 1) / threads};
+  return private ? (Range){0, n} : (Range){n * thread / threads, n * (thread + 1) / threads};
 }
 
 // Round the inputs of a layer, if its weights are rounded, and wait until all are there.
-static void round_inputs(const Linear *l, int64_t T, int few, Input in) {
-  Range own = share(T, few);
-  if (l->kind >= INT8)
+static void quantize_inputs(const Linear *l, int64_t T, int private, Input in) {
+  Range own = thread_range(T, private);
+  if (l->quant_type >= INT8)
     for (int64_t t = own.begin; t < own.end; t++) quantize_token(l, in, t);
-  if (!few) {
+  if (!private) {
 #pragma omp barrier
   }
 }
 
 // Add to the outputs of a layer what the adapter of each token does, whatever the weights are.
-static void add_adapters(const Linear *l, int64_t T, const int64_t *numbers, const float *x,
+static void add_adapters(const Linear *l, int64_t T, const int64_t *lora_ids, const float *x,
                          float *y) {
 #pragma omp for
   for (int64_t t = 0; t < T; t++) {
-    if (numbers[t] < 0) continue;
-    const Adapter *own = l->adapters + numbers[t];
+    if (lora_ids[t] < 0) continue;
+    const Adapter *own = l->adapters + lora_ids[t];
     for (int64_t r = 0; r < own->rank; r++) {
       float part = dot(l->in, own->a + r * l->in, x + t * l->in);
       const float *b = own->b + r * l->out;
@@ -1111,32 +1112,32 @@ static void add_adapters(const Linear *l, int64_t T, const int64_t *numbers, con
   }
 }
 
-// Layers on the same input, whose outputs stand side by side in y. adapters: of a Pass, or NULL.
-static void products(const Linear *l, int count, int64_t T, int few, Input in, float *y, int add,
-                     const int64_t *adapters) {
-  round_inputs(l, T, few, in);
+// Layers on the same input, whose outputs stand side by side in y. lora_ids: of a Pass, or NULL.
+static void products(const Linear *l, int count, int64_t T, int private, Input in, float *y, int add,
+                     const int64_t *lora_ids) {
+  quantize_inputs(l, T, private, in);
   float *row = y;
   for (int i = 0; i < count; i++) {
     outputs(l + i, T, in, row, add);
     row += l[i].out;
   }
 #pragma omp barrier
-  for (int i = 0; adapters && i < count; i++) {
-    if (l[i].adapters) add_adapters(l + i, T, adapters, in.x, y);
+  for (int i = 0; lora_ids && i < count; i++) {
+    if (l[i].adapters) add_adapters(l + i, T, lora_ids, in.x, y);
     y += l[i].out;
   }
 }
 
 // The layer that ends a residual branch: its outputs are added to x, or those of its norm, if it
-// has one. y: room for them.
-static void end_branch(const Model *m, const Linear *l, const Norm *norm, int64_t T, int few,
-                       Input in, float *y, float *x, const int64_t *adapters) {
-  products(l, 1, T, few, in, norm->weight ? y : x, !norm->weight, adapters);
+// has one. y: scratch for them.
+static void residual(const Model *m, const Linear *l, const Norm *norm, int64_t T, int private,
+                       Input in, float *y, float *x, const int64_t *lora_ids) {
+  products(l, 1, T, private, in, norm->weight ? y : x, !norm->weight, lora_ids);
   if (norm->weight) {
 #pragma omp for
     for (int64_t t = 0; t < T; t++) {
       float *own = y + t * l->out;
-      rms_norm(norm, m->epsilon, 1, l->out, own, own);
+      rms_norm(norm, m->eps, 1, l->out, own, own);
       for (int64_t i = 0; i < l->out; i++) x[t * l->out + i] += own[i];
     }
   }
@@ -1144,61 +1145,61 @@ static void end_branch(const Model *m, const Linear *l, const Norm *norm, int64_
 
 // a mixture of experts ----------------------------------------------------------------------------
 //
-// A router gives each token `chosen` experts. A token at one of them is a row. Rows are sorted by
+// A router gives each token `top_k` experts. A token at one of them is a row. Rows are sorted by
 // expert, so each matrix is read once for all its rows, and those of other experts are not read.
 
 typedef struct {
-  float *weights;    // (T, chosen), what a row's outputs are multiplied by
-  int32_t *experts;  // (T, chosen), in increasing order
-  int32_t *rows;     // (T, chosen)
-  int32_t *tokens;   // (T * chosen): the token of each row
-  int32_t *ends;     // (n_expert + 2): expert e has the rows from ends[e] to ends[e + 1] - 1
+  float *weights;    // (T, top_k), what a row's outputs are multiplied by
+  int32_t *experts;  // (T, top_k), in increasing order
+  int32_t *rows;     // (T, top_k)
+  int32_t *tokens;   // (T * top_k): the token of each row
+  int32_t *offsets;  // (n_expert + 2): expert e has the rows from offsets[e] to offsets[e + 1] - 1
 } Routes;
 
 static int64_t route_floats(const Model *m, int64_t T) {
-  return 4 * T * m->chosen + m->n_expert + 2;
+  return 4 * T * m->top_k + m->n_expert + 2;
 }
 
 static Routes routes_in(const Model *m, int64_t T, float *work) {
-  int64_t R = T * m->chosen;
+  int64_t R = T * m->top_k;
   int32_t *at = (int32_t *)(work + R);
   return (Routes){work, at, at + R, at + 2 * R, at + 3 * R};
 }
 
-// Choose a token's experts, those of the largest shares of a softmax over all; where two are equal,
-// the lower number. shares: (n), the router's outputs at first.
-static void route(const Model *m, float *shares, float *weights, int32_t *experts) {
-  int64_t n = m->n_expert, chosen = m->chosen;
-  float largest = -INFINITY, kept = 0;
-  for (int64_t e = 0; e < n; e++) largest = shares[e] > largest ? shares[e] : largest;
-  for (int64_t e = 0; e < n; e++) shares[e] = exponential(shares[e] - largest);
-  float total = sum(n, shares);
+// Choose a token's experts, those of the largest probs of a softmax over all; where two are equal,
+// the lower number. probs: (n), the router's outputs at first.
+static void route(const Model *m, float *probs, float *weights, int32_t *experts) {
+  int64_t n = m->n_expert, top_k = m->top_k;
+  float largest = -INFINITY, top_sum = 0;
+  for (int64_t e = 0; e < n; e++) largest = probs[e] > largest ? probs[e] : largest;
+  for (int64_t e = 0; e < n; e++) probs[e] = exponential(probs[e] - largest);
+  float total = sum(n, probs);
   for (int64_t e = 0; e < n; e++) {
-    int64_t j = e < chosen ? e : chosen;
-    shares[e] /= total;
-    for (; j > 0 && shares[e] > shares[experts[j - 1]]; j--)
-      if (j < chosen) experts[j] = experts[j - 1];
-    if (j < chosen) experts[j] = e;
+    int64_t j = e < top_k ? e : top_k;
+    probs[e] /= total;
+    for (; j > 0 && probs[e] > probs[experts[j - 1]]; j--)
+      if (j < top_k) experts[j] = experts[j - 1];
+    if (j < top_k) experts[j] = e;
   }
-  for (int64_t i = 0; i < chosen; i++) kept += shares[experts[i]];
-  for (int64_t i = 1; i < chosen; i++) {  // the sum over experts has one order
+  for (int64_t i = 0; i < top_k; i++) top_sum += probs[experts[i]];
+  for (int64_t i = 1; i < top_k; i++) {  // the sum over experts has one order
     int32_t expert = experts[i];
     int64_t j = i;
     for (; j > 0 && experts[j - 1] > expert; j--) experts[j] = experts[j - 1];
     experts[j] = expert;
   }
-  for (int64_t i = 0; i < chosen; i++)
-    weights[i] = m->is_normalized ? shares[experts[i]] / kept : shares[experts[i]];
+  for (int64_t i = 0; i < top_k; i++)
+    weights[i] = m->is_normalized ? probs[experts[i]] / top_sum : probs[experts[i]];
 }
 
 // Sort the rows of T tokens by expert.
 static void sort_rows(const Model *m, int64_t T, Routes r) {
-  memset(r.ends, 0, (m->n_expert + 2) * sizeof *r.ends);
-  for (int64_t i = 0; i < T * m->chosen; i++) r.ends[r.experts[i] + 2]++;
-  for (int64_t e = 1; e <= m->n_expert; e++) r.ends[e + 1] += r.ends[e];
-  for (int64_t i = 0; i < T * m->chosen; i++) {  // ends[e + 1] goes from the first row to the end
-    r.rows[i] = r.ends[r.experts[i] + 1]++;
-    r.tokens[r.rows[i]] = i / m->chosen;
+  memset(r.offsets, 0, (m->n_expert + 2) * sizeof *r.offsets);
+  for (int64_t i = 0; i < T * m->top_k; i++) r.offsets[r.experts[i] + 2]++;
+  for (int64_t e = 1; e <= m->n_expert; e++) r.offsets[e + 1] += r.offsets[e];
+  for (int64_t i = 0; i < T * m->top_k; i++) {  // offsets[e + 1] goes from the first row to the end
+    r.rows[i] = r.offsets[r.experts[i] + 1]++;
+    r.tokens[r.rows[i]] = i / m->top_k;
   }
 }
 
@@ -1209,111 +1210,111 @@ static void expert_products(const Model *m, const Layer *layer, int which, Route
   for (int64_t e = 0; e < m->n_expert; e++) {
     const MLP *mlp = layer->experts + e;
     const Linear *l = which < 2 ? mlp->in + which : &mlp->out;
-    int64_t first = r.ends[e];
-    outputs(l, r.ends[e + 1] - first, from_token(l, in, first), y + first * l->width, 0);
+    int64_t first = r.offsets[e];
+    outputs(l, r.offsets[e + 1] - first, from_token(l, in, first), y + first * l->width, 0);
   }
 }
 
-// Add to x what the experts make of T tokens. in: their inputs, and room for rows; input: the same
-// as an Input. y, wide: room for rows, for all threads.
-static void mixture(const Model *m, const Layer *layer, int64_t T, int few, float *in, Input input,
-                    Routes r, float *y, float *wide, float *x, const int64_t *adapters) {
-  int64_t C = m->n_embd, R = T * m->chosen;
+// Add to x what the experts make of T tokens. in: their inputs, and scratch for rows; input: the
+// same as an Input. y, wide: scratch for rows, for all threads.
+static void moe(const Model *m, const Layer *layer, int64_t T, int private, float *in, Input input,
+                    Routes r, float *y, float *wide, float *x, const int64_t *lora_ids) {
+  int64_t C = m->n_embd, R = T * m->top_k;
   const MLP *first = layer->experts;
   int64_t inner = first->out.in;
-  products(&layer->router, 1, T, few, input, wide, 0, adapters);
+  products(&layer->router, 1, T, private, input, wide, 0, lora_ids);
 #pragma omp for
   for (int64_t t = 0; t < T; t++)
-    route(m, wide + t * m->n_expert, r.weights + t * m->chosen, r.experts + t * m->chosen);
+    route(m, wide + t * m->n_expert, r.weights + t * m->top_k, r.experts + t * m->top_k);
 #pragma omp single
   sort_rows(m, T, r);
 #pragma omp for
   for (int64_t i = 0; i < R; i++) memcpy(y + i * C, in + r.tokens[i] * C, C * sizeof(float));
   Input gathered = {y, {input.values}, input.scale, input.turned};
-  round_inputs(first->in, R, few, gathered);
+  quantize_inputs(first->in, R, private, gathered);
   expert_products(m, layer, 0, r, gathered, wide);
   expert_products(m, layer, 1, r, gathered, wide + inner);
 #pragma omp barrier
-  Range own = share(R, few);
+  Range own = thread_range(R, private);
   swiglu(own.end - own.begin, inner, wide + own.begin * 2 * inner, in + own.begin * inner);
-  round_inputs(&first->out, R, few, input);
+  quantize_inputs(&first->out, R, private, input);
   expert_products(m, layer, 2, r, input, y);
 #pragma omp barrier
 #pragma omp for
   for (int64_t t = 0; t < T; t++)
     for (int64_t i = 0; i < C; i++) {
       float total = 0;
-      for (int64_t j = t * m->chosen; j < (t + 1) * m->chosen; j++)
+      for (int64_t j = t * m->top_k; j < (t + 1) * m->top_k; j++)
         total += r.weights[j] * y[r.rows[j] * C + i];
       x[t * C + i] += total;
     }
 }
 
-// Room for an Input of T tokens, or of all their rows: x, scale, values or blocks.
+// Scratch for an Input of T tokens, or of all their rows: x, scale, values or blocks.
 static int64_t input_floats(const Model *m, int64_t T) {
-  return T * (2 * (m->widest + m->chosen * BLOCK) + m->chosen);
+  return T * (2 * (m->max_width + m->top_k * BLOCK) + m->top_k);
 }
 
-// Room of each thread: what attention needs, and a token that is turned.
+// Scratch of each thread: what attention needs, and a token that is turned.
 static int64_t thread_floats(const Model *m) {
-  return attend_floats(m->head_dim, m->n_head / m->n_kv_head) + m->widest;
+  return attend_floats(m->head_dim, m->n_head / m->n_kv_head) + m->max_width;
 }
 
 int64_t work_floats(const Model *m, int64_t T, int threads) {
   int64_t inputs = (T < threads ? threads : 1) * input_floats(m, T);
-  return T * 3 * m->widest + threads * thread_floats(m) + inputs + route_floats(m, T);
+  return T * 3 * m->max_width + threads * thread_floats(m) + inputs + route_floats(m, T);
 }
 
-// logits: (wanted, vocab_size). work: room for `work_floats`.
+// logits: (num_logits, vocab_size). work: scratch for `work_floats`.
 void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int threads) {
   int64_t C = m->n_embd;
   int64_t T = p->T;
-  int64_t room = T * m->widest;
+  int64_t buffer_floats = T * m->max_width;
   float *x = work;  // the residual stream
-  float *y = x + room;
-  float *wide = y + room;
-  float *all_rooms = wide + room;
-  float *all_inputs = all_rooms + threads * thread_floats(m);
+  float *y = x + buffer_floats;
+  float *wide = y + buffer_floats;
+  float *all_scratch = wide + buffer_floats;
+  float *all_inputs = all_scratch + threads * thread_floats(m);
   Routes routes = routes_in(m, T, all_inputs + (T < threads ? threads : 1) * input_floats(m, T));
 #pragma omp parallel num_threads(threads)
   {
-    int few = T < threads;
+    int private = T < threads;
     int64_t thread = omp_get_thread_num();
-    float *own_room = all_rooms + thread * thread_floats(m);
-    float *turned = own_room + attend_floats(m->head_dim, m->n_head / m->n_kv_head);
-    float *in = all_inputs + few * thread * input_floats(m, T);
-    float *scale = in + room;
-    Input input = {in, {(Value *)(scale + T * m->chosen)}, scale, turned};
-    Input attended = {y, {input.values}, scale, turned};
+    float *thread_scratch = all_scratch + thread * thread_floats(m);
+    float *turned = thread_scratch + attend_floats(m->head_dim, m->n_head / m->n_kv_head);
+    float *in = all_inputs + private * thread * input_floats(m, T);
+    float *scale = in + buffer_floats;
+    Input input = {in, {(Value *)(scale + T * m->top_k)}, scale, turned};
+    Input attn = {y, {input.values}, scale, turned};
     embed(m, p, x);
-    Range own = share(T, few);
+    Range own = thread_range(T, private);
     int64_t n = own.end - own.begin;
-    float *own_x = x + own.begin * C;
-    float *own_in = in + own.begin * C;
+    float *thread_x = x + own.begin * C;
+    float *thread_in = in + own.begin * C;
     for (int64_t i = 0; i < m->n_layer; i++) {
       const Layer *layer = m->layers + i;
       const MLP *mlp = &layer->mlp;
       int64_t inner = mlp->out.in;
-      normalize(&layer->attn_norm, m->epsilon, n, C, own_x, own_in);
-      products(layer->attn_in, 3, T, few, input, wide, 0, p->adapters);
-      attention(m, p, i, wide, own_room, y);
-      end_branch(m, &layer->attn_out, &layer->attn_out_norm, T, few, attended, wide, x, p->adapters);
-      normalize(&layer->mlp_norm, m->epsilon, n, C, own_x, own_in);
+      normalize(&layer->attn_norm, m->eps, n, C, thread_x, thread_in);
+      products(layer->attn_in, 3, T, private, input, wide, 0, p->lora_ids);
+      attention(m, p, i, wide, thread_scratch, y);
+      residual(m, &layer->attn_out, &layer->attn_out_norm, T, private, attn, wide, x, p->lora_ids);
+      normalize(&layer->mlp_norm, m->eps, n, C, thread_x, thread_in);
       if (layer->experts) {
-        mixture(m, layer, T, few, in, input, routes, y, wide, x, p->adapters);
+        moe(m, layer, T, private, in, input, routes, y, wide, x, p->lora_ids);
         continue;
       }
-      products(mlp->in, 2, T, few, input, wide, 0, p->adapters);
+      products(mlp->in, 2, T, private, input, wide, 0, p->lora_ids);
       if (mlp->in[1].out)
         (m->gelu_gate ? geglu : swiglu)(n, inner, wide + own.begin * 2 * inner,
                                         in + own.begin * inner);
       else
         gelu(n * inner, wide + own.begin * inner, in + own.begin * inner);
-      end_branch(m, &mlp->out, &layer->down_norm, T, few, input, y, x, p->adapters);
+      residual(m, &mlp->out, &layer->down_norm, T, private, input, y, x, p->lora_ids);
     }
-    own = share(p->wanted, few);
+    own = thread_range(p->num_logits, private);
     for (int64_t i = own.begin; i < own.end; i++)
-      normalize(&m->norm, m->epsilon, 1, C, x + p->wants[i] * C, in + i * C);
-    products(&m->head, 1, p->wanted, few, input, logits, 0, NULL);
+      normalize(&m->norm, m->eps, 1, C, x + p->logits_indices[i] * C, in + i * C);
+    products(&m->head, 1, p->num_logits, private, input, logits, 0, NULL);
   }
 }

@@ -26,16 +26,16 @@ class LinearStruct(ctypes.Structure):
         ),
         *(
             (name, ctypes.c_int64)
-            for name in ("out_features", "in_features", "width", "kind", "scale_kind")
+            for name in ("out_features", "in_features", "width", "quant_type", "scale_type")
         ),
         ("adapters", ctypes.POINTER(AdapterStruct)),
     ]
 
 
 # Of weights, as in gpt.c.
-KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
-BYTES = 4  # in blocks
-NIBBLES = 5
+QUANT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
+Q8 = 4  # in blocks
+Q4 = 5
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # those without scales
 UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # that many bytes as one number
 
@@ -78,7 +78,7 @@ class NativeLinear(nn.Module):
     any more. Raises ValueError, before anything changes, for tensors that C cannot read.
     """
 
-    scale_kind = 0
+    scale_type = 0
     adapters: ctypes.Array | None = None  # of structs, one for each adapter of the model
 
     def __init__(
@@ -98,12 +98,12 @@ class NativeLinear(nn.Module):
         offsets = None
         if form:
             group = 4
-            self.kind = BYTES if form.bits == 8 else NIBBLES
-            self.scale_kind = KINDS[form.dtype]
+            self.quant_type = Q8 if form.bits == 8 else Q4
+            self.scale_type = QUANT_TYPES[form.dtype]
             scale = pack_scales(scale, outputs)
             minimum = minimum if minimum is None else pack_scales(minimum, outputs)
         else:
-            self.kind = KINDS[weight.dtype]
+            self.quant_type = QUANT_TYPES[weight.dtype]
             if scale is None:
                 group = 1
             else:
@@ -124,7 +124,7 @@ class NativeLinear(nn.Module):
         tensors = self.weight, self.rest, self.scale, self.minimum, self.offsets, self.bias
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         sizes = self.out_features, self.in_features, self.out_features
-        return LinearStruct(*addresses, *sizes, self.kind, self.scale_kind, self.adapters)
+        return LinearStruct(*addresses, *sizes, self.quant_type, self.scale_type, self.adapters)
 
     def take_adapters(self, pairs: list[tuple[torch.Tensor, torch.Tensor] | None]) -> None:
         """Let C add what adapters do, by their numbers: A and B, or None, of each; []: none."""

@@ -15,19 +15,19 @@ from sampling import choose
 PassStruct = struct(
     "PassStruct",
     cache=POINTER * 2,
-    pages=ctypes.POINTER(INT) * 2,
+    page_tables=ctypes.POINTER(INT) * 2,
     num_pages=INT * 2,
-    **dict.fromkeys(("page_size", "T", "wanted"), INT),
-    **dict.fromkeys(("kinds", "places"), ctypes.POINTER(INT)),
-    **dict.fromkeys(("tokens", "positions", "tables", "wants"), ctypes.POINTER(INT)),
+    **dict.fromkeys(("page_size", "T", "num_logits"), INT),
+    **dict.fromkeys(("group_ids", "group_indices"), ctypes.POINTER(INT)),
+    **dict.fromkeys(("tokens", "positions", "table_starts", "logits_indices"), ctypes.POINTER(INT)),
     cos=POINTER,
     sin=POINTER,
     local_cos=POINTER,
     local_sin=POINTER,
-    stored=INT,
-    adapters=ctypes.POINTER(INT),
+    cache_dtype=INT,
+    lora_ids=ctypes.POINTER(INT),
 )
-STORED = {torch.float32: 0, torch.float16: 1, torch.int8: 3}  # dtypes of a cache, as in gpt.c
+CACHE_DTYPES = {torch.float32: 0, torch.float16: 1, torch.int8: 3}  # dtypes of a cache, as in gpt.c
 
 
 class NativeDraws(TorchRunner):
@@ -67,14 +67,15 @@ class NativeRunner(NativeDraws):
         self.model = model_struct(model)
         self.adapters = None  # those of the model that C knows
         # Without and with a storage of their own for layers with a window.
-        self.kinds = [kv_cache_group_ids(self.config, separate) for separate in (False, True)]
-        self.layers = [layer_arrays(kinds) for kinds in self.kinds]
+        self.group_ids = [kv_cache_group_ids(self.config, separate) for separate in (False, True)]
+        self.layers = [layer_arrays(group_ids) for group_ids in self.group_ids]
         self.rotary_embedding = []
         if isinstance(model, Llama):
-            kinds = sorted(set(local_rope_layers(model.config)) | {False})
+            is_local = sorted(set(local_rope_layers(model.config)) | {False})
             cpu = torch.device("cpu")
             self.rotary_embedding = [
-                rotary_embedding(model.config, torch.float32, cpu, kind) for kind in kinds
+                rotary_embedding(model.config, torch.float32, cpu, group_id)
+                for group_id in group_ids
             ]
         # Kept, so that their memory goes to nothing else.
         self.weights = list(model.state_dict().values())
@@ -106,20 +107,20 @@ class NativeRunner(NativeDraws):
         config = self.config
         page_size = storages[0].shape[4]
         separate = len(storages) > 1
-        kinds = self.kinds[separate][: self.model.n_layer]
-        dtype = storages[0].dtype if storages[0].dtype in STORED else torch.float32
+        group_ids = self.group_ids[separate][: self.model.n_layer]
+        dtype = storages[0].dtype if storages[0].dtype in CACHE_DTYPES else torch.float32
         width = stored_head_dim(config.head_dim, dtype)
         caches = []
-        for kind, storage in enumerate(storages):
-            shape = kinds.count(kind), 2, storage.shape[2], config.n_kv_head, page_size
+        for group_id, storage in enumerate(storages):
+            shape = group_ids.count(group_id), 2, storage.shape[2], config.n_kv_head, page_size
             caches.append(address(storage, dtype, *shape, width))
         tokens = []
         positions = []
         pages = []  # of all spans
         sliding_pages = []
-        tables = []  # where those of each token's span begin
-        wants = []
-        adapters = []  # the number of each token's, -1 for none
+        table_starts = []  # where those of each token's span begin
+        logits_indices = []
+        lora_ids = []  # of each token's adapter, -1 for none
         for (span_pages, start, new, span_sliding_pages, adapter), count in zip(
             spans, keep, strict=True
         ):
@@ -128,13 +129,13 @@ class NativeRunner(NativeDraws):
             if start < 0 or steps.stop > room * page_size or not 0 <= count <= len(new):
                 room = f"{room} pages of {page_size}"
                 raise ValueError(f"{len(new)} tokens from {start} on, {count} to keep, in {room}")
-            tables += [len(pages)] * len(new)
+            table_starts += [len(pages)] * len(new)
             pages += span_pages[:room]
             sliding_pages += span_sliding_pages[:room]
             tokens += new
             positions += steps
-            adapters += [self.adapters.names.index(adapter) if adapter else -1] * len(new)
-            wants += range(len(tokens) - count, len(tokens))
+            lora_ids += [self.adapters.names.index(adapter) if adapter else -1] * len(new)
+            logits_indices += range(len(tokens) - count, len(tokens))
         length = max(positions) + 1
         page_tables = pages, sliding_pages
         num_pages = [storage.shape[2] for storage in storages]
@@ -146,30 +147,30 @@ class NativeRunner(NativeDraws):
         for name, numbers, limit in limits:
             if min(numbers) < 0 or max(numbers) >= limit:
                 raise ValueError(f"{name} are {numbers}; they are from 0 to {limit - 1}")
-        lists = *page_tables, tokens, positions, tables, wants
+        lists = *page_tables, tokens, positions, table_starts, logits_indices
         page_table, sliding_page_table, *arrays = (
             (INT * len(numbers))(*numbers) for numbers in lists
         )
-        kinds = tuple(caches), (page_table, sliding_page_table), tuple(num_pages)
+        groups = tuple(caches), (page_table, sliding_page_table), tuple(num_pages)
         angles = [table for each in self.rotary_embedding for table in each.cos_sin(length)]
         angles = (address(table, torch.float32, length, 1, config.head_dim) for table in angles)
-        sizes = page_size, len(tokens), len(wants)
-        job = PassStruct(*kinds, *sizes, *self.layers[separate], *arrays, *angles)
-        job.stored = STORED[dtype]
-        if max(adapters) >= 0:
-            job.adapters = (INT * len(adapters))(*adapters)
+        sizes = page_size, len(tokens), len(logits_indices)
+        job = PassStruct(*groups, *sizes, *self.layers[separate], *arrays, *angles)
+        job.cache_dtype = CACHE_DTYPES[dtype]
+        if max(lora_ids) >= 0:
+            job.lora_ids = (INT * len(lora_ids))(*lora_ids)
         model = ctypes.byref(self.model)
         threads = torch.get_num_threads()
         # Room for each call its own: ctypes lets other threads of Python run meanwhile.
         floats = self.library.work_floats(model, INT(len(tokens)), threads)
         work = torch.empty(floats)
-        logits = torch.empty(len(wants), config.vocab_size)
+        logits = torch.empty(len(logits_indices), config.vocab_size)
         buffers = POINTER(logits.data_ptr()), POINTER(work.data_ptr())
         self.library.gpt_pass(model, ctypes.byref(job), *buffers, threads)
         return logits
 
 
-def layer_arrays(kinds: list[int]) -> tuple[ctypes.Array, ctypes.Array]:
+def layer_arrays(group_ids: list[int]) -> tuple[ctypes.Array, ctypes.Array]:
     """The kinds of layers as C reads them, and the number of each among those of its kind."""
-    places = [kinds[:layer].count(kind) for layer, kind in enumerate(kinds)]
-    return tuple((INT * len(kinds))(*numbers) for numbers in (kinds, places))
+    group_indices = [group_ids[:layer].count(group_id) for layer, group_id in enumerate(group_ids)]
+    return tuple((INT * len(group_ids))(*numbers) for numbers in (group_ids, group_indices))

@@ -28,15 +28,15 @@ LayerStruct = struct(
     mlp=MLPStruct,
     router=LinearStruct,
     experts=ctypes.POINTER(MLPStruct),
-    window=INT,
+    sliding_window=INT,
     local=INT,
 )
-NO_WINDOW = 2**62  # more positions than any text has
+NO_SLIDING_WINDOW = 2**62  # more positions than any text has
 ModelStruct = struct(
     "ModelStruct",
-    **dict.fromkeys(("n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "widest"), INT),
-    **dict.fromkeys(("n_expert", "chosen", "is_normalized"), INT),
-    **dict.fromkeys(("epsilon", "embedding_scale"), FLOAT),
+    **dict.fromkeys(("n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "max_width"), INT),
+    **dict.fromkeys(("n_expert", "top_k", "is_normalized"), INT),
+    **dict.fromkeys(("eps", "embedding_scale"), FLOAT),
     gelu_gate=INT,
     embedding=LinearStruct,
     head=LinearStruct,
@@ -76,11 +76,11 @@ def model_struct(model) -> ModelStruct:
         n_kv_head=config.n_kv_head,
         head_dim=config.head_dim,
         n_embd=C,
-        widest=max(C, layers[0].attn_in[0].width, *mlps, experts.num_experts, rows),
+        max_width=max(C, layers[0].attn_in[0].width, *mlps, experts.num_experts, rows),
         n_expert=experts.num_experts,
-        chosen=experts.num_experts_per_tok,
+        top_k=experts.num_experts_per_tok,
         is_normalized=experts.norm_topk_prob,
-        epsilon=config.norm_eps,
+        eps=config.norm_eps,
         embedding_scale=getattr(model, "embedding_scale", 1.0),
         gelu_gate=isinstance(model, Gemma),
         embedding=linear(model.layer("embedding"), config.vocab_size, C),
@@ -134,7 +134,7 @@ def layer_struct(model, block: int) -> LayerStruct:
         mlp_norm=norm(model.layer("mlp_norm", block), C),
         **mlps,
         down_norm=norm(model.layer("down_norm", block), C),
-        window=layer_sliding_windows(config)[block] or NO_WINDOW,
+        sliding_window=layer_sliding_windows(config)[block] or NO_SLIDING_WINDOW,
         local=isinstance(model, Llama) and local_rope_layers(config)[block],
     )
 

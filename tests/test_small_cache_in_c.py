@@ -30,13 +30,13 @@ def stored_in_c(library, rows: torch.Tensor, dtype) -> torch.Tensor:
     """Rows, (n, D), as C writes them into a cache."""
     stored = torch.full((len(rows), stored_head_dim(rows.shape[1], dtype)), 99, dtype=dtype)
     for row, to in zip(rows.clone(), stored):
-        call(library.store_row, {torch.float16: 1, torch.int8: 3}[dtype], len(row), row, to)
+        call(library.store_kv_row, {torch.float16: 1, torch.int8: 3}[dtype], len(row), row, to)
     return stored
 
 
 def test_a_float16_is_the_nearest(library):
     """Every number between two of them, whose middle becomes the even one, and far ones."""
-    assert hasattr(library, "store_row")
+    assert hasattr(library, "store_kv_row")
     halves = torch.arange(0x7C01, dtype=torch.int32).to(torch.int16).view(torch.float16)
     halves = halves[:-1].double()
     steps = torch.tensor([0, 0.25, 0.5, 0.5 + 2**-12, 0.5 - 2**-12, 0.75], dtype=torch.float64)
@@ -54,7 +54,7 @@ def test_a_float16_is_the_nearest(library):
 @pytest.mark.parametrize("dim", [1, 5, 6, 20, 32, 64, 100])
 @DTYPES
 def test_rows_have_torchs_bits(library, dim, dtype):
-    assert hasattr(library, "store_row")
+    assert hasattr(library, "store_kv_row")
     rows = (
         random_numbers(9, dim) * torch.tensor([0, 1e-45, 1e-30, 1e-3, 1, 30, 1e3, 1e4, 3])[:, None]
     )

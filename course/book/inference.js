@@ -77,7 +77,7 @@ class Model {
     this.lists = this.allocate(8 * 4 * block_size);
     this.pass = this.allocate(104);
     this.page = this.allocate(8); // the cache is a single page, number 0
-    this.layers = this.allocate(8 * 2 * n_layer); // all of kind 0, and their numbers
+    this.layers = this.allocate(8 * 2 * n_layer); // all of group 0, and their indices
     const places = new BigInt64Array(exports.memory.buffer, this.layers + 8 * n_layer, n_layer);
     places.forEach((_, i) => (places[i] = BigInt(i)));
     this.held = []; // the tokens whose keys and values are in the cache
@@ -101,7 +101,7 @@ class Model {
       numbers[2 * T + t] = 0n; // where the pages of each begin
       numbers[3 * T + t] = BigInt(T - keep + t); // whose logits are wanted
     }
-    const [tokens, positions, tables, wants] = addresses;
+    const [tokens, positions, starts, indices] = addresses;
     const view = new DataView(this.exports.memory.buffer, this.pass); // the struct Pass of gpt.c
     const { n_layer, block_size, cos, sin } = this.config;
     [this.cache, 0, this.page, 0].forEach((address, i) => view.setUint32(4 * i, address, true));
@@ -109,7 +109,7 @@ class Model {
       view.setBigInt64(16 + 8 * i, BigInt(number), true),
     );
     const layers = [this.layers, this.layers + 8 * n_layer];
-    [...layers, tokens, positions, tables, wants, cos, sin, 0, 0].forEach((address, i) =>
+    [...layers, tokens, positions, starts, indices, cos, sin, 0, 0].forEach((address, i) =>
       view.setUint32(56 + 4 * i, address, true),
     );
     this.exports.gpt_pass(this.config.model, this.pass, this.kept, this.work, 1);
