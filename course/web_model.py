@@ -159,9 +159,9 @@ class PlainLinear(NativeLinear):
     def __init__(self, layer: Int8Linear):
         nn.Module.__init__(self)
         self.out_features, self.in_features = layer.weight.shape
-        self.weight, self.rest = map(nn.Buffer, pack(layer.weight, PANEL, GROUP))
+        self.weight, self.tail_panel = map(nn.Buffer, pack(layer.weight, PANEL, GROUP))
         self.scale = nn.Buffer(layer.scale)
-        self.offsets = nn.Buffer(torch.zeros(self.out_features, dtype=torch.int32))
+        self.compensation = nn.Buffer(torch.zeros(self.out_features, dtype=torch.int32))
         self.minimum = None
         self.bias = layer.bias
 

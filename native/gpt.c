@@ -19,9 +19,9 @@
 
 // instruction sets --------------------------------------------------------------------------------
 //
-// Each has vectors of WIDTH floats or int32 sums. ADD_PRODUCT is a * b + c in float32. add_products
-// adds to each int32 sum the dot product of GROUP Values, four bytes, and GROUP int8 weights. A
-// Value is an activation rounded to an integer, plus OFFSET: VNNI takes unsigned bytes.
+// Each has vectors of WIDTH floats or int32 sums. MULADD is a * b + c in float32. dot_add_int8
+// adds to each int32 sum the dot product of GROUP Quants, 4 bytes, and GROUP int8 weights. A
+// Quant is an activation rounded to an integer, plus ZERO_POINT: VNNI takes unsigned bytes.
 // FROM_FLOAT16, where there is an instruction for it, makes floats of WIDTH float16 numbers.
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
@@ -29,20 +29,20 @@
 enum { WIDTH = 16 };
 #define LANES LANES_16
 typedef __m512i Sums;
-#define ADD_PRODUCT(a, b, c) (Vector)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c))
+#define MULADD(a, b, c) (Vector)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c))
 #define FROM_FLOAT16(h) (Vector)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)(h)))
 #ifdef __AVX512VNNI__
 const char kernel[64] = "AVX-512 VNNI" THREADS;
-enum { GROUP = 4, OFFSET = 128 };
-typedef uint8_t Value;
-INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
+enum { GROUP = 4, ZERO_POINT = 128 };
+typedef uint8_t Quant;
+INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
   return _mm512_dpbusd_epi32(sums, _mm512_set1_epi32(values), _mm512_loadu_si512(w));
 }
 #else
 const char kernel[64] = "AVX-512" THREADS;
-enum { GROUP = 2, OFFSET = 0 };
-typedef int16_t Value;
-INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
+enum { GROUP = 2, ZERO_POINT = 0 };
+typedef int16_t Quant;
+INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
   __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)w));
   return _mm512_add_epi32(sums, _mm512_madd_epi16(_mm512_set1_epi32(values), wide));
 }
@@ -50,50 +50,50 @@ INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 const char kernel[64] = "AVX2" THREADS;
-enum { WIDTH = 8, GROUP = 2, OFFSET = 0 };
+enum { WIDTH = 8, GROUP = 2, ZERO_POINT = 0 };
 #define LANES LANES_8
 typedef __m256i Sums;
-typedef int16_t Value;
-#define ADD_PRODUCT(a, b, c) (Vector)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
+typedef int16_t Quant;
+#define MULADD(a, b, c) (Vector)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
 #ifdef __F16C__
 #define FROM_FLOAT16(h) (Vector)_mm256_cvtph_ps(_mm_loadu_si128((const void *)(h)))
 #endif
-INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
+INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
   __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)w));
   return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_set1_epi32(values), wide));
 }
 #elif defined(__ARM_FEATURE_DOTPROD)
 #include <arm_neon.h>
 const char kernel[64] = "NEON" THREADS;
-enum { WIDTH = 4, GROUP = 4, OFFSET = 0 };
+enum { WIDTH = 4, GROUP = 4, ZERO_POINT = 0 };
 #define LANES LANES_4
 typedef int32x4_t Sums;
-typedef int8_t Value;
-#define ADD_PRODUCT(a, b, c) (Vector)vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b))
+typedef int8_t Quant;
+#define MULADD(a, b, c) (Vector)vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b))
 #define FROM_FLOAT16(h) (Vector)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(h)))
-INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
+INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
   return vdotq_s32(sums, vreinterpretq_s8_s32(vdupq_n_s32(values)), vld1q_s8(w));
 }
 #elif defined(__wasm_simd128__)
 #include <wasm_simd128.h>
 const char kernel[64] = "WebAssembly" THREADS;
-enum { WIDTH = 4, GROUP = 2, OFFSET = 0 };
+enum { WIDTH = 4, GROUP = 2, ZERO_POINT = 0 };
 #define LANES LANES_4
 typedef v128_t Sums;
-typedef int16_t Value;
-#define ADD_PRODUCT(a, b, c) ((a) * (b) + (c))  // not fused: it rounds twice
-INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
+typedef int16_t Quant;
+#define MULADD(a, b, c) ((a) * (b) + (c))  // not fused: it rounds twice
+INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
   v128_t wide = wasm_i16x8_load8x8(w);
   return wasm_i32x4_add(sums, wasm_i32x4_dot_i16x8(wasm_i32x4_splat(values), wide));
 }
 #else
 const char kernel[64] = "plain C" THREADS;
-enum { WIDTH = 4, GROUP = 2, OFFSET = 0 };
+enum { WIDTH = 4, GROUP = 2, ZERO_POINT = 0 };
 #define LANES LANES_4
 typedef int32_t Sums __attribute__((vector_size(16)));
-typedef int16_t Value;
-#define ADD_PRODUCT(a, b, c) ((a) * (b) + (c))  // not fused: it rounds twice
-INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
+typedef int16_t Quant;
+#define MULADD(a, b, c) ((a) * (b) + (c))  // not fused: it rounds twice
+INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
   for (int lane = 0; lane < WIDTH; lane++)
     sums[lane] += (int16_t)values * w[2 * lane] + (values >> 16) * w[2 * lane + 1];
   return sums;
@@ -101,27 +101,27 @@ INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
 #endif
 
 typedef float Vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-typedef float Four __attribute__((vector_size(16)));
-typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
-typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
-#define VECTOR(p) (*(const Vector *)(p))
-#define WORDS(h) __builtin_convertvector(*(const Halves *)(h), Words)
+typedef float Float4 __attribute__((vector_size(16)));
+typedef uint32_t UintVector __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t HalfVector __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
+#define LOAD(p) (*(const Vector *)(p))
+#define WIDEN(h) __builtin_convertvector(*(const HalfVector *)(h), UintVector)
 
 enum { FLOAT32, FLOAT16, BFLOAT16, INT8, Q8, Q4 };  // quantisation types of weights and caches
 
 // WIDTH weights as floats, from number i on. A float holds all that 16 bits can say.
-INLINE Vector weights_at(const int quant_type, const void *w, int64_t i) {
+INLINE Vector load_weights(const int quant_type, const void *w, int64_t i) {
   const uint16_t *h = (const uint16_t *)w + i;
-  if (quant_type == FLOAT32) return VECTOR((const float *)w + i);
-  if (quant_type == BFLOAT16) return (Vector)(WORDS(h) << 16);  // a float's upper half
+  if (quant_type == FLOAT32) return LOAD((const float *)w + i);
+  if (quant_type == BFLOAT16) return (Vector)(WIDEN(h) << 16);  // a float's upper half
 #ifdef FROM_FLOAT16
   return FROM_FLOAT16(h);
 #else
   // Its exponent, 112 less than a float's, is put right by a product: below 2**-14 too, where
   // numbers have leading zeros. Infinity and NaN have all bits of an exponent set.
-  Words bits = WORDS(h), rest = (bits & 0x7fff) << 13;
-  Words special = (Words)(rest >= 0x7c00 << 13) & 0x7f800000;
-  return (Vector)((Words)((Vector)rest * 0x1p112f) | special | (bits & 0x8000) << 16);
+  UintVector bits = WIDEN(h), magnitude = (bits & 0x7fff) << 13;
+  UintVector special = (UintVector)(magnitude >= 0x7c00 << 13) & 0x7f800000;
+  return (Vector)((UintVector)((Vector)magnitude * 0x1p112f) | special | (bits & 0x8000) << 16);
 #endif
 }
 
@@ -130,10 +130,10 @@ INLINE Vector weights_at(const int quant_type, const void *w, int64_t i) {
 #define LANES_8(i) LANES_4(i), LANES_4(i + 8)
 #define LANES_16(i) LANES_8(i), LANES_8(i + 16)
 #ifdef __clang__
-#define EVERY_SECOND(a, b, i) __builtin_shufflevector(a, b, LANES(i))
+#define DEINTERLEAVE(a, b, i) __builtin_shufflevector(a, b, LANES(i))
 #else
 typedef int32_t Lanes __attribute__((vector_size(4 * WIDTH)));
-#define EVERY_SECOND(a, b, i) __builtin_shuffle(a, b, (Lanes){LANES(i)})
+#define DEINTERLEAVE(a, b, i) __builtin_shuffle(a, b, (Lanes){LANES(i)})
 #endif
 
 #include "blocks.h"
@@ -147,7 +147,7 @@ typedef int32_t Lanes __attribute__((vector_size(4 * WIDTH)));
 // number of tokens: the outputs of a token do not depend on the tokens beside it.
 
 enum { VECTORS = 2, PANEL = VECTORS * WIDTH, TILE = 6, BLOCK = 32 };
-const int panel_outputs = PANEL, int8_group = GROUP, value_offset = OFFSET;
+const int panel_width = PANEL, int8_group = GROUP, activation_zero_point = ZERO_POINT;
 
 // What an adapter adds to the outputs of a layer: for each row of a one number, times a row of b.
 typedef struct {
@@ -156,14 +156,14 @@ typedef struct {
 } Adapter;
 
 typedef struct {
-  const void *weight;      // the whole panels
-  const void *rest;        // one more panel for the outputs left over, padded with zeros
+  const void *weight;      // the full panels
+  const void *tail_panel;  // one more panel for the outputs left over, padded with zeros
   const void *scale;       // of INT8 (out); of blocks (panels, blocks, PANEL)
   const void *minimum;     // the same of blocks, or NULL
-  const uint32_t *offset;  // (out), added to an int8 sum modulo 2**32: it undoes OFFSET
+  const uint32_t *compensation;  // (out), added to an int8 sum modulo 2**32: it undoes ZERO_POINT
   const float *bias;       // (out), or NULL
   int64_t out, in;
-  int64_t width;  // of a row of y: more than `out` where several layers write side by side
+  int64_t row_stride;  // of y: more than `out` where several layers write side by side
   int64_t quant_type;
   int64_t scale_type;       // of scales and minima of blocks
   const Adapter *adapters;  // all that the model has, or NULL
@@ -174,48 +174,48 @@ typedef struct {
   float scale;
   int32_t sum;  // of the values
   int8_t values[BLOCK];
-} Block;
+} Q8Block;
 
 // The input of a layer, (T, in). One with INT8 weights reads `values`, with a scale per token, one
 // with Q8 or Q4 reads blocks.
 typedef struct {
   const float *x;
   union {
-    Value *values;  // (T, groups, GROUP)
-    Block *blocks;  // (T, blocks)
+    Quant *values;  // (T, groups, GROUP)
+    Q8Block *blocks;  // (T, blocks)
   };
   float *scale;   // (T)
   float *turned;  // (in), for each thread its own: a token before it is rounded
 } Input;
 
-static int64_t blocks(const Linear *l) { return (l->in + BLOCK - 1) / BLOCK; }
+static int64_t num_blocks(const Linear *l) { return (l->in + BLOCK - 1) / BLOCK; }
 
-static int64_t groups(const Linear *l) {
-  if (l->quant_type == Q4) return blocks(l) * (BLOCK / 8);
-  if (l->quant_type == Q8) return blocks(l) * (BLOCK / 4);
+static int64_t num_groups(const Linear *l) {
+  if (l->quant_type == Q4) return num_blocks(l) * (BLOCK / 8);
+  if (l->quant_type == Q8) return num_blocks(l) * (BLOCK / 4);
   return l->quant_type == INT8 ? (l->in + GROUP - 1) / GROUP : l->in;
 }
 
-INLINE Input from_token(const Linear *l, Input in, int64_t t) {
+INLINE Input input_at(const Linear *l, Input in, int64_t t) {
   Input token = {in.x + t * l->in, {in.values}, in.scale + t, in.turned};
   if (l->quant_type == INT8)
-    token.values += t * groups(l) * GROUP;
+    token.values += t * num_groups(l) * GROUP;
   else
-    token.blocks += t * blocks(l);
+    token.blocks += t * num_blocks(l);
   return token;
 }
 
 // The panel of output o.
-static const void *panel_of(const Linear *l, int64_t o) {
-  int64_t whole = l->out - l->out % PANEL;
+static const void *panel_at(const Linear *l, int64_t o) {
+  int64_t full = l->out - l->out % PANEL;
   const int bytes[] = {4, 2, 2, GROUP, 4, 4};  // by quant_type
-  int64_t size = PANEL * groups(l) * bytes[l->quant_type];
-  return o < whole ? (const char *)l->weight + o / PANEL * size : l->rest;
+  int64_t size = PANEL * num_groups(l) * bytes[l->quant_type];
+  return o < full ? (const char *)l->weight + o / PANEL * size : l->tail_panel;
 }
 
 // The dot products of T tokens with the outputs of a panel. x: (T, in). Each block of BLOCK inputs
 // has a sum of its own, because short sums lose less to rounding.
-INLINE void float_sums(const int T, const int quant_type, int64_t in, const void *w, const float *x,
+INLINE void gemm_float(const int T, const int quant_type, int64_t in, const void *w, const float *x,
                        float y[T][PANEL]) {
   memset(y, 0, T * sizeof *y);
   for (int64_t start = 0; start < in; start += BLOCK) {
@@ -223,11 +223,11 @@ INLINE void float_sums(const int T, const int quant_type, int64_t in, const void
     Vector sums[T][VECTORS];
     memset(sums, 0, sizeof sums);
     for (int64_t i = start; i < end; i++) {
-      Vector weights[VECTORS];
-      for (int v = 0; v < VECTORS; v++) weights[v] = weights_at(quant_type, w, i * PANEL + v * WIDTH);
+      Vector wv[VECTORS];
+      for (int v = 0; v < VECTORS; v++) wv[v] = load_weights(quant_type, w, i * PANEL + v * WIDTH);
       for (int t = 0; t < T; t++)
         for (int v = 0; v < VECTORS; v++)
-          sums[t][v] = ADD_PRODUCT(x[t * in + i] - (Vector){0}, weights[v], sums[t][v]);
+          sums[t][v] = MULADD(x[t * in + i] - (Vector){0}, wv[v], sums[t][v]);
     }
     for (int t = 0; t < T; t++)
       for (int v = 0; v < VECTORS; v++) *(Vector *)(y[t] + v * WIDTH) += sums[t][v];
@@ -235,56 +235,56 @@ INLINE void float_sums(const int T, const int quant_type, int64_t in, const void
 }
 
 // The dot products with int8 weights, which are exact. x: (T, groups, GROUP).
-INLINE void int8_sums(const int T, int64_t groups, const int8_t *w, const Value *x,
+INLINE void gemm_int8(const int T, int64_t groups, const int8_t *w, const Quant *x,
                       Sums sums[T][VECTORS]) {
   for (int64_t i = 0; i < groups; i++, w += PANEL * GROUP)
     for (int t = 0; t < T; t++) {
-      int32_t part;
-      memcpy(&part, x + (t * groups + i) * GROUP, 4);
+      int32_t x4;
+      memcpy(&x4, x + (t * groups + i) * GROUP, 4);
       for (int v = 0; v < VECTORS; v++)
-        sums[t][v] = add_products(sums[t][v], part, w + v * WIDTH * GROUP);
+        sums[t][v] = dot_add_int8(sums[t][v], x4, w + v * WIDTH * GROUP);
     }
 }
 
 // The dot products with weights in blocks. x: (T, blocks). In a block they are exact.
-INLINE void block_sums(const int T, const int quant_type, const Linear *l, int64_t o, const Block *x,
+INLINE void gemm_q(const int T, const int quant_type, const Linear *l, int64_t o, const Q8Block *x,
                        float y[T][PANEL]) {
-  int64_t count = blocks(l);
-  int64_t at = o / PANEL * count * PANEL;  // of scales and minima
-  const Bytes *w = panel_of(l, o);
-  const int zero = quant_type == Q8 ? ZERO : l->minimum ? 0 : 8;  // what was added to weights
+  int64_t count = num_blocks(l);
+  int64_t scale_at = o / PANEL * count * PANEL;  // of scales and minima
+  const ByteVector *w = panel_at(l, o);
+  const int zero_point = quant_type == Q8 ? WEIGHT_ZERO_POINT : l->minimum ? 0 : 8;  // of weights
   Vector totals[T][VECTORS];
   memset(totals, 0, sizeof totals);
-  for (int64_t b = 0; b < count; b++, at += PANEL) {
+  for (int64_t b = 0; b < count; b++, scale_at += PANEL) {
     Sums sums[T][VECTORS];
     memset(sums, 0, sizeof sums);
     for (int i = 0; i < (quant_type == Q8 ? BLOCK : BLOCK / 2); i += 4, w += VECTORS)
       for (int t = 0; t < T; t++) {
         const int8_t *values = x[t * count + b].values + i;
-        int32_t four, later;  // half a block later
-        memcpy(&four, values, 4);
-        if (quant_type == Q4) memcpy(&later, values + BLOCK / 2, 4);
+        int32_t low, high;  // half a block apart
+        memcpy(&low, values, 4);
+        if (quant_type == Q4) memcpy(&high, values + BLOCK / 2, 4);
         for (int v = 0; v < VECTORS; v++)
           if (quant_type == Q8) {
-            sums[t][v] = add_bytes(sums[t][v], four, w[v]);
+            sums[t][v] = dot_add_q8(sums[t][v], low, w[v]);
           } else {
-            sums[t][v] = add_nibbles(sums[t][v], four, w[v] & 15);
-            sums[t][v] = add_nibbles(sums[t][v], later, w[v] >> 4);
+            sums[t][v] = dot_add_q4(sums[t][v], low, w[v] & 15);
+            sums[t][v] = dot_add_q4(sums[t][v], high, w[v] >> 4);
           }
       }
     for (int v = 0; v < VECTORS; v++) {
-      Vector scale = weights_at(l->scale_type, l->scale, at + v * WIDTH);
+      Vector scale = load_weights(l->scale_type, l->scale, scale_at + v * WIDTH);
       for (int t = 0; t < T; t++) {
-        const Block *own = x + t * count + b;
-        Sums whole = quant_type == Q8 ? sums[t][v] : nibble_sums(sums[t][v]);
-        Ints dots = (Ints)whole - zero * own->sum;
-        totals[t][v] += __builtin_convertvector(dots, Vector) * (scale * own->scale);
+        const Q8Block *block = x + t * count + b;
+        Sums products = quant_type == Q8 ? sums[t][v] : widen_q4_sums(sums[t][v]);
+        IntVector dots = (IntVector)products - zero_point * block->sum;
+        totals[t][v] += __builtin_convertvector(dots, Vector) * (scale * block->scale);
       }
       if (l->minimum) {
-        Vector minimum = weights_at(l->scale_type, l->minimum, at + v * WIDTH);
+        Vector minimum = load_weights(l->scale_type, l->minimum, scale_at + v * WIDTH);
         for (int t = 0; t < T; t++) {
-          const Block *own = x + t * count + b;
-          totals[t][v] += minimum * (own->scale * own->sum);
+          const Q8Block *block = x + t * count + b;
+          totals[t][v] += minimum * (block->scale * block->sum);
         }
       }
     }
@@ -292,44 +292,45 @@ INLINE void block_sums(const int T, const int quant_type, const Linear *l, int64
   memcpy(y, totals, sizeof totals);
 }
 
-// Outputs o to o + PANEL - 1 of T tokens, written to y or, with `add`, added to it. y: (T, width).
-INLINE void panel_product(const int T, const Linear *l, int64_t o, Input in, float *y, int add) {
+// Outputs o to o + PANEL - 1 of T tokens, written to y or, with `add`, added to it. y: (T,
+// row_stride).
+INLINE void panel_gemm(const int T, const Linear *l, int64_t o, Input in, float *y, int add) {
   int64_t count = l->out - o < PANEL ? l->out - o : PANEL;
   float dots[T][PANEL];
   if (l->quant_type == INT8) {
     Sums sums[T][VECTORS];
-    uint32_t whole[T][PANEL];
+    uint32_t acc[T][PANEL];
     const float *scale = l->scale;
     memset(sums, 0, sizeof sums);
-    int8_sums(T, groups(l), panel_of(l, o), in.values, sums);
-    memcpy(whole, sums, sizeof whole);
+    gemm_int8(T, num_groups(l), panel_at(l, o), in.values, sums);
+    memcpy(acc, sums, sizeof acc);
     for (int t = 0; t < T; t++)
       for (int64_t i = 0; i < count; i++)
-        dots[t][i] = (int32_t)(whole[t][i] + l->offset[o + i]) * (in.scale[t] * scale[o + i]);
+        dots[t][i] = (int32_t)(acc[t][i] + l->compensation[o + i]) * (in.scale[t] * scale[o + i]);
   } else if (l->quant_type == Q8) {
-    block_sums(T, Q8, l, o, in.blocks, dots);
+    gemm_q(T, Q8, l, o, in.blocks, dots);
   } else if (l->quant_type == Q4) {
-    block_sums(T, Q4, l, o, in.blocks, dots);
+    gemm_q(T, Q4, l, o, in.blocks, dots);
   } else if (l->quant_type == FLOAT16) {
-    float_sums(T, FLOAT16, l->in, panel_of(l, o), in.x, dots);
+    gemm_float(T, FLOAT16, l->in, panel_at(l, o), in.x, dots);
   } else if (l->quant_type == BFLOAT16) {
-    float_sums(T, BFLOAT16, l->in, panel_of(l, o), in.x, dots);
+    gemm_float(T, BFLOAT16, l->in, panel_at(l, o), in.x, dots);
   } else {
-    float_sums(T, FLOAT32, l->in, panel_of(l, o), in.x, dots);
+    gemm_float(T, FLOAT32, l->in, panel_at(l, o), in.x, dots);
   }
   for (int t = 0; t < T; t++)
     for (int64_t i = 0; i < count; i++) {
-      float *to = y + t * l->width + o + i;
+      float *out = y + t * l->row_stride + o + i;
       float output = l->bias ? dots[t][i] + l->bias[o + i] : dots[t][i];
-      *to = add ? *to + output : output;
+      *out = add ? *out + output : output;
     }
 }
 
-// All outputs of T tokens, without a barrier at the end. y: (T, width).
-static void outputs(const Linear *l, int64_t T, Input in, float *y, int add) {
+// All outputs of T tokens, without a barrier at the end. y: (T, row_stride).
+static void gemm(const Linear *l, int64_t T, Input in, float *y, int add) {
 #define CASE(n)                                                                  \
   case n:                                                                        \
-    panel_product(n, l, o, from_token(l, in, t), y + t * l->width, add);         \
+    panel_gemm(n, l, o, input_at(l, in, t), y + t * l->row_stride, add);         \
     break;
 #pragma omp for schedule(static) collapse(2) nowait
   for (int64_t o = 0; o < l->out; o += PANEL)
@@ -341,7 +342,7 @@ static void outputs(const Linear *l, int64_t T, Input in, float *y, int add) {
 }
 
 // The step of rounding n floats to integers from -127 to 127, bit for bit as int8.py's quantize.
-INLINE float step_of(int64_t n, const float *x) {
+INLINE float quant_step(int64_t n, const float *x) {
   int32_t largest = 0;  // of the bits of |x|, which have the numbers' order, NaN above infinity
   for (int64_t i = 0; i < n; i++) {
     int32_t bits;
@@ -354,54 +355,54 @@ INLINE float step_of(int64_t n, const float *x) {
   return max / 127 < FLT_MIN ? FLT_MIN : max / 127;
 }
 
-// Round n floats to integers, plus OFFSET, and a scale.
-static void quantize(int64_t n, const float *x, Value *values, float *scale) {
-  float step = step_of(n, x);  // not *scale, which values may overwrite
+// Round n floats to integers, plus ZERO_POINT, and a scale.
+static void quantize(int64_t n, const float *x, Quant *values, float *scale) {
+  float step = quant_step(n, x);  // not *scale, which values may overwrite
   *scale = step;
   if (step <= FLT_MAX)
-    for (int64_t i = 0; i < n; i++) values[i] = (int32_t)rintf(x[i] / step) + OFFSET;
+    for (int64_t i = 0; i < n; i++) values[i] = (int32_t)rintf(x[i] / step) + ZERO_POINT;
   else
-    for (int64_t i = 0; i < n; i++) values[i] = OFFSET;  // 0, times infinity or NaN: NaN
+    for (int64_t i = 0; i < n; i++) values[i] = ZERO_POINT;  // 0, times infinity or NaN: NaN
 }
 
 // N numbers, at most WIDTH, as a vector. Whole ones do not pass through memory, where gcc 12 puts
 // zeros first.
-INLINE Vector take(const int N, const float *x) {
-  if (N == WIDTH) return VECTOR(x);
+INLINE Vector load(const int N, const float *x) {
+  if (N == WIDTH) return LOAD(x);
   Vector numbers = {0};
   memcpy(&numbers, x, N * sizeof(float));
   return numbers;
 }
 
-INLINE void put(const int N, Vector numbers, float *x) { memcpy(x, &numbers, N * sizeof(float)); }
+INLINE void store(const int N, Vector numbers, float *x) { memcpy(x, &numbers, N * sizeof(float)); }
 
 // Mix p numbers that are `stride` apart: a sum and a difference, or a reflection at their mean. N
 // neighbours are mixed at once.
-INLINE void mix(const int N, int64_t p, int64_t stride, float *x) {
+INLINE void butterfly(const int N, int64_t p, int64_t stride, float *x) {
   if (p == 2) {
-    Vector a = take(N, x), b = take(N, x + stride);
-    put(N, a + b, x);
-    put(N, a - b, x + stride);
+    Vector a = load(N, x), b = load(N, x + stride);
+    store(N, a + b, x);
+    store(N, a - b, x + stride);
     return;
   }
-  Vector twice_the_mean = {0};
-  for (int64_t i = 0; i < p; i++) twice_the_mean += take(N, x + i * stride);
-  twice_the_mean *= (float)(2. / p);
-  for (int64_t i = 0; i < p; i++) put(N, take(N, x + i * stride) - twice_the_mean, x + i * stride);
+  Vector twice_mean = {0};
+  for (int64_t i = 0; i < p; i++) twice_mean += load(N, x + i * stride);
+  twice_mean *= (float)(2. / p);
+  for (int64_t i = 0; i < p; i++) store(N, load(N, x + i * stride) - twice_mean, x + i * stride);
 }
 
 // The first stages of a turn, for 2 * WIDTH numbers in registers. Each stage mixes neighbours and
 // puts the sums before the differences, which rotates the bits of all places. After as many stages
 // as a place has bits, each number is where it belongs.
 INLINE void turn_vectors(const float *x, float *y) {
-  Vector a = VECTOR(x), b = VECTOR(x + WIDTH);
+  Vector a = LOAD(x), b = LOAD(x + WIDTH);
   for (int stage = 1; stage < 2 * WIDTH; stage *= 2) {
-    Vector even = EVERY_SECOND(a, b, 0), odd = EVERY_SECOND(a, b, 1);
+    Vector even = DEINTERLEAVE(a, b, 0), odd = DEINTERLEAVE(a, b, 1);
     a = even + odd;
     b = even - odd;
   }
-  put(WIDTH, a, y);
-  put(WIDTH, b, y + WIDTH);
+  store(WIDTH, a, y);
+  store(WIDTH, b, y + WIDTH);
 }
 
 // Turn n numbers, bit for bit as int8.py's turn. x and y may be the same. Exported for tests.
@@ -413,16 +414,16 @@ void turn(int64_t n, const float *x, float *y) {
     memmove(y, x, n * sizeof(float));
   for (int64_t p = 2; stride < n; p++)
     for (; n / stride % p == 0; stride *= p)
-      for (int64_t start = 0; start < n; start += p * stride)
+      for (int64_t base = 0; base < n; base += p * stride)
         if (stride % WIDTH)
-          for (int64_t i = start; i < start + stride; i++) mix(1, p, stride, y + i);
+          for (int64_t i = base; i < base + stride; i++) butterfly(1, p, stride, y + i);
         else
-          for (int64_t i = start; i < start + stride; i += WIDTH) mix(WIDTH, p, stride, y + i);
+          for (int64_t i = base; i < base + stride; i += WIDTH) butterfly(WIDTH, p, stride, y + i);
 }
 
 // Round n floats, at most BLOCK. Zeros fill up the block.
-INLINE void quantize_block(int64_t n, const float *x, Block *block) {
-  float step = step_of(n, x);
+INLINE void quantize_block(int64_t n, const float *x, Q8Block *block) {
+  float step = quant_step(n, x);
   int32_t sum = 0;
   memset(block->values, 0, BLOCK);
   for (int64_t i = 0; i < n; i++) {
@@ -435,20 +436,20 @@ INLINE void quantize_block(int64_t n, const float *x, Block *block) {
 }
 
 static void quantize_token(const Linear *l, Input in, int64_t t) {
-  Input token = from_token(l, in, t);
+  Input token = input_at(l, in, t);
   if (l->quant_type == INT8) {
     turn(l->in, token.x, in.turned);
     quantize(l->in, in.turned, token.values, token.scale);
     return;
   }
-  int64_t whole = l->in / BLOCK, rest = l->in % BLOCK;
-  for (int64_t b = 0; b < whole; b++) quantize_block(BLOCK, token.x + b * BLOCK, token.blocks + b);
-  if (rest) quantize_block(rest, token.x + whole * BLOCK, token.blocks + whole);
+  int64_t full = l->in / BLOCK, tail = l->in % BLOCK;
+  for (int64_t b = 0; b < full; b++) quantize_block(BLOCK, token.x + b * BLOCK, token.blocks + b);
+  if (tail) quantize_block(tail, token.x + full * BLOCK, token.blocks + full);
 }
 
 // The outputs of a layer, (T, out). x: (T, in); values, scale: scratch for an Input; turned:
 // (threads, in), scratch with int8 weights.
-void linear(const Linear *l, int64_t T, const float *x, Value *values, float *scale, float *turned,
+void linear(const Linear *l, int64_t T, const float *x, Quant *values, float *scale, float *turned,
             float *y, int threads) {
 #pragma omp parallel num_threads(threads)
   {
@@ -457,19 +458,19 @@ void linear(const Linear *l, int64_t T, const float *x, Value *values, float *sc
 #pragma omp for
       for (int64_t t = 0; t < T; t++) quantize_token(l, in, t);
     }
-    outputs(l, T, in, y, 0);
+    gemm(l, T, in, y, 0);
   }
 }
 
 // Number i of packed numbers, whose count is a multiple of WIDTH.
-INLINE float number_at(const int quant_type, const void *numbers, int64_t i) {
-  return weights_at(quant_type, numbers, i - i % WIDTH)[i % WIDTH];
+INLINE float load_weight(const int quant_type, const void *numbers, int64_t i) {
+  return load_weights(quant_type, numbers, i - i % WIDTH)[i % WIDTH];
 }
 
 // Row o of a weight in blocks: y, (C).
-static void block_row(const Linear *l, int64_t o, float *y) {
-  const uint8_t *panel = panel_of(l, o);
-  int64_t scales = o / PANEL * blocks(l) * PANEL + o % PANEL;
+static void dequantize_row(const Linear *l, int64_t o, float *y) {
+  const uint8_t *panel = panel_at(l, o);
+  int64_t scales = o / PANEL * num_blocks(l) * PANEL + o % PANEL;
   for (int64_t i = 0; i < l->in; i++) {
     int64_t b = i / BLOCK, at = i % BLOCK;
     int64_t group = b * (BLOCK / 4) + at / 4;
@@ -479,28 +480,28 @@ static void block_row(const Linear *l, int64_t o, float *y) {
       value = (int8_t)value;
     else
       value = (at < BLOCK / 2 ? value & 15 : value >> 4) - (l->minimum ? 0 : 8);
-    y[i] = value * number_at(l->scale_type, l->scale, scales + b * PANEL);
-    if (l->minimum) y[i] += number_at(l->scale_type, l->minimum, scales + b * PANEL);
+    y[i] = value * load_weight(l->scale_type, l->scale, scales + b * PANEL);
+    if (l->minimum) y[i] += load_weight(l->scale_type, l->minimum, scales + b * PANEL);
   }
 }
 
 // The embeddings of T tokens, rows of a weight (vocab_size, C): y, (T, C).
-void rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
+void get_rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
   for (int64_t t = 0; t < T; t++, y += l->in) {
     int64_t token = tokens[t];
     int64_t o = token % PANEL;
-    const void *row = panel_of(l, token);
+    const void *row = panel_at(l, token);
     const int8_t *row8 = row;
     const float *scale = l->scale;
     if (l->quant_type == Q8 || l->quant_type == Q4) {
-      block_row(l, token, y);
+      dequantize_row(l, token, y);
     } else if (l->quant_type == INT8) {
       for (int64_t i = 0; i < l->in; i++)
         y[i] = row8[(i / GROUP * PANEL + o) * GROUP + i % GROUP] * scale[token];
       turn(l->in, y, y);  // back
     } else {
       for (int64_t i = 0; i < l->in; i++)
-        y[i] = number_at(l->quant_type, row, i * PANEL + o);
+        y[i] = load_weight(l->quant_type, row, i * PANEL + o);
     }
   }
 }
@@ -515,7 +516,7 @@ enum { PARTIAL = 16, ROWS = 4 };
 
 typedef struct {
   const float *weight, *bias;  // (C), or (D) for heads; an RMSNorm has no bias
-  float base, factor;          // of an RMSNorm: added to the weights; times the result
+  float weight_offset, output_scale;  // of an RMSNorm: added to the weights; times the result
 } Norm;
 
 typedef struct {
@@ -569,8 +570,8 @@ INLINE float dot(int64_t n, const float *a, const float *b) {
   int64_t i = 0;
   for (; i + PARTIAL <= n; i += PARTIAL)
     for (int s = 0; s < PARTIAL / WIDTH; s++) {
-      Vector x = VECTOR(a + i + s * WIDTH);
-      if (b) x *= VECTOR(b + i + s * WIDTH);
+      Vector x = LOAD(a + i + s * WIDTH);
+      if (b) x *= LOAD(b + i + s * WIDTH);
       sums[s] += x;
     }
   if (i < n) {
@@ -579,10 +580,10 @@ INLINE float dot(int64_t n, const float *a, const float *b) {
     for (int l = 0; i < n; l++, i++) partial[l] += b ? a[i] * b[i] : a[i];
     memcpy(sums, partial, sizeof partial);
   }
-  Four fours[PARTIAL / 4];
-  memcpy(fours, sums, sizeof fours);
-  Four four = (fours[0] + fours[2]) + (fours[1] + fours[3]);
-  return (four[0] + four[2]) + (four[1] + four[3]);
+  Float4 quads[PARTIAL / 4];
+  memcpy(quads, sums, sizeof quads);
+  Float4 quad = (quads[0] + quads[2]) + (quads[1] + quads[3]);
+  return (quad[0] + quad[2]) + (quad[1] + quad[3]);
 }
 
 INLINE float sum(int64_t n, const float *a) { return dot(n, a, NULL); }
@@ -595,20 +596,20 @@ INLINE void column_dots(const int N, int64_t n, const float *a, const float *b, 
     Vector low[ROWS] = {0}, high[ROWS] = {0};
     int64_t i = l;
     for (; i + PARTIAL / 2 < n; i += PARTIAL) {
-      Vector column = VECTOR(b + i * WIDTH), other = VECTOR(b + (i + PARTIAL / 2) * WIDTH);
+      Vector column = LOAD(b + i * WIDTH), other = LOAD(b + (i + PARTIAL / 2) * WIDTH);
       for (int k = 0; k < N; k++) {
         low[k] += a[k * n + i] * column;
         high[k] += a[k * n + i + PARTIAL / 2] * other;
       }
     }
     if (i < n)
-      for (int k = 0; k < N; k++) low[k] += a[k * n + i] * VECTOR(b + i * WIDTH);
+      for (int k = 0; k < N; k++) low[k] += a[k * n + i] * LOAD(b + i * WIDTH);
     for (int k = 0; k < N; k++) sums[k][l] = low[k] + high[k];
   }
   for (int half = PARTIAL / 4; half; half /= 2)
     for (int l = 0; l < half; l++)
       for (int k = 0; k < N; k++) sums[k][l] += sums[k][l + half];
-  for (int k = 0; k < N; k++) put(WIDTH, sums[k][0], dots + k * WIDTH);
+  for (int k = 0; k < N; k++) store(WIDTH, sums[k][0], dots + k * WIDTH);
 }
 
 // x and y: (T, C).
@@ -624,8 +625,8 @@ void layer_norm(const Norm *norm, float eps, int64_t T, int64_t C, const float *
 static void rms_norm(const Norm *norm, float eps, int64_t T, int64_t C, const float *x,
                      float *y) {
   for (int64_t t = 0; t < T; t++, x += C, y += C) {
-    float factor = norm->factor / sqrtf(dot(C, x, x) / C + eps);
-    for (int64_t i = 0; i < C; i++) y[i] = x[i] * factor * (norm->base + norm->weight[i]);
+    float factor = norm->output_scale / sqrtf(dot(C, x, x) / C + eps);
+    for (int64_t i = 0; i < C; i++) y[i] = x[i] * factor * (norm->weight_offset + norm->weight[i]);
   }
 }
 
@@ -722,11 +723,11 @@ INLINE void load_kv_rows(int64_t dtype, int64_t D, int64_t n, const char *rows, 
   if (dtype == FLOAT16)
     for (; n; n--, x += D, rows += 2 * D) {
       int64_t d = 0;
-      for (; d + WIDTH <= D; d += WIDTH) *(Vector *)(x + d) = weights_at(FLOAT16, rows, d);
+      for (; d + WIDTH <= D; d += WIDTH) *(Vector *)(x + d) = load_weights(FLOAT16, rows, d);
       if (d < D) {
         uint16_t last[WIDTH] = {0};
         memcpy(last, rows + 2 * d, 2 * (D - d));
-        put(D - d, weights_at(FLOAT16, last, 0), x + d);
+        store(D - d, load_weights(FLOAT16, last, 0), x + d);
       }
     }
   if (dtype == INT8)
@@ -773,8 +774,8 @@ INLINE void mask_scores(const int T, const KVView *kv, int64_t start, float *sco
 
 // In each lane the larger number, or b's where one is NaN.
 INLINE Vector lane_max(Vector a, Vector b) {
-  Words mask = (Words)(a > b);
-  return (Vector)(((Words)a & mask) | ((Words)b & ~mask));
+  UintVector mask = (UintVector)(a > b);
+  return (Vector)(((UintVector)a & mask) | ((UintVector)b & ~mask));
 }
 
 // The sum of n numbers or Vectors: halves are added until one is left.
@@ -796,9 +797,9 @@ INLINE void update_softmax(const int T, int64_t D, const KVView *kv, int64_t sta
   float factor = 1 / sqrtf(D);
   float new_max[WIDTH];
   if (!unmasked) mask_scores(T, kv, start, scores, -INFINITY);
-  Vector maxima = VECTOR(scores);
-  for (int i = WIDTH; i < KV_BLOCK * T; i += WIDTH) maxima = lane_max(VECTOR(scores + i), maxima);
-  put(WIDTH, maxima, new_max);
+  Vector maxima = LOAD(scores);
+  for (int i = WIDTH; i < KV_BLOCK * T; i += WIDTH) maxima = lane_max(LOAD(scores + i), maxima);
+  store(WIDTH, maxima, new_max);
   for (int t = T; t < WIDTH; t++) new_max[0] = new_max[t] > new_max[0] ? new_max[t] : new_max[0];
   for (int t = 0; t < T; t++) {
     new_max[t] = state->max[t] > new_max[t] ? state->max[t] : new_max[t];
@@ -828,10 +829,10 @@ INLINE void accumulate_columns(const int T, const int N, const int64_t D, int64_
   Vector sums[QUERY_TILE][4];
   for (int t = 0; t < T; t++)
     for (int j = 0; j < N; j++)
-      sums[t][j] = VECTOR(y.data + t * y.stride + d + j * WIDTH) * rescale[t];
+      sums[t][j] = LOAD(y.data + t * y.stride + d + j * WIDTH) * rescale[t];
   for (int64_t i = 0; i < n; i++) {
     Vector value[4];
-    for (int j = 0; j < N; j++) value[j] = VECTOR(values + i * D + d + j * WIDTH);
+    for (int j = 0; j < N; j++) value[j] = LOAD(values + i * D + d + j * WIDTH);
     for (int t = 0; t < T; t++)
       for (int j = 0; j < N; j++) sums[t][j] += scores.data[i * scores.stride + t] * value[j];
   }
@@ -972,7 +973,7 @@ INLINE uint16_t to_float16(float x) {
   memcpy(&bits, &size, 4);
   bits = (bits > 0x38800000 ? bits & 0x7f800000 : 0x38800000) + (13 << 23);
   memcpy(&power, &bits, 4);
-  size = (size + power - power) * 0x1p-112f;  // the other way round than in weights_at
+  size = (size + power - power) * 0x1p-112f;  // the other way round than in load_weights
   memcpy(&bits, &size, 4);
   return (x != x ? 0x7e00 : bits >> 13) | (sign >> 16 & 0x8000);
 }
@@ -990,12 +991,12 @@ void store_kv_row(int64_t dtype, int64_t D, float *x, char *row) {
   if (dtype == FLOAT16)
     for (int64_t d = 0; d < D; d++) ((uint16_t *)row)[d] = to_float16(x[d]);
   if (dtype == INT8) {
-    Value values[D];
+    Quant values[D];
     float scale;
     turn(D, x, x);
     quantize(D, x, values, &scale);
     memset(row, 0, kv_row_bytes(dtype, D));
-    for (int64_t d = 0; d < D; d++) row[d] = values[d] - OFFSET;
+    for (int64_t d = 0; d < D; d++) row[d] = values[d] - ZERO_POINT;
     memcpy(row + kv_row_bytes(dtype, D) - 4, &scale, 4);
   }
 }
@@ -1023,7 +1024,7 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
                       float *y) {
   int64_t H = m->n_head, K = m->n_kv_head, D = m->head_dim;
   int64_t group_size = H / K;
-  int64_t width = (H + 2 * K) * D;
+  int64_t row_stride = (H + 2 * K) * D;
   int local = m->layers[layer].local;
   int turned = p->cache_dtype == INT8;
   const Norm *query_norm = &m->layers[layer].query_norm;
@@ -1032,7 +1033,7 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
   for (int64_t k = 0; k < K; k++)
     for (int64_t t = 0; t < p->T; t++) {
       KVView kv = kv_view(m, p, layer, k, t);
-      float *token = qkv + t * width;
+      float *token = qkv + t * row_stride;
       float *key = token + (H + k) * D;
       for (int64_t h = k * group_size; h < (k + 1) * group_size; h++) {
         norm_and_rope(m, p, local, query_norm, t, token + h * D);
@@ -1055,7 +1056,7 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
         int64_t h = k * group_size + part * heads;
         int64_t first = query_block_start(p, t);
         KVView kv = kv_view(m, p, layer, k, t);
-        Matrix q = {qkv + t * width + h * D, width};
+        Matrix q = {qkv + t * row_stride + h * D, row_stride};
         Matrix o = {y + (t * H + h) * D, H * D};
         if (first >= 0 && first < t) continue;  // a query of a block
         int64_t count = first < 0 ? 1 : WIDTH;
@@ -1071,7 +1072,7 @@ static void embed(const Model *m, const Pass *p, float *x) {
   int64_t C = m->n_embd;
 #pragma omp for
   for (int64_t t = 0; t < p->T; t++) {
-    rows(&m->embedding, 1, p->tokens + t, x + t * C);
+    get_rows(&m->embedding, 1, p->tokens + t, x + t * C);
     for (int64_t i = 0; i < C; i++) x[t * C + i] *= m->embedding_scale;
     if (m->wpe)
       for (int64_t i = 0; i < C; i++) x[t * C + i] += m->wpe[p->positions[t] * C + i];
@@ -1089,9 +1090,9 @@ static Range thread_range(int64_t n, int private) {
 
 // Round the inputs of a layer, if its weights are rounded, and wait until all are there.
 static void quantize_inputs(const Linear *l, int64_t T, int private, Input in) {
-  Range own = thread_range(T, private);
+  Range range = thread_range(T, private);
   if (l->quant_type >= INT8)
-    for (int64_t t = own.begin; t < own.end; t++) quantize_token(l, in, t);
+    for (int64_t t = range.begin; t < range.end; t++) quantize_token(l, in, t);
   if (!private) {
 #pragma omp barrier
   }
@@ -1103,22 +1104,22 @@ static void add_adapters(const Linear *l, int64_t T, const int64_t *lora_ids, co
 #pragma omp for
   for (int64_t t = 0; t < T; t++) {
     if (lora_ids[t] < 0) continue;
-    const Adapter *own = l->adapters + lora_ids[t];
-    for (int64_t r = 0; r < own->rank; r++) {
-      float part = dot(l->in, own->a + r * l->in, x + t * l->in);
-      const float *b = own->b + r * l->out;
-      for (int64_t o = 0; o < l->out; o++) y[t * l->width + o] += part * b[o];
+    const Adapter *adapter = l->adapters + lora_ids[t];
+    for (int64_t r = 0; r < adapter->rank; r++) {
+      float part = dot(l->in, adapter->a + r * l->in, x + t * l->in);
+      const float *b = adapter->b + r * l->out;
+      for (int64_t o = 0; o < l->out; o++) y[t * l->row_stride + o] += part * b[o];
     }
   }
 }
 
 // Layers on the same input, whose outputs stand side by side in y. lora_ids: of a Pass, or NULL.
-static void products(const Linear *l, int count, int64_t T, int private, Input in, float *y, int add,
+static void project(const Linear *l, int count, int64_t T, int private, Input in, float *y, int add,
                      const int64_t *lora_ids) {
   quantize_inputs(l, T, private, in);
   float *row = y;
   for (int i = 0; i < count; i++) {
-    outputs(l + i, T, in, row, add);
+    gemm(l + i, T, in, row, add);
     row += l[i].out;
   }
 #pragma omp barrier
@@ -1132,13 +1133,13 @@ static void products(const Linear *l, int count, int64_t T, int private, Input i
 // has one. y: scratch for them.
 static void residual(const Model *m, const Linear *l, const Norm *norm, int64_t T, int private,
                        Input in, float *y, float *x, const int64_t *lora_ids) {
-  products(l, 1, T, private, in, norm->weight ? y : x, !norm->weight, lora_ids);
+  project(l, 1, T, private, in, norm->weight ? y : x, !norm->weight, lora_ids);
   if (norm->weight) {
 #pragma omp for
     for (int64_t t = 0; t < T; t++) {
-      float *own = y + t * l->out;
-      rms_norm(norm, m->eps, 1, l->out, own, own);
-      for (int64_t i = 0; i < l->out; i++) x[t * l->out + i] += own[i];
+      float *row = y + t * l->out;
+      rms_norm(norm, m->eps, 1, l->out, row, row);
+      for (int64_t i = 0; i < l->out; i++) x[t * l->out + i] += row[i];
     }
   }
 }
@@ -1203,15 +1204,15 @@ static void sort_rows(const Model *m, int64_t T, Routes r) {
   }
 }
 
-// The product of each expert's rows with one of its layers, without a barrier. which: 0 and 1 for
+// The product of each expert's rows with one of its layers, without a barrier. proj: 0 and 1 for
 // gate and up, 2 for out.
-static void expert_products(const Model *m, const Layer *layer, int which, Routes r, Input in,
+static void expert_gemm(const Model *m, const Layer *layer, int proj, Routes r, Input in,
                             float *y) {
   for (int64_t e = 0; e < m->n_expert; e++) {
     const MLP *mlp = layer->experts + e;
-    const Linear *l = which < 2 ? mlp->in + which : &mlp->out;
+    const Linear *l = proj < 2 ? mlp->in + proj : &mlp->out;
     int64_t first = r.offsets[e];
-    outputs(l, r.offsets[e + 1] - first, from_token(l, in, first), y + first * l->width, 0);
+    gemm(l, r.offsets[e + 1] - first, input_at(l, in, first), y + first * l->row_stride, 0);
   }
 }
 
@@ -1222,7 +1223,7 @@ static void moe(const Model *m, const Layer *layer, int64_t T, int private, floa
   int64_t C = m->n_embd, R = T * m->top_k;
   const MLP *first = layer->experts;
   int64_t inner = first->out.in;
-  products(&layer->router, 1, T, private, input, wide, 0, lora_ids);
+  project(&layer->router, 1, T, private, input, wide, 0, lora_ids);
 #pragma omp for
   for (int64_t t = 0; t < T; t++)
     route(m, wide + t * m->n_expert, r.weights + t * m->top_k, r.experts + t * m->top_k);
@@ -1232,13 +1233,13 @@ static void moe(const Model *m, const Layer *layer, int64_t T, int private, floa
   for (int64_t i = 0; i < R; i++) memcpy(y + i * C, in + r.tokens[i] * C, C * sizeof(float));
   Input gathered = {y, {input.values}, input.scale, input.turned};
   quantize_inputs(first->in, R, private, gathered);
-  expert_products(m, layer, 0, r, gathered, wide);
-  expert_products(m, layer, 1, r, gathered, wide + inner);
+  expert_gemm(m, layer, 0, r, gathered, wide);
+  expert_gemm(m, layer, 1, r, gathered, wide + inner);
 #pragma omp barrier
-  Range own = thread_range(R, private);
-  swiglu(own.end - own.begin, inner, wide + own.begin * 2 * inner, in + own.begin * inner);
+  Range range = thread_range(R, private);
+  swiglu(range.end - range.begin, inner, wide + range.begin * 2 * inner, in + range.begin * inner);
   quantize_inputs(&first->out, R, private, input);
-  expert_products(m, layer, 2, r, input, y);
+  expert_gemm(m, layer, 2, r, input, y);
 #pragma omp barrier
 #pragma omp for
   for (int64_t t = 0; t < T; t++)
@@ -1284,19 +1285,19 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
     float *turned = thread_scratch + attend_floats(m->head_dim, m->n_head / m->n_kv_head);
     float *in = all_inputs + private * thread * input_floats(m, T);
     float *scale = in + buffer_floats;
-    Input input = {in, {(Value *)(scale + T * m->top_k)}, scale, turned};
+    Input input = {in, {(Quant *)(scale + T * m->top_k)}, scale, turned};
     Input attn = {y, {input.values}, scale, turned};
     embed(m, p, x);
-    Range own = thread_range(T, private);
-    int64_t n = own.end - own.begin;
-    float *thread_x = x + own.begin * C;
-    float *thread_in = in + own.begin * C;
+    Range range = thread_range(T, private);
+    int64_t n = range.end - range.begin;
+    float *thread_x = x + range.begin * C;
+    float *thread_in = in + range.begin * C;
     for (int64_t i = 0; i < m->n_layer; i++) {
       const Layer *layer = m->layers + i;
       const MLP *mlp = &layer->mlp;
       int64_t inner = mlp->out.in;
       normalize(&layer->attn_norm, m->eps, n, C, thread_x, thread_in);
-      products(layer->attn_in, 3, T, private, input, wide, 0, p->lora_ids);
+      project(layer->attn_in, 3, T, private, input, wide, 0, p->lora_ids);
       attention(m, p, i, wide, thread_scratch, y);
       residual(m, &layer->attn_out, &layer->attn_out_norm, T, private, attn, wide, x, p->lora_ids);
       normalize(&layer->mlp_norm, m->eps, n, C, thread_x, thread_in);
@@ -1304,17 +1305,17 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
         moe(m, layer, T, private, in, input, routes, y, wide, x, p->lora_ids);
         continue;
       }
-      products(mlp->in, 2, T, private, input, wide, 0, p->lora_ids);
+      project(mlp->in, 2, T, private, input, wide, 0, p->lora_ids);
       if (mlp->in[1].out)
-        (m->gelu_gate ? geglu : swiglu)(n, inner, wide + own.begin * 2 * inner,
-                                        in + own.begin * inner);
+        (m->gelu_gate ? geglu : swiglu)(n, inner, wide + range.begin * 2 * inner,
+                                        in + range.begin * inner);
       else
-        gelu(n * inner, wide + own.begin * inner, in + own.begin * inner);
+        gelu(n * inner, wide + range.begin * inner, in + range.begin * inner);
       residual(m, &mlp->out, &layer->down_norm, T, private, input, y, x, p->lora_ids);
     }
-    own = thread_range(p->num_logits, private);
-    for (int64_t i = own.begin; i < own.end; i++)
+    range = thread_range(p->num_logits, private);
+    for (int64_t i = range.begin; i < range.end; i++)
       normalize(&m->norm, m->eps, 1, C, x + p->logits_indices[i] * C, in + i * C);
-    products(&m->head, 1, p->num_logits, private, input, logits, 0, NULL);
+    project(&m->head, 1, p->num_logits, private, input, logits, 0, NULL);
   }
 }

@@ -22,11 +22,11 @@ class LinearStruct(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_void_p)
-            for name in ("weight", "rest", "scale", "minimum", "offset", "bias")
+            for name in ("weight", "tail_panel", "scale", "minimum", "compensation", "bias")
         ),
         *(
             (name, ctypes.c_int64)
-            for name in ("out_features", "in_features", "width", "quant_type", "scale_type")
+            for name in ("out_features", "in_features", "row_stride", "quant_type", "scale_type")
         ),
         ("adapters", ctypes.POINTER(AdapterStruct)),
     ]
@@ -36,38 +36,40 @@ class LinearStruct(ctypes.Structure):
 QUANT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 Q8 = 4  # in blocks
 Q4 = 5
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # those without scales
-UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # that many bytes as one number
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # those without scales
+INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # that many bytes as one number
 
 
-def pack(weight: torch.Tensor, outputs: int, group: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pack a weight (out, in) into panels of `outputs` outputs, where it lies.
+def pack(
+    weight: torch.Tensor, panel_width: int, group_size: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pack a weight (out, in) into panels of `panel_width` outputs, where it lies.
 
-    Returns the whole panels, (out // outputs, groups, outputs), each number a group of weights, and
-    one panel more for the outputs left over, filled up with zeros. Where `in` is no multiple of
-    the group, zeros are added to each row, in memory of its own.
+    Returns the full panels, (out // panel_width, groups, panel_width), each number a group of
+    weights, and one panel more for the outputs left over, filled up with zeros. Where `in` is no
+    multiple of the group, zeros are added to each row, in memory of its own.
     """
-    if weight.shape[1] % group:
-        weight = nn.functional.pad(weight, (0, -weight.shape[1] % group))
-    units = weight.flatten().view(UNITS[weight.itemsize * group])  # flat: there may be no inputs
-    units = units.view(len(weight), weight.shape[1] // group)
-    whole = len(units) - len(units) % outputs
-    panels = units[:whole].view(whole // outputs, units.shape[1], outputs)
-    for panel, rows in zip(panels, units.split(outputs)):  # they share their memory
+    if weight.shape[1] % group_size:
+        weight = nn.functional.pad(weight, (0, -weight.shape[1] % group_size))
+    units = weight.flatten().view(INT_OF_SIZE[weight.itemsize * group_size])  # flat: in may be 0
+    units = units.view(len(weight), weight.shape[1] // group_size)
+    full = len(units) - len(units) % panel_width
+    panels = units[:full].view(full // panel_width, units.shape[1], panel_width)
+    for panel, rows in zip(panels, units.split(panel_width)):  # they share their memory
         panel.copy_(rows.clone().t())
-    rest = units.new_zeros(units.shape[1], outputs)
-    rest[:, : len(units) - whole] = units[whole:].t()
-    return panels, rest
+    tail_panel = units.new_zeros(units.shape[1], panel_width)
+    tail_panel[:, : len(units) - full] = units[full:].t()
+    return panels, tail_panel
 
 
-def pack_scales(scale: torch.Tensor, outputs: int) -> torch.Tensor:
-    """The scales of blocks, (out, blocks), as C reads them: (panels, blocks, outputs).
+def pack_scales(scale: torch.Tensor, panel_width: int) -> torch.Tensor:
+    """The scales of blocks, (out, blocks), as C reads them: (panels, blocks, panel_width).
 
     Zeros fill the last panel. They are whole numbers of as many bits, so that no cast changes them.
     """
-    units = scale.view(UNITS[scale.itemsize])
-    units = nn.functional.pad(units, (0, 0, 0, -len(units) % outputs))
-    return units.unflatten(0, (-1, outputs)).transpose(1, 2).contiguous()
+    units = scale.view(INT_OF_SIZE[scale.itemsize])
+    units = nn.functional.pad(units, (0, 0, 0, -len(units) % panel_width))
+    return units.unflatten(0, (-1, panel_width)).transpose(1, 2).contiguous()
 
 
 class NativeLinear(nn.Module):
@@ -90,30 +92,32 @@ class NativeLinear(nn.Module):
         if form:
             self.in_features = layer.in_features
         check_layer(layer, self.out_features, self.in_features)
-        names = "panel_outputs", "int8_group", "value_offset"
-        outputs, group, offset = (ctypes.c_int.in_dll(library, name).value for name in names)
+        names = "panel_width", "int8_group", "activation_zero_point"
+        panel_width, group_size, zero_point = (
+            ctypes.c_int.in_dll(library, name).value for name in names
+        )
         weight = layer.weight.detach()
         scale = getattr(layer, "scale", None)
         minimum = getattr(layer, "minimum", None)
-        offsets = None
+        compensation = None
         if form:
-            group = 4
+            group_size = 4
             self.quant_type = Q8 if form.bits == 8 else Q4
             self.scale_type = QUANT_TYPES[form.dtype]
-            scale = pack_scales(scale, outputs)
-            minimum = minimum if minimum is None else pack_scales(minimum, outputs)
+            scale = pack_scales(scale, panel_width)
+            minimum = minimum if minimum is None else pack_scales(minimum, panel_width)
         else:
             self.quant_type = QUANT_TYPES[weight.dtype]
             if scale is None:
-                group = 1
+                group_size = 1
             else:
                 # Few rows at a time: torch makes int32 of all numbers before it adds them.
                 sums = [rows.sum(dim=1, dtype=torch.int32) for rows in weight.split(1024)]
-                offsets = -offset * torch.cat(sums)
+                compensation = -zero_point * torch.cat(sums)
         self.library = library
-        panels, rest = pack(weight, outputs, group)
-        buffers = {"weight": panels, "rest": rest, "scale": scale, "minimum": minimum}
-        for name, tensor in (buffers | {"offsets": offsets}).items():
+        panels, tail_panel = pack(weight, panel_width, group_size)
+        buffers = {"weight": panels, "tail_panel": tail_panel, "scale": scale, "minimum": minimum}
+        for name, tensor in (buffers | {"compensation": compensation}).items():
             self.register_buffer(name, tensor)
         self.bias = getattr(layer, "bias", None)
         if self.bias is not None:
@@ -121,7 +125,14 @@ class NativeLinear(nn.Module):
 
     def struct(self) -> LinearStruct:
         """The layer as C reads it: addresses, so the tensors must stay where they are."""
-        tensors = self.weight, self.rest, self.scale, self.minimum, self.offsets, self.bias
+        tensors = (
+            self.weight,
+            self.tail_panel,
+            self.scale,
+            self.minimum,
+            self.compensation,
+            self.bias,
+        )
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         sizes = self.out_features, self.in_features, self.out_features
         return LinearStruct(*addresses, *sizes, self.quant_type, self.scale_type, self.adapters)
@@ -173,7 +184,7 @@ class NativeEmbedding(nn.Module):
         y = torch.empty(*ids.shape, self.linear.in_features)
         struct = ctypes.byref(self.linear.struct())
         addresses = (ctypes.c_void_p(each.data_ptr()) for each in (ids, y))
-        self.linear.library.rows(struct, ctypes.c_int64(ids.numel()), *addresses)
+        self.linear.library.get_rows(struct, ctypes.c_int64(ids.numel()), *addresses)
         return y
 
 
@@ -216,16 +227,16 @@ def check_layer(layer: nn.Module, out: int, size: int) -> None:
         address(layer.bias, torch.float32, out)
         return
     scale = getattr(layer, "scale", None)
-    dtype = layer.weight.dtype if layer.weight.dtype in FLOATS else torch.float32
+    dtype = layer.weight.dtype if layer.weight.dtype in FLOAT_DTYPES else torch.float32
     address(layer.weight, dtype if scale is None else torch.int8, out, size)
     address(scale, torch.float32, out)
     address(getattr(layer, "bias", None), dtype, out)
 
 
-def floats(tensor: torch.Tensor | None, *shape: int) -> int | None:
+def float_address(tensor: torch.Tensor | None, *shape: int) -> int | None:
     """`address` of float32 numbers, or of those of 16 bits that `native_layers` makes float32."""
     dtype = getattr(tensor, "dtype", None)
-    return address(tensor, dtype if dtype in FLOATS else torch.float32, *shape)
+    return address(tensor, dtype if dtype in FLOAT_DTYPES else torch.float32, *shape)
 
 
 def address(tensor: torch.Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
@@ -242,8 +253,8 @@ def address(tensor: torch.Tensor | None, dtype: torch.dtype, *shape: int) -> int
         or not tensor.is_contiguous()
         or tensor.is_neg()  # torch has yet to negate what is there
     ):
-        found = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
-        found += f", strides {tensor.stride()}" + ", negative" * tensor.is_neg()
-        wanted = f"contiguous {dtype} {shape} on the CPU"
-        raise ValueError(f"native code reads {wanted}; this is {found}")
+        actual = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+        actual += f", strides {tensor.stride()}" + ", negative" * tensor.is_neg()
+        expected = f"contiguous {dtype} {shape} on the CPU"
+        raise ValueError(f"native code reads {expected}; this is {actual}")
     return tensor.data_ptr()

@@ -6,7 +6,7 @@ from cache import layer_sliding_windows
 from gemma import Gemma
 from llama import ExpertsConfig, Llama, local_rope_layers
 from model import GPT
-from native.linear import LinearStruct, NativeEmbedding, NativeLinear, check_layer, floats
+from native.linear import LinearStruct, NativeEmbedding, NativeLinear, check_layer, float_address
 
 
 def struct(name: str, **fields) -> type[ctypes.Structure]:
@@ -17,7 +17,9 @@ def struct(name: str, **fields) -> type[ctypes.Structure]:
 POINTER = ctypes.c_void_p
 INT = ctypes.c_int64
 FLOAT = ctypes.c_float
-NormStruct = struct("NormStruct", weight=POINTER, bias=POINTER, base=FLOAT, factor=FLOAT)
+NormStruct = struct(
+    "NormStruct", weight=POINTER, bias=POINTER, weight_offset=FLOAT, output_scale=FLOAT
+)
 NORMS = "attn_norm", "query_norm", "key_norm", "attn_out_norm", "mlp_norm", "down_norm"
 MLPStruct = struct("MLPStruct", inputs=LinearStruct * 2, out=LinearStruct)
 LayerStruct = struct(
@@ -69,14 +71,14 @@ def model_struct(model) -> ModelStruct:
         num_experts=0, num_experts_per_tok=1, n_inner=0
     )
     rows = experts.num_experts_per_tok * max(C, 2 * experts.n_inner)
-    mlps = [layer.mlp.inputs[0].width for layer in layers]
+    mlps = [layer.mlp.inputs[0].row_stride for layer in layers]
     return ModelStruct(
         n_layer=len(layers),
         n_head=config.n_head,
         n_kv_head=config.n_kv_head,
         head_dim=config.head_dim,
         n_embd=C,
-        max_width=max(C, layers[0].attn_in[0].width, *mlps, experts.num_experts, rows),
+        max_width=max(C, layers[0].attn_in[0].row_stride, *mlps, experts.num_experts, rows),
         n_expert=experts.num_experts,
         top_k=experts.num_experts_per_tok,
         is_normalized=experts.norm_topk_prob,
@@ -85,7 +87,7 @@ def model_struct(model) -> ModelStruct:
         gelu_gate=isinstance(model, Gemma),
         embedding=linear(model.layer("embedding"), config.vocab_size, C),
         head=linear(model.layer("head"), config.vocab_size, C),
-        wpe=floats(positions, config.block_size, C),
+        wpe=float_address(positions, config.block_size, C),
         norm=norm(model.layer("norm"), C),
         layers=(LayerStruct * len(layers))(*layers),
     )
@@ -105,7 +107,7 @@ def layer_struct(model, block: int) -> LayerStruct:
         roles = [role for role in outputs if layers[role] is not None]
         structs = tuple(linear(layers[role], outputs[role], C) for role in roles)
         for each in structs:
-            each.width = sum(outputs[role] for role in roles)
+            each.row_stride = sum(outputs[role] for role in roles)
         return structs
 
     def mlp(prefix: str, inner: int, *numbers: int) -> MLPStruct:
@@ -143,7 +145,7 @@ def norm(layer, size: int) -> NormStruct:
     """What C reads of a norm; NULL for what a model lacks."""
     tensors = (getattr(layer, name, None) for name in ("weight", "bias"))
     numbers = getattr(layer, "weight_offset", 0.0), getattr(layer, "output_scale", 1.0)
-    return NormStruct(*(floats(tensor, size) for tensor in tensors), *numbers)
+    return NormStruct(*(float_address(tensor, size) for tensor in tensors), *numbers)
 
 
 def linear(layer, out: int, size: int) -> LinearStruct:
@@ -153,4 +155,4 @@ def linear(layer, out: int, size: int) -> LinearStruct:
     if isinstance(layer, NativeLinear):
         return layer.struct()
     check_layer(layer, out, size)
-    return LinearStruct(out_features=out, in_features=size, width=out)
+    return LinearStruct(out_features=out, in_features=size, row_stride=out)

@@ -89,7 +89,7 @@ def test_weights_are_packed_where_they_lie(dtype, compiled):
     weight = torch.randn(192, 50).to(dtype)
     linear = native_linear(weight)
     assert linear.weight.data_ptr() == weight.data_ptr()
-    assert linear.weight.nbytes == 192 * 50 * 2 and linear.rest.itemsize == 2
+    assert linear.weight.nbytes == 192 * 50 * 2 and linear.tail_panel.itemsize == 2
 
 
 @torch.inference_mode()

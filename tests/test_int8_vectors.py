@@ -22,7 +22,7 @@ def exported(library, name: str) -> int | None:
 def test_each_kernel_has_groups_of_its_own(library):
     """VNNI takes four unsigned bytes, so 128 is added to each value."""
     name = (ctypes.c_char * 64).in_dll(library, "kernel").value.decode().split(",")[0]
-    found = exported(library, "int8_group"), exported(library, "value_offset")
+    found = exported(library, "int8_group"), exported(library, "activation_zero_point")
     assert found == GROUPS.get(name, (2, 0))
 
 
@@ -30,8 +30,8 @@ def test_what_the_offset_adds_is_taken_away(target):
     weight, scale, bias = random_layer(33, 70, int8=True)
     sums = weight.sum(dim=1, dtype=torch.int32)
     linear = native_linear(weight.clone(), scale, bias)
-    offset = exported(linear.library, "value_offset")
-    assert torch.equal(linear.offsets, -offset * sums)
+    zero_point = exported(linear.library, "activation_zero_point")
+    assert torch.equal(linear.compensation, -zero_point * sums)
 
 
 @pytest.mark.parametrize("sign", [1, -1])

@@ -133,7 +133,7 @@ def test_experts_that_no_token_chose_are_not_read(tiny_experts, compiled, kind):
         for number in set(range(9)) - set(numbers):
             expert = model.runner.model.layers[layer].experts[number]
             for each in (*expert.inputs, expert.out):
-                each.weight = each.rest = each.offset = 8
+                each.weight = each.tail_panel = each.compensation = 8
                 each.scale = 8 if kind == torch.int8 else None
     assert torch.equal(in_pieces(model, text, 3), expected)
 

@@ -45,8 +45,8 @@ def test_weights_are_packed_where_they_are():
     weight, _, bias = random_layer(100, 40)
     linear = native_linear(weight, None, bias)
     assert linear.weight.data_ptr() == weight.data_ptr()
-    whole = linear.weight.shape[0] * linear.weight.shape[2]
-    assert whole <= 100 < whole + linear.rest.shape[1]
+    full = linear.weight.shape[0] * linear.weight.shape[2]
+    assert full <= 100 < full + linear.tail_panel.shape[1]
 
 
 WRONG = {

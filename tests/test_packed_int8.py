@@ -35,21 +35,21 @@ def test_int8_is_native_too(cli):
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])
-@pytest.mark.parametrize("out, size, outputs", [(8, 8, 4), (10, 3, 4), (3, 5, 8)])
-def test_groups_of_inputs_stay_together(group, out, size, outputs):
+@pytest.mark.parametrize("out, size, panel_width", [(8, 8, 4), (10, 3, 4), (3, 5, 8)])
+def test_groups_of_inputs_stay_together(group, out, size, panel_width):
     """Zeros fill up the last one."""
     from native.linear import pack
 
     weight = torch.arange(out * size).to(torch.int8).view(out, size) - 20
     before = torch.nn.functional.pad(weight.clone(), (0, -size % group))
-    panels, rest = (each.view(torch.int8) for each in pack(weight, outputs, group))
-    whole = out // outputs
+    panels, tail_panel = (each.view(torch.int8) for each in pack(weight, panel_width, group))
+    whole = out // panel_width
     groups = -(-size // group)
-    panels = panels.view(whole, groups, outputs, group).transpose(1, 2).flatten(0, 1)
-    rest = rest.view(groups, outputs, group).transpose(0, 1)
-    assert torch.equal(panels.flatten(1), before[: whole * outputs])
-    assert torch.equal(rest.flatten(1)[: out % outputs], before[whole * outputs :])
-    assert not rest[out % outputs :].any()
+    panels = panels.view(whole, groups, panel_width, group).transpose(1, 2).flatten(0, 1)
+    tail_panel = tail_panel.view(groups, panel_width, group).transpose(0, 1)
+    assert torch.equal(panels.flatten(1), before[: whole * panel_width])
+    assert torch.equal(tail_panel.flatten(1)[: out % panel_width], before[whole * panel_width :])
+    assert not tail_panel[out % panel_width :].any()
 
 
 @EVERY_KERNEL

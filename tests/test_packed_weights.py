@@ -8,22 +8,22 @@ from natives import native_linear, random_layer, random_rows, threads
 pytestmark = pytest.mark.usefixtures("compiled")
 
 
-@pytest.mark.parametrize("out, size, outputs", [(8, 3, 4), (10, 3, 4), (3, 5, 8), (16, 1, 16)])
-def test_each_weight_is_in_the_panel_of_its_output(out, size, outputs):
+@pytest.mark.parametrize("out, size, panel_width", [(8, 3, 4), (10, 3, 4), (3, 5, 8), (16, 1, 16)])
+def test_each_weight_is_in_the_panel_of_its_output(out, size, panel_width):
     """Where the weight was; what fills no panel is copied to one of its own."""
     module_with("native.linear", "pack")
     from native.linear import pack
 
     weight = torch.arange(out * size).float().view(out, size) + 1
     before = weight.clone()
-    panels, rest = (each.view(torch.float32) for each in pack(weight, outputs))
-    whole, left = divmod(out, outputs)
-    assert panels.shape == (whole, size, outputs) and rest.shape == (size, outputs)
-    assert panels.data_ptr() == weight.data_ptr() or not whole
-    for o in range(whole * outputs):
-        assert torch.equal(panels[o // outputs, :, o % outputs], before[o])
-    assert torch.equal(rest[:, :left], before[whole * outputs :].t())
-    assert not rest[:, left:].any()
+    panels, tail_panel = (each.view(torch.float32) for each in pack(weight, panel_width))
+    full, left = divmod(out, panel_width)
+    assert panels.shape == (full, size, panel_width) and tail_panel.shape == (size, panel_width)
+    assert panels.data_ptr() == weight.data_ptr() or not full
+    for o in range(full * panel_width):
+        assert torch.equal(panels[o // panel_width, :, o % panel_width], before[o])
+    assert torch.equal(tail_panel[:, :left], before[full * panel_width :].t())
+    assert not tail_panel[:, left:].any()
 
 
 def test_whole_numbers_are_exact(target):
