@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from errors import UserError
-from int8 import quantize, turn, turn_weight
+from int8 import quantize, rotate_channels, unrotate_channels
 
 
 class Span(NamedTuple):
@@ -173,11 +173,11 @@ def stored_head_dim(head_dim: int, dtype: torch.dtype) -> int:
 def to_cache_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Keys or values, (..., head_dim), as a cache of this dtype holds them.
 
-    Each is rounded by itself; for int8 it is turned first, because keys have outliers.
+    Each is rounded by itself; for int8 it is rotated first, because keys have outliers.
     """
     if dtype != torch.int8:
         return x.to(dtype)
-    values, scale = quantize(turn(x.float()))
+    values, scale = quantize(rotate_channels(x.float()))
     return torch.cat([F.pad(values, (0, -x.shape[-1] % 4)), scale[..., None].view(dtype)], dim=-1)
 
 
@@ -189,17 +189,17 @@ def cached_attention(
     keys, values: (B, n_kv_head, S, stored_head_dim); neighbouring query heads share one.
     """
     D = q.shape[-1]
-    turned = keys.dtype == torch.int8
+    is_rotated = keys.dtype == torch.int8
     queries = q
-    if turned:
-        # What both sides have turned is 2**k times itself: queries, and later results, undo that.
-        queries = turn_weight(q.to(torch.promote_types(q.dtype, torch.float32)))
+    if is_rotated:
+        # What both sides have rotated is 2**k times itself: queries, and later results, undo that.
+        queries = unrotate_channels(q.to(torch.promote_types(q.dtype, torch.float32)))
         keys, values = (
             stored[..., :D] * stored[..., -4:].view(torch.float32) for stored in (keys, values)
         )
     keys, values = (each.to(queries.dtype) for each in (keys, values))
     out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
-    return turn_weight(out).to(q.dtype) if turned else out
+    return unrotate_channels(out).to(q.dtype) if is_rotated else out
 
 
 def layer_sliding_windows(config) -> tuple[int | None, ...]:

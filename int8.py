@@ -2,7 +2,7 @@
 
 After Dettmers et al. 2022 (2208.07339), vector-wise quantisation. What it keeps in half precision,
 outliers, is spread here over all numbers of a row before it is rounded: inputs and weights are
-turned by the same orthogonal matrix, as in QuaRot (Ashkboos et al. 2024, 2404.00456).
+rotated by the same orthogonal matrix, as in QuaRot (Ashkboos et al. 2024, 2404.00456).
 
 Activations are rounded to int8 as well. A last-bit difference in one of them can become a whole
 step, so a text may change where any bit of its pass depends on its neighbours. torch's attention
@@ -15,10 +15,10 @@ import torch.nn as nn
 
 from errors import UserError
 
-EXACT = 1024  # products, 127 * 127 at most, whose sum float32 holds: it is below 2**24
+EXACT_TERMS = 1024  # products, 127 * 127 at most, whose sum float32 holds: it is below 2**24
 
 
-def turn(x: torch.Tensor) -> torch.Tensor:
+def rotate_channels(x: torch.Tensor) -> torch.Tensor:
     """Multiply rows, (..., n), by a symmetric matrix R: R R is 2**k times the identity.
 
     n is 2**k times an odd number. For each prime factor p of n, the smallest first, groups of p
@@ -34,8 +34,8 @@ def turn(x: torch.Tensor) -> torch.Tensor:
             a, b = parts
             parts = a + b, a - b
         else:
-            twice_the_mean = sum(parts) * (2 / p)
-            parts = [part - twice_the_mean for part in parts]
+            twice_mean = sum(parts) * (2 / p)
+            parts = [part - twice_mean for part in parts]
         # Results of a kind come side by side. After all factors each number is at its place again.
         y = torch.cat(parts)
     # Contiguous: torch sums the numbers of a row in another order where rows are not.
@@ -55,10 +55,10 @@ def prime_factors(n: int) -> list[int]:
     return factors
 
 
-def turn_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Turn the rows of a weight, (out, n): turn(x) @ turn_weight(weight).T is x @ weight.T."""
+def unrotate_channels(weight: torch.Tensor) -> torch.Tensor:
+    """Rotate rows back: rotate_channels(x) @ unrotate_channels(weight).T is x @ weight.T."""
     n = weight.shape[-1]
-    return turn(weight) / (n & -n)  # by 2**k, which is exact
+    return rotate_channels(weight) / (n & -n)  # by 2**k, which is exact
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,10 +81,10 @@ def int8_linear(
     scale, bias: (out_features,).
     """
     values, x_scale = quantize(x)
-    return to_floats(int8_product(values, weight), x_scale, scale, bias)
+    return dequantize_sums(int8_matmul(values, weight), x_scale, scale, bias)
 
 
-def to_floats(
+def dequantize_sums(
     sums: torch.Tensor, x_scale: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """What whole sums, (..., out_features), stand for, by the scales of both, plus the bias."""
@@ -92,18 +92,18 @@ def to_floats(
     return y if bias is None else y + bias
 
 
-def int8_product(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def int8_matmul(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """values @ weight.T of whole numbers, as exact int32 sums."""
     # torch has no int8 product that is right on every CPU; float32 is exact for short sums of small
     # whole numbers.
-    parts = zip(values.split(EXACT, dim=-1), weight.split(EXACT, dim=-1))
+    parts = zip(values.split(EXACT_TERMS, dim=-1), weight.split(EXACT_TERMS, dim=-1))
     return sum((a.float() @ b.float().t()).to(torch.int32) for a, b in parts)
 
 
 class Int8Linear(nn.Module):
     """A linear layer with an int8 weight (out_features, in_features) and its scale (out_features,).
 
-    The weight's rows are turned, and so is each input. Both tensors are empty at first. Raises
+    The weight's rows are rotated, and so is each input. Both tensors are empty at first. Raises
     UserError for rows whose sums may not fit int32.
     """
 
@@ -121,20 +121,20 @@ class Int8Linear(nn.Module):
         self.bias = getattr(layer, "bias", None)
 
     def forward(self, x):
-        return int8_linear(turn(x), self.weight, self.scale, self.bias)
+        return int8_linear(rotate_channels(x), self.weight, self.scale, self.bias)
 
 
 class Int8Embedding(Int8Linear):
-    """A token embedding with int8 rows, which are turned back when they are read.
+    """A token embedding with int8 rows, which are rotated back when they are read.
 
     It has a linear layer's tensors: the head shares them.
     """
 
     def forward(self, tokens):
-        return turn(self.weight[tokens] * self.scale[tokens][..., None])
+        return rotate_channels(self.weight[tokens] * self.scale[tokens][..., None])
 
 
-def with_int8_layers(model: nn.Module) -> nn.Module:
+def replace_with_int8_linear(model: nn.Module) -> nn.Module:
     """Put empty int8 layers in the places of the linear layers and the token embedding."""
     for module in list(model.modules()):
         for name, layer in module.named_children():
@@ -147,22 +147,22 @@ def with_int8_layers(model: nn.Module) -> nn.Module:
 def to_int8(model: nn.Module) -> nn.Module:
     """Round a model's weights, in place: int8 layers take the place of its own. Returns it."""
     weights = dict(model.named_parameters())
-    tensors = with_int8_layers(model).state_dict()
+    tensors = replace_with_int8_linear(model).state_dict()
     for name, weight in weights.items():
-        store(tensors, name, slice(None), weight.detach())
+        load_weight_rows(tensors, name, slice(None), weight.detach())
     if model.adapters:
         model.adapters.attach(model)
     return model
 
 
-def store(
+def load_weight_rows(
     tensors: dict[str, torch.Tensor],
     name: str,
     rows: slice,
     block: torch.Tensor,
     columns: slice = slice(None),
 ) -> None:
-    """Write rows of numbers into a model's tensor: if it is int8, turned, rounded, with scales.
+    """Write rows of numbers into a model's tensor: if it is int8, rotated, rounded, with scales.
 
     columns: those that the tensor has of each row; int8 rows are whole.
     """
@@ -172,6 +172,6 @@ def store(
         # Few rows at a time: rounding takes room for them all.
         pieces = (tensor.split(256) for tensor in (values, scale, block))
         for piece, piece_scale, floats in zip(*pieces):
-            piece[:], piece_scale[:] = quantize(turn_weight(floats.to(scale)))
+            piece[:], piece_scale[:] = quantize(unrotate_channels(floats.to(scale)))
     else:
         tensors[name][rows] = block[..., columns]

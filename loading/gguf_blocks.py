@@ -2,7 +2,7 @@
 
 Each function takes the bytes of blocks, (n, bytes of a block), and returns whole numbers q, (n,
 parts, numbers of a part), the scales of parts and their minima, both (n, parts), float32: scale q +
-minimum. Where a form has no minima they are None. The forms: ggml-common.h and ggml-quants.c in
+minimum. Where a format has no minima they are None. The formats: ggml-common.h and ggml-quants.c in
 github.com/ggml-org/ggml.
 """
 
@@ -10,63 +10,67 @@ import torch
 
 from loading.gguf import GGML_TYPES
 
-Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+QuantParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
-def decode(name: str, data: torch.Tensor) -> torch.Tensor:
+def dequantize(name: str, data: torch.Tensor) -> torch.Tensor:
     """The float32 numbers in blocks of this type. data: their bytes, one after the other."""
-    q, scales, minima = split(name, data)
+    q, scales, minima = unpack_blocks(name, data)
     numbers = scales[..., None] * q
     return (numbers if minima is None else numbers + minima[..., None]).flatten()
 
 
-def split(name: str, data: torch.Tensor) -> Parts:
+def unpack_blocks(name: str, data: torch.Tensor) -> QuantParts:
     """What blocks of this type are made of. data: their bytes, one after the other."""
     (size,) = (size for known, _, size in GGML_TYPES.values() if known == name)
-    return DECODERS[name](data.view(-1, size))
+    return UNPACKERS[name](data.view(-1, size))
 
 
-def halves(data: torch.Tensor) -> torch.Tensor:
+def from_float16(data: torch.Tensor) -> torch.Tensor:
     """Numbers stored as float16."""
     return data.view(torch.float16).float()
 
 
-def fields(data: torch.Tensor, width: int, group: int) -> torch.Tensor:
-    """Numbers of `width` bits: of each `group` bytes first the lowest bits of all, then the next.
+def unpack_bits(data: torch.Tensor, bits: int, group: int) -> torch.Tensor:
+    """Numbers of `bits` bits: of each `group` bytes first the lowest bits of all, then the next.
 
     data: (n, bytes). Returns int8 (n, numbers).
     """
     data = data.unflatten(1, (-1, group)).contiguous()  # twice as fast
-    mask = 2**width - 1
-    parts = [data >> bit & mask for bit in range(0, 8, width)]
+    mask = 2**bits - 1
+    parts = [data >> bit & mask for bit in range(0, 8, bits)]
     return torch.stack(parts, dim=2).flatten(1).view(torch.int8)
 
 
-def q8_0(blocks: torch.Tensor) -> Parts:
+def q8_0(blocks: torch.Tensor) -> QuantParts:
     """A scale d (2 bytes), 32 int8 q: d q."""
-    return blocks[:, None, 2:].view(torch.int8), halves(blocks[:, :2]), None
+    return blocks[:, None, 2:].view(torch.int8), from_float16(blocks[:, :2]), None
 
 
-def q4_0(blocks: torch.Tensor) -> Parts:
+def q4_0(blocks: torch.Tensor) -> QuantParts:
     """A scale d (2 bytes), 32 nibbles q: d (q - 8)."""
-    return fields(blocks[:, 2:], 4, 16)[:, None] - 8, halves(blocks[:, :2]), None
+    return unpack_bits(blocks[:, 2:], 4, 16)[:, None] - 8, from_float16(blocks[:, :2]), None
 
 
-def q4_1(blocks: torch.Tensor) -> Parts:
+def q4_1(blocks: torch.Tensor) -> QuantParts:
     """A scale d and a minimum m (2 bytes each), 32 nibbles q: d q + m."""
-    return fields(blocks[:, 4:], 4, 16)[:, None], halves(blocks[:, :2]), halves(blocks[:, 2:4])
+    return (
+        unpack_bits(blocks[:, 4:], 4, 16)[:, None],
+        from_float16(blocks[:, :2]),
+        from_float16(blocks[:, 2:4]),
+    )
 
 
-def q5_0(blocks: torch.Tensor) -> Parts:
+def q5_0(blocks: torch.Tensor) -> QuantParts:
     """A scale d (2 bytes), 32 fifth bits (4 bytes), 32 nibbles; together q: d (q - 16)."""
-    q = fields(blocks[:, 6:], 4, 16) | fields(blocks[:, 2:6], 1, 1) << 4
-    return q[:, None] - 16, halves(blocks[:, :2]), None
+    q = unpack_bits(blocks[:, 6:], 4, 16) | unpack_bits(blocks[:, 2:6], 1, 1) << 4
+    return q[:, None] - 16, from_float16(blocks[:, :2]), None
 
 
-def q5_1(blocks: torch.Tensor) -> Parts:
+def q5_1(blocks: torch.Tensor) -> QuantParts:
     """A scale d and a minimum m, then as in Q5_0: d q + m."""
-    q = fields(blocks[:, 8:], 4, 16) | fields(blocks[:, 4:8], 1, 1) << 4
-    return q[:, None], halves(blocks[:, :2]), halves(blocks[:, 2:4])
+    q = unpack_bits(blocks[:, 8:], 4, 16) | unpack_bits(blocks[:, 4:8], 1, 1) << 4
+    return q[:, None], from_float16(blocks[:, :2]), from_float16(blocks[:, 2:4])
 
 
 def k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,40 +84,40 @@ def k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     later = torch.cat([nibbles & 15 | scales >> 6 << 4, nibbles >> 4 | minima >> 6 << 4], dim=1)
     scales = torch.cat([scales & 63, later[:, :4]], dim=1)
     minima = torch.cat([minima & 63, later[:, 4:]], dim=1)
-    return halves(blocks[:, :2]) * scales, -halves(blocks[:, 2:4]) * minima
+    return from_float16(blocks[:, :2]) * scales, -from_float16(blocks[:, 2:4]) * minima
 
 
-def q4_k(blocks: torch.Tensor) -> Parts:
+def q4_k(blocks: torch.Tensor) -> QuantParts:
     """8 parts of 32 nibbles q, each with a scale and a minimum."""
-    return fields(blocks[:, 16:], 4, 32).unflatten(1, (8, 32)), *k_scales(blocks)
+    return unpack_bits(blocks[:, 16:], 4, 32).unflatten(1, (8, 32)), *k_scales(blocks)
 
 
-def q5_k(blocks: torch.Tensor) -> Parts:
+def q5_k(blocks: torch.Tensor) -> QuantParts:
     """As Q4_K, with fifth bits (32 bytes) before the nibbles."""
-    q = fields(blocks[:, 48:], 4, 32) | fields(blocks[:, 16:48], 1, 32) << 4
+    q = unpack_bits(blocks[:, 48:], 4, 32) | unpack_bits(blocks[:, 16:48], 1, 32) << 4
     return q.unflatten(1, (8, 32)), *k_scales(blocks)
 
 
-def q6_k(blocks: torch.Tensor) -> Parts:
+def q6_k(blocks: torch.Tensor) -> QuantParts:
     """16 parts of 16: nibbles, two high bits each, int8 scales, d: d scale (q - 32)."""
-    q = fields(blocks[:, :128], 4, 64) | fields(blocks[:, 128:192], 2, 32) << 4
-    scales = halves(blocks[:, 208:]) * blocks[:, 192:208].view(torch.int8)
+    q = unpack_bits(blocks[:, :128], 4, 64) | unpack_bits(blocks[:, 128:192], 2, 32) << 4
+    scales = from_float16(blocks[:, 208:]) * blocks[:, 192:208].view(torch.int8)
     return q.unflatten(1, (16, 16)) - 32, scales, None
 
 
-def q2_k(blocks: torch.Tensor) -> Parts:
+def q2_k(blocks: torch.Tensor) -> QuantParts:
     """16 parts of 16: nibbles of scales and minima, 2 bits a number, d, dmin: as Q4_K."""
-    scales = halves(blocks[:, 80:82]) * (blocks[:, :16] & 15)
-    minima = -halves(blocks[:, 82:]) * (blocks[:, :16] >> 4)
-    return fields(blocks[:, 16:80], 2, 32).unflatten(1, (16, 16)), scales, minima
+    scales = from_float16(blocks[:, 80:82]) * (blocks[:, :16] & 15)
+    minima = -from_float16(blocks[:, 82:]) * (blocks[:, :16] >> 4)
+    return unpack_bits(blocks[:, 16:80], 2, 32).unflatten(1, (16, 16)), scales, minima
 
 
-def q3_k(blocks: torch.Tensor) -> Parts:
+def q3_k(blocks: torch.Tensor) -> QuantParts:
     """16 parts of 16: third bits, 2 bits a number, scales of 6 bits, d: d (scale - 32) (q - 4)."""
-    q = fields(blocks[:, 32:96], 2, 32) | fields(blocks[:, :32], 1, 32) << 2
-    scales = fields(blocks[:, 96:104], 4, 8) | fields(blocks[:, 104:108], 2, 4) << 4
-    return q.unflatten(1, (16, 16)) - 4, halves(blocks[:, 108:]) * (scales - 32), None
+    q = unpack_bits(blocks[:, 32:96], 2, 32) | unpack_bits(blocks[:, :32], 1, 32) << 2
+    scales = unpack_bits(blocks[:, 96:104], 4, 8) | unpack_bits(blocks[:, 104:108], 2, 4) << 4
+    return q.unflatten(1, (16, 16)) - 4, from_float16(blocks[:, 108:]) * (scales - 32), None
 
 
-DECODERS = {"Q8_0": q8_0, "Q4_0": q4_0, "Q4_1": q4_1, "Q5_0": q5_0, "Q5_1": q5_1}
-DECODERS |= {"Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k, "Q2_K": q2_k, "Q3_K": q3_k}
+UNPACKERS = {"Q8_0": q8_0, "Q4_0": q4_0, "Q4_1": q4_1, "Q5_0": q5_0, "Q5_1": q5_1}
+UNPACKERS |= {"Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k, "Q2_K": q2_k, "Q3_K": q3_k}

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 import torch
 
-from blocks import FORMS, Q8_0, Blocks, Form
+from blocks import BLOCK_FORMATS, Q8_0, BlockFormat, QuantizedBlocks
 from errors import UserError, warn_once
 from gemma import GemmaConfig
 from llama import ExpertsConfig, LlamaConfig
 from loading.checkpoint import read_bytes
 from loading.config import read_number, read_sizes, read_token_ids
 from loading.gguf import GGUF, TensorInfo
-from loading.gguf_blocks import DECODERS, decode, split
+from loading.gguf_blocks import UNPACKERS, dequantize, unpack_blocks
 from loading.gguf_tokenizer import named_eog_ids
 from model import GPTConfig, Model
 
@@ -265,19 +265,19 @@ def gguf_name(model: Model, key: str) -> str:
     return f"{name}.{suffix}"
 
 
-def block_forms(gguf: GGUF, model: Model) -> dict[str, Form]:
-    """The form of each weight of a model in blocks: Q8_0 where a type is not kept as it is."""
+def read_block_formats(gguf: GGUF, model: Model) -> dict[str, BlockFormat]:
+    """The format of each weight of a model in blocks: Q8_0 where a type is not kept as it is."""
     names = {key: gguf_name(model, key) for key, _ in model.named_parameters()}
-    return {key: FORMS.get(gguf.tensors[name].type, Q8_0) for key, name in names.items()}
+    return {key: BLOCK_FORMATS.get(gguf.tensors[name].type, Q8_0) for key, name in names.items()}
 
 
 def read_gguf_tensors(
-    gguf: GGUF, model: Model, in_blocks: bool = False
-) -> Iterator[tuple[str, slice, torch.Tensor | Blocks]]:
+    gguf: GGUF, model: Model, keep_quantized: bool = False
+) -> Iterator[tuple[str, slice, torch.Tensor | QuantizedBlocks]]:
     """The tensors of a model in blocks of rows: (name, which rows, these rows).
 
-    As `read_tensors`. in_blocks: matrices of a type in FORMS come as they are in the file.
-    Raises UserError, before anything is read, if one is missing, unexpected, of another shape
+    As `read_tensors`. keep_quantized: matrices of a type in BLOCK_FORMATS come as they are in the
+    file. Raises UserError, before anything is read, if one is missing, unexpected, of another shape
     or of a type that is not read.
     """
     names = {}
@@ -293,7 +293,7 @@ def read_gguf_tensors(
     for name, keys in names.items():
         count = (len(keys),) if is_stacked(model, keys[0]) else ()
         check_tensor(gguf, name, (*count, *model.get_parameter(keys[0]).shape))
-    return iterate_tensors(gguf, model, names, in_blocks)
+    return iterate_tensors(gguf, model, names, keep_quantized)
 
 
 def check_head(gguf: GGUF) -> None:
@@ -326,13 +326,13 @@ def check_tensor(gguf: GGUF, name: str, shape: tuple[int, ...]) -> None:
         raise UserError(
             f"{gguf.file}: tensor {name} is {tensor.shape}, and the metadata says {shape}"
         )
-    if tensor.type not in (*UNQUANTIZED, *DECODERS):
-        known = ", ".join((*UNQUANTIZED, *DECODERS))
+    if tensor.type not in (*UNQUANTIZED, *UNPACKERS):
+        known = ", ".join((*UNQUANTIZED, *UNPACKERS))
         raise UserError(f"{gguf.file}: tensor {name} is {tensor.type}; {known} are read")
 
 
 def iterate_tensors(
-    gguf: GGUF, model: Model, names: dict[str, list[str]], in_blocks: bool
+    gguf: GGUF, model: Model, names: dict[str, list[str]], keep_quantized: bool
 ) -> Iterator[tuple]:
     """The blocks of `read_gguf_tensors`. names: in the file -> ours."""
     entries = [
@@ -350,7 +350,7 @@ def iterate_tensors(
         height = -(-CHUNK_BYTES // (4 * math.prod(tensor.shape[1:])) // row_multiple) * row_multiple
         if len(tensor.shape) == 1:  # numbers of a vector may share scales, so it comes whole
             height = rows
-        keep_blocks = in_blocks and len(tensor.shape) == 2 and tensor.type in FORMS
+        keep_blocks = keep_quantized and len(tensor.shape) == 2 and tensor.type in BLOCK_FORMATS
         for start in range(0, rows, height):
             stop = min(start + height, rows)
             block = read_rows(
@@ -366,18 +366,18 @@ def iterate_tensors(
 
 
 def read_rows(
-    gguf: GGUF, tensor: TensorInfo, start: int, stop: int, in_blocks: bool = False
-) -> torch.Tensor | Blocks:
+    gguf: GGUF, tensor: TensorInfo, start: int, stop: int, keep_quantized: bool = False
+) -> torch.Tensor | QuantizedBlocks:
     """Some rows of a tensor, in its own dtype; if they are in blocks, as these or in float32."""
     rows = tensor.shape[0]
     size = tensor.nbytes * (stop - start) // rows
     data = read_bytes(tensor.file, tensor.offset + tensor.nbytes * start // rows, size)
     numbers = torch.frombuffer(data, dtype=UNQUANTIZED.get(tensor.type, torch.uint8))
-    if in_blocks:
-        blocks = Blocks(*split(tensor.type, numbers))
+    if keep_quantized:
+        blocks = QuantizedBlocks(*unpack_blocks(tensor.type, numbers))
         return blocks.map(lambda part: part.reshape(stop - start, -1))
-    if tensor.type in DECODERS:
-        numbers = decode(tensor.type, numbers)
+    if tensor.type in UNPACKERS:
+        numbers = dequantize(tensor.type, numbers)
     return numbers.view(-1, *tensor.shape[1:])
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from blocks import BlockEmbedding, store_blocks, with_block_layers
+from blocks import BlockEmbedding, load_block_rows, replace_with_block_linear
 from errors import UserError, catch_out_of_memory, warn_once
 from gemma import Gemma, GemmaConfig
-from int8 import Int8Embedding, store, with_int8_layers
+from int8 import Int8Embedding, load_weight_rows, replace_with_int8_linear
 from llama import Llama, LlamaConfig
 from loading.checkpoint import (
     check_values,
@@ -37,7 +37,7 @@ from loading.config import (
     read_token_ids,
 )
 from loading.gguf import GGUF, SPLIT_NAME, read_gguf
-from loading.gguf_model import block_forms, read_gguf_config, read_gguf_tensors
+from loading.gguf_model import read_block_formats, read_gguf_config, read_gguf_tensors
 from loading.lora import merge_lora, read_adapter
 from model import GPT, GPTConfig, Model
 
@@ -429,24 +429,27 @@ def load_weights(
 ) -> Model:
     """Put numbers into an empty model. Returns it.
 
-    chunks: the arguments of `store`, after the first. changed: names of weights that are not those
-    of the file any more, so that they are rounded anew. Raises UserError if memory runs out.
+    chunks: the arguments of `load_weight_rows`, after the first. changed: names of weights that are
+    not those of the file any more, so that they are rounded anew. Raises UserError if memory runs
+    out.
     """
     size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
     with catch_out_of_memory(f"{source.label}: {size:,} bytes of weights"):
         if dtype == torch.int8:
-            with_int8_layers(model)
+            replace_with_int8_linear(model)
         elif dtype == torch.uint8:
-            forms = block_forms(source.gguf, model) if source.type == "gguf" else {}
-            forms = {name: form for name, form in forms.items() if name not in changed}
-            with_block_layers(model, forms)
+            formats = read_block_formats(source.gguf, model) if source.type == "gguf" else {}
+            formats = {
+                name: block_format for name, block_format in formats.items() if name not in changed
+            }
+            replace_with_block_linear(model, formats)
         weights = {}
         for key, tensor in model.named_parameters():
             weights[key] = torch.empty(tensor.shape, dtype=float_dtype(dtype), device=device)
         for key, tensor in model.named_buffers():  # of weights that are rounded
             weights[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         for chunk in chunks:
-            (store_blocks if dtype == torch.uint8 else store)(weights, *chunk)
+            (load_block_rows if dtype == torch.uint8 else load_weight_rows)(weights, *chunk)
     model.load_state_dict(weights, assign=True, strict=False)
     return model.tie_weights().eval()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 
-from blocks import Blocks
+from blocks import QuantizedBlocks
 from errors import UserError
 from loading.checkpoint import check_values, read_header, read_json, read_tensors
 from loading.config import read_number, read_sizes
@@ -174,7 +174,7 @@ def merge_lora(chunks: Iterator[tuple], lora_weights: LoRAWeights) -> Iterator[t
     """The blocks of `read_tensors` with an adapter added to them: weight + B @ A, by rows."""
     for name, rows, chunk in chunks:
         if name in lora_weights:
-            chunk = chunk.floats() if isinstance(chunk, Blocks) else chunk
+            chunk = chunk.dequantize() if isinstance(chunk, QuantizedBlocks) else chunk
             chunk = chunk.to(compute_dtype(chunk.dtype))
             a, b = (each.to(chunk) for each in lora_weights[name])
             chunk = chunk + b[rows] @ a

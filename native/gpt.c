@@ -185,7 +185,7 @@ typedef struct {
     Q8Block *blocks;  // (T, blocks)
   };
   float *scale;   // (T)
-  float *turned;  // (in), for each thread its own: a token before it is rounded
+  float *rotated;  // (in), for each thread its own: a token before it is rounded
 } Input;
 
 static int64_t num_blocks(const Linear *l) { return (l->in + BLOCK - 1) / BLOCK; }
@@ -197,7 +197,7 @@ static int64_t num_groups(const Linear *l) {
 }
 
 INLINE Input input_at(const Linear *l, Input in, int64_t t) {
-  Input token = {in.x + t * l->in, {in.values}, in.scale + t, in.turned};
+  Input token = {in.x + t * l->in, {in.values}, in.scale + t, in.rotated};
   if (l->quant_type == INT8)
     token.values += t * num_groups(l) * GROUP;
   else
@@ -391,10 +391,10 @@ INLINE void butterfly(const int N, int64_t p, int64_t stride, float *x) {
   for (int64_t i = 0; i < p; i++) store(N, load(N, x + i * stride) - twice_mean, x + i * stride);
 }
 
-// The first stages of a turn, for 2 * WIDTH numbers in registers. Each stage mixes neighbours and
-// puts the sums before the differences, which rotates the bits of all places. After as many stages
-// as a place has bits, each number is where it belongs.
-INLINE void turn_vectors(const float *x, float *y) {
+// The first stages of a rotation, for 2 * WIDTH numbers in registers. Each stage mixes neighbours
+// and puts the sums before the differences, which rotates the bits of all places. After as many
+// stages as a place has bits, each number is where it belongs.
+INLINE void rotate_vectors(const float *x, float *y) {
   Vector a = LOAD(x), b = LOAD(x + WIDTH);
   for (int stage = 1; stage < 2 * WIDTH; stage *= 2) {
     Vector even = DEINTERLEAVE(a, b, 0), odd = DEINTERLEAVE(a, b, 1);
@@ -405,11 +405,12 @@ INLINE void turn_vectors(const float *x, float *y) {
   store(WIDTH, b, y + WIDTH);
 }
 
-// Turn n numbers, bit for bit as int8.py's turn. x and y may be the same. Exported for tests.
-void turn(int64_t n, const float *x, float *y) {
+// Rotate n numbers, bit for bit as int8.py's rotate_channels. x and y may be the same. Exported for
+// tests.
+void rotate_channels(int64_t n, const float *x, float *y) {
   int64_t stride = n % (2 * WIDTH) ? 1 : 2 * WIDTH;
   if (stride > 1)
-    for (int64_t i = 0; i < n; i += stride) turn_vectors(x + i, y + i);
+    for (int64_t i = 0; i < n; i += stride) rotate_vectors(x + i, y + i);
   else
     memmove(y, x, n * sizeof(float));
   for (int64_t p = 2; stride < n; p++)
@@ -438,8 +439,8 @@ INLINE void quantize_block(int64_t n, const float *x, Q8Block *block) {
 static void quantize_token(const Linear *l, Input in, int64_t t) {
   Input token = input_at(l, in, t);
   if (l->quant_type == INT8) {
-    turn(l->in, token.x, in.turned);
-    quantize(l->in, in.turned, token.values, token.scale);
+    rotate_channels(l->in, token.x, in.rotated);
+    quantize(l->in, in.rotated, token.values, token.scale);
     return;
   }
   int64_t full = l->in / BLOCK, tail = l->in % BLOCK;
@@ -447,13 +448,13 @@ static void quantize_token(const Linear *l, Input in, int64_t t) {
   if (tail) quantize_block(tail, token.x + full * BLOCK, token.blocks + full);
 }
 
-// The outputs of a layer, (T, out). x: (T, in); values, scale: scratch for an Input; turned:
+// The outputs of a layer, (T, out). x: (T, in); values, scale: scratch for an Input; rotated:
 // (threads, in), scratch with int8 weights.
-void linear(const Linear *l, int64_t T, const float *x, Quant *values, float *scale, float *turned,
+void linear(const Linear *l, int64_t T, const float *x, Quant *values, float *scale, float *rotated,
             float *y, int threads) {
 #pragma omp parallel num_threads(threads)
   {
-    Input in = {x, {values}, scale, turned + omp_get_thread_num() * l->in};
+    Input in = {x, {values}, scale, rotated + omp_get_thread_num() * l->in};
     if (l->quant_type >= INT8) {
 #pragma omp for
       for (int64_t t = 0; t < T; t++) quantize_token(l, in, t);
@@ -498,7 +499,7 @@ void get_rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
     } else if (l->quant_type == INT8) {
       for (int64_t i = 0; i < l->in; i++)
         y[i] = row8[(i / GROUP * PANEL + o) * GROUP + i % GROUP] * scale[token];
-      turn(l->in, y, y);  // back
+      rotate_channels(l->in, y, y);  // back
     } else {
       for (int64_t i = 0; i < l->in; i++)
         y[i] = load_weight(l->quant_type, row, i * PANEL + o);
@@ -978,9 +979,9 @@ INLINE uint16_t to_float16(float x) {
   return (x != x ? 0x7e00 : bits >> 13) | (sign >> 16 & 0x8000);
 }
 
-// Turn a row and divide by 2**k, as the queries of int8 keys and their results.
-static void turn_back(int64_t D, float *x) {
-  turn(D, x, x);
+// Rotate a row back and divide by 2**k, as the queries of int8 keys and their results.
+static void unrotate_channels(int64_t D, float *x) {
+  rotate_channels(D, x, x);
   for (int64_t d = 0; d < D; d++) x[d] /= D & -D;
 }
 
@@ -993,7 +994,7 @@ void store_kv_row(int64_t dtype, int64_t D, float *x, char *row) {
   if (dtype == INT8) {
     Quant values[D];
     float scale;
-    turn(D, x, x);
+    rotate_channels(D, x, x);
     quantize(D, x, values, &scale);
     memset(row, 0, kv_row_bytes(dtype, D));
     for (int64_t d = 0; d < D; d++) row[d] = values[d] - ZERO_POINT;
@@ -1026,7 +1027,7 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
   int64_t group_size = H / K;
   int64_t row_stride = (H + 2 * K) * D;
   int local = m->layers[layer].local;
-  int turned = p->cache_dtype == INT8;
+  int is_rotated = p->cache_dtype == INT8;
   const Norm *query_norm = &m->layers[layer].query_norm;
   const Norm *key_norm = &m->layers[layer].key_norm;
 #pragma omp for schedule(static) collapse(2)
@@ -1037,7 +1038,7 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
       float *key = token + (H + k) * D;
       for (int64_t h = k * group_size; h < (k + 1) * group_size; h++) {
         norm_and_rope(m, p, local, query_norm, t, token + h * D);
-        if (turned) turn_back(D, token + h * D);
+        if (is_rotated) unrotate_channels(D, token + h * D);
       }
       norm_and_rope(m, p, local, key_norm, t, key);
       append_kv(&kv, D, key, key + K * D);
@@ -1061,8 +1062,8 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
         if (first >= 0 && first < t) continue;  // a query of a block
         int64_t count = first < 0 ? 1 : WIDTH;
         (first < 0 ? attend_query : attend_query_block)(D, heads, &kv, q, scratch, o);
-        for (int64_t i = 0; turned && i < count; i++)
-          for (int64_t g = 0; g < heads; g++) turn_back(D, o.data + i * o.stride + g * D);
+        for (int64_t i = 0; is_rotated && i < count; i++)
+          for (int64_t g = 0; g < heads; g++) unrotate_channels(D, o.data + i * o.stride + g * D);
       }
 }
 
@@ -1231,7 +1232,7 @@ static void moe(const Model *m, const Layer *layer, int64_t T, int private, floa
   sort_rows(m, T, r);
 #pragma omp for
   for (int64_t i = 0; i < R; i++) memcpy(y + i * C, in + r.tokens[i] * C, C * sizeof(float));
-  Input gathered = {y, {input.values}, input.scale, input.turned};
+  Input gathered = {y, {input.values}, input.scale, input.rotated};
   quantize_inputs(first->in, R, private, gathered);
   expert_gemm(m, layer, 0, r, gathered, wide);
   expert_gemm(m, layer, 1, r, gathered, wide + inner);
@@ -1256,7 +1257,7 @@ static int64_t input_floats(const Model *m, int64_t T) {
   return T * (2 * (m->max_width + m->top_k * BLOCK) + m->top_k);
 }
 
-// Scratch of each thread: what attention needs, and a token that is turned.
+// Scratch of each thread: what attention needs, and a token that is rotated.
 static int64_t thread_floats(const Model *m) {
   return attend_floats(m->head_dim, m->n_head / m->n_kv_head) + m->max_width;
 }
@@ -1282,11 +1283,11 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
     int private = T < threads;
     int64_t thread = omp_get_thread_num();
     float *thread_scratch = all_scratch + thread * thread_floats(m);
-    float *turned = thread_scratch + attend_floats(m->head_dim, m->n_head / m->n_kv_head);
+    float *rotated = thread_scratch + attend_floats(m->head_dim, m->n_head / m->n_kv_head);
     float *in = all_inputs + private * thread * input_floats(m, T);
     float *scale = in + buffer_floats;
-    Input input = {in, {(Quant *)(scale + T * m->top_k)}, scale, turned};
-    Input attn = {y, {input.values}, scale, turned};
+    Input input = {in, {(Quant *)(scale + T * m->top_k)}, scale, rotated};
+    Input attn = {y, {input.values}, scale, rotated};
     embed(m, p, x);
     Range range = thread_range(T, private);
     int64_t n = range.end - range.begin;

@@ -6,7 +6,7 @@ import math
 import torch
 import torch.nn as nn
 
-from blocks import SIZE, BlockLinear
+from blocks import BLOCK_SIZE, BlockLinear
 from int8 import Int8Linear
 
 
@@ -87,9 +87,9 @@ class NativeLinear(nn.Module):
         self, layer: nn.Linear | nn.Embedding | Int8Linear | BlockLinear, library: ctypes.CDLL
     ):
         super().__init__()
-        form = getattr(layer, "form", None)
+        block_format = getattr(layer, "block_format", None)
         self.out_features, self.in_features = layer.weight.shape
-        if form:
+        if block_format:
             self.in_features = layer.in_features
         check_layer(layer, self.out_features, self.in_features)
         names = "panel_width", "int8_group", "activation_zero_point"
@@ -100,10 +100,10 @@ class NativeLinear(nn.Module):
         scale = getattr(layer, "scale", None)
         minimum = getattr(layer, "minimum", None)
         compensation = None
-        if form:
+        if block_format:
             group_size = 4
-            self.quant_type = Q8 if form.bits == 8 else Q4
-            self.scale_type = QUANT_TYPES[form.dtype]
+            self.quant_type = Q8 if block_format.bits == 8 else Q4
+            self.scale_type = QUANT_TYPES[block_format.dtype]
             scale = pack_scales(scale, panel_width)
             minimum = minimum if minimum is None else pack_scales(minimum, panel_width)
         else:
@@ -157,12 +157,12 @@ class NativeLinear(nn.Module):
         values = torch.empty(rows, self.in_features + 32, dtype=torch.int16)  # x, rounded
         x_scale = torch.empty(rows)
         threads = torch.get_num_threads()
-        turned = torch.empty(0 if self.scale is None else threads * self.in_features)
+        rotated = torch.empty(0 if self.scale is None else threads * self.in_features)
         self.library.linear(
             ctypes.byref(self.struct()),
             ctypes.c_int64(rows),
             ctypes.c_void_p(address(x2d, torch.float32, rows, self.in_features)),
-            *(ctypes.c_void_p(each.data_ptr()) for each in (values, x_scale, turned, y)),
+            *(ctypes.c_void_p(each.data_ptr()) for each in (values, x_scale, rotated, y)),
             ctypes.c_int(threads),
         )
         return y.view(*x.shape[:-1], self.out_features)
@@ -218,12 +218,12 @@ def native_layers(model: nn.Module, library: ctypes.CDLL) -> None:
 
 def check_layer(layer: nn.Module, out: int, size: int) -> None:
     """Raise ValueError if C cannot read a layer with this number of outputs and of inputs."""
-    if form := getattr(layer, "form", None):
-        count = -(-size // SIZE)
-        width = count * SIZE * form.bits // 8
-        address(layer.weight, torch.int8 if form.bits == 8 else torch.uint8, out, width)
-        address(layer.scale, form.dtype, out, count)
-        address(layer.minimum, form.dtype, out, count)
+    if block_format := getattr(layer, "block_format", None):
+        count = -(-size // BLOCK_SIZE)
+        width = count * BLOCK_SIZE * block_format.bits // 8
+        address(layer.weight, torch.int8 if block_format.bits == 8 else torch.uint8, out, width)
+        address(layer.scale, block_format.dtype, out, count)
+        address(layer.minimum, block_format.dtype, out, count)
         address(layer.bias, torch.float32, out)
         return
     scale = getattr(layer, "scale", None)

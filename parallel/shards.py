@@ -26,8 +26,8 @@ def load_part(
 
     No process ever holds the whole model. Call `join_vocabulary` when no layer is replaced any
     more. Raises UserError, too, where there are too few heads.
-    Where weights are rounded, layers are joined by "gather": a layer that turns its inputs, or has
-    them in blocks, needs all of them.
+    Where weights are rounded, layers are joined by "gather": a layer that rotates its inputs, or
+    has them in blocks, needs all of them.
     """
     source = resolve_source(name)
     model = initialize_model(source)
@@ -131,7 +131,7 @@ class Plan:
             self.parts[name] = part if weight.dim() > 1 else Part(part.rows)
 
     def own(self, blocks: Iterator[tuple]) -> Iterator[tuple]:
-        """This rank's share of blocks of a whole model, as `store` takes them."""
+        """This rank's share of blocks of a whole model, as `load_weight_rows` takes them."""
         for name, rows, block in blocks:
             part = self.parts[name]
             for own, chosen in places(part.rows, rows):

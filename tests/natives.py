@@ -111,9 +111,9 @@ def threads(count: int):
 
 def assert_equal(x, weight, scale, bias=None) -> None:
     """C computes the numbers of int8.py, bit for bit."""
-    from int8 import turn  # new in lesson 127
+    from int8 import rotate_channels  # new in lesson 127
 
-    expected = int8_linear(turn(x), weight, scale, bias)
+    expected = int8_linear(rotate_channels(x), weight, scale, bias)
     assert torch.equal(native_linear(weight.clone(), scale, bias)(x), expected)
 
 
@@ -203,14 +203,14 @@ def on_each_target(model, texts: torch.Tensor, size: int, *dtype) -> torch.Tenso
     return found[0]
 
 
-def in_blocks(model):
+def quantized_in_blocks(model):
     """The model with its weights rounded in blocks, in place."""
-    from blocks import store_blocks, with_block_layers
+    from blocks import load_block_rows, replace_with_block_linear
 
     weights = dict(model.named_parameters())
-    tensors = with_block_layers(model, {}).state_dict()
+    tensors = replace_with_block_linear(model, {}).state_dict()
     for name, weight in weights.items():
-        store_blocks(tensors, name, slice(None), weight.detach())
+        load_block_rows(tensors, name, slice(None), weight.detach())
     return model
 
 

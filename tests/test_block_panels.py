@@ -8,10 +8,10 @@ from conftest import CHECKPOINTS, module_with, random_tokens
 from engines import check_own_runs
 from gguf_files import loaded
 from natives import (
-    in_blocks,
     in_pieces,
     native,
     on_each_target,
+    quantized_in_blocks,
     random_numbers,
     random_rows,
     random_texts,
@@ -30,19 +30,23 @@ TYPES = ["Q8_0", "Q5_1", "Q5_K"]
 
 def block_layer(name: str, out: int, size: int, extreme: int | None = None, bias: bool = True):
     """A layer in blocks of random numbers, or all of the extreme one."""
-    blocks = module_with("blocks", "FORMS", "store_blocks")
-    form = blocks.FORMS[name]
+    blocks = module_with("blocks", "BLOCK_FORMATS", "load_block_rows")
+    block_format = blocks.BLOCK_FORMATS[name]
     layer = torch.nn.Linear(size, out, bias=bias)
-    layer = blocks.BlockLinear(layer, form)
+    layer = blocks.BlockLinear(layer, block_format)
     generator = torch.Generator().manual_seed(out * size)
     count = -(-size // 32)
-    low, high = (-128, 128) if form.bits == 8 else (-form.zero, 16 - form.zero)
+    low, high = (
+        (-128, 128)
+        if block_format.bits == 8
+        else (-block_format.zero_point, 16 - block_format.zero_point)
+    )
     shape = out, 32 * count
     values = torch.randint(low, high, shape, generator=generator, dtype=torch.int8)
     values = values if extreme is None else torch.full_like(values, extreme)
-    scale, minimum = torch.randn(2, out, count, generator=generator).to(form.dtype)
-    weight = blocks.Blocks(values, scale, minimum if form.has_minimum else None)
-    blocks.store_blocks(dict(layer.named_buffers()), "weight", slice(None), weight)
+    scale, minimum = torch.randn(2, out, count, generator=generator).to(block_format.dtype)
+    weight = blocks.QuantizedBlocks(values, scale, minimum if block_format.has_minimum else None)
+    blocks.load_block_rows(dict(layer.named_buffers()), "weight", slice(None), weight)
     assert torch.equal(layer.blocks().values, values)
     return layer
 
@@ -67,7 +71,7 @@ def check_outputs(name: str) -> None:
             x = random_rows(rows, size, seed=rows)
             assert torch.equal(ours(x), layer(x)), (out, size, rows)
         found = NativeEmbedding(ours)(torch.arange(out))
-        assert torch.equal(found, layer.blocks().floats()[:, :size]), (out, size)
+        assert torch.equal(found, layer.blocks().dequantize()[:, :size]), (out, size)
 
 
 @torch.inference_mode()
@@ -121,7 +125,7 @@ def test_nan_and_infinity_stay_in_their_row(target):
 
 @pytest.mark.parametrize("kind", ["tiny", "tiny_llama", "tiny_gemma", "tiny_experts"])
 def test_passes_of_each_family(request, kind, compiled):
-    check_passes(in_blocks(request.getfixturevalue(kind)(dtype=torch.float32)))
+    check_passes(quantized_in_blocks(request.getfixturevalue(kind)(dtype=torch.float32)))
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q5_K"])

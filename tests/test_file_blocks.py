@@ -26,7 +26,9 @@ ROUNDED = ["Q6_K", "Q2_K", "Q3_K", "F16"]
 
 
 def blocks():
-    return module_with("blocks", "Blocks", "Form", "FORMS", "to_nibbles", "from_nibbles")
+    return module_with(
+        "blocks", "QuantizedBlocks", "BlockFormat", "BLOCK_FORMATS", "pack_q4", "unpack_q4"
+    )
 
 
 @pytest.fixture
@@ -58,12 +60,12 @@ def test_numbers_are_those_of_the_file(files, name):
     for key, layer in layers.items():
         size = sum(tensor.nbytes for tensor in layer.buffers())
         assert size == weights[key].numel() * SIZES[name]
-    assert name in blocks().FORMS
+    assert name in blocks().BLOCK_FORMATS
     for key, weight in weights.items():
-        found = layers[key].blocks().floats() if key in layers else model.get_parameter(key)
+        found = layers[key].blocks().dequantize() if key in layers else model.get_parameter(key)
         assert torch.equal(found, weight), key
     head = model.layer("head")
-    assert head.form == model.embed_tokens.form
+    assert head.block_format == model.embed_tokens.block_format
     assert all(torch.equal(*pair) for pair in zip(head.buffers(), model.embed_tokens.buffers()))
     tokens = torch.tensor([[3, 60]])
     assert torch.equal(model.embed_tokens(tokens), loaded(plain).embed_tokens(tokens))
@@ -72,24 +74,26 @@ def test_numbers_are_those_of_the_file(files, name):
 @pytest.mark.parametrize("name", ROUNDED)
 def test_other_types_are_rounded_to_8_bits(files, name):
     file, plain = files(name)
-    assert name not in blocks().FORMS
+    assert name not in blocks().BLOCK_FORMATS
     layers = layers_of(loaded(file, torch.uint8))
     weights = dict(loaded(plain).named_parameters())
     assert layers
     for key, layer in layers.items():
-        rounded = blocks().to_blocks(weights[key].detach())
-        assert layer.form == blocks().Form() and torch.equal(layer.weight, rounded.values)
+        rounded = blocks().quantize_blocks(weights[key].detach())
+        assert layer.block_format == blocks().BlockFormat() and torch.equal(
+            layer.weight, rounded.values
+        )
         assert torch.equal(layer.scale, rounded.scale)
 
 
 def test_nibbles_by_hand():
     values = torch.arange(64).remainder(16).to(torch.int8)[None]
-    nibbles = blocks().to_nibbles(values)
-    assert nibbles.dtype == torch.uint8 and nibbles.shape == (1, 32)
-    assert nibbles[0, :3].tolist() == [0x00, 0x11, 0x22]  # numbers 0 and 16, 1 and 17, ...
-    assert torch.equal(blocks().from_nibbles(nibbles), values)
+    packed = blocks().pack_q4(values)
+    assert packed.dtype == torch.uint8 and packed.shape == (1, 32)
+    assert packed[0, :3].tolist() == [0x00, 0x11, 0x22]  # numbers 0 and 16, 1 and 17, ...
+    assert torch.equal(blocks().unpack_q4(packed), values)
     values[0, 16:32] = 0
-    assert blocks().to_nibbles(values)[0, 3] == 0x03
+    assert blocks().pack_q4(values)[0, 3] == 0x03
 
 
 @pytest.mark.parametrize("name", ["Q4_1", "Q4_0", "Q5_1"])
@@ -99,7 +103,7 @@ def test_outputs_are_sums_of_blocks_and_minima(files, name):
     weight = layer.blocks()
     assert (weight.minimum is None) == (name == "Q4_0")
     x = random_rows(5, 96)
-    values, scale = module_with("blocks", "padded").quantize(x.view(5, 3, 32))
+    values, scale = module_with("blocks", "pad_to_blocks").quantize(x.view(5, 3, 32))
     expected = torch.zeros(5, 64)
     for block in range(3):
         q = weight.values[:, 32 * block :][:, :32].long()
@@ -110,7 +114,7 @@ def test_outputs_are_sums_of_blocks_and_minima(files, name):
             total = own * values[:, block].long().sum(dim=1, keepdim=True)
             expected += total * weight.minimum[:, block].float()
     assert torch.equal(layer(x), expected)
-    exact = x @ weight.floats().t()
+    exact = x @ weight.dequantize().t()
     assert (layer(x) - exact).norm() < 0.01 * exact.norm()
 
 
@@ -124,7 +128,7 @@ def test_stacked_experts_and_their_router(tiny_experts, tmp_path):
     experts = [key for key in layers if ".experts." in key]
     assert experts
     for key, layer in layers.items():
-        assert torch.equal(layer.blocks().floats(), plain.get_parameter(key))
+        assert torch.equal(layer.blocks().dequantize(), plain.get_parameter(key))
 
 
 def test_a_head_of_its_own_has_its_own_form(made, tmp_path):  # noqa: F811
@@ -134,10 +138,13 @@ def test_a_head_of_its_own_has_its_own_form(made, tmp_path):  # noqa: F811
     given = {"output.weight": (data, "Q8_0")}
     file = edited(file, tmp_path / "blocks.gguf", kind="Q4_1", blocks=given)
     model = loaded(file, torch.uint8)
-    forms = blocks().FORMS
-    assert (model.lm_head.form, model.embed_tokens.form) == (forms["Q8_0"], forms["Q4_1"])
+    formats = blocks().BLOCK_FORMATS
+    assert (model.lm_head.block_format, model.embed_tokens.block_format) == (
+        formats["Q8_0"],
+        formats["Q4_1"],
+    )
     weight = loaded(file).lm_head.weight
-    assert torch.equal(model.lm_head.blocks().floats(), weight)
+    assert torch.equal(model.lm_head.blocks().dequantize(), weight)
 
 
 def test_positions_of_a_gpt_2_become_floats(tiny, tmp_path):
@@ -148,7 +155,7 @@ def test_positions_of_a_gpt_2_become_floats(tiny, tmp_path):
     layers = layers_of(model)
     assert any("c_attn" in key for key in layers) and "wpe.weight" not in layers
     for key, weight in loaded(file).named_parameters():
-        found = layers[key].blocks().floats() if key in layers else model.get_parameter(key)
+        found = layers[key].blocks().dequantize() if key in layers else model.get_parameter(key)
         assert torch.equal(found, weight), key
 
 
@@ -165,15 +172,15 @@ def test_empty_layers_compute_nothing():
 
     layer = torch.nn.Linear(64, 3, device="meta")
     with Noted():
-        for form in blocks().FORMS.values():
-            blocks().BlockLinear(layer, form)
+        for block_format in blocks().BLOCK_FORMATS.values():
+            blocks().BlockLinear(layer, block_format)
     assert operations == {"empty"}
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q5_1"])
 def test_ranks_read_their_blocks(files, name):
     file, _ = files(name)
-    assert name in blocks().FORMS
+    assert name in blocks().BLOCK_FORMATS
     tokens = torch.tensor([random_tokens(15)])
     assert compared(2, file, tokens, dtype=torch.uint8, native=False)[0] == 0
 
@@ -182,7 +189,7 @@ def test_rows_of_a_tensor_in_parts(files, monkeypatch):
     from loading import gguf_model
 
     file, _ = files("Q4_1")
-    assert blocks().FORMS
+    assert blocks().BLOCK_FORMATS
     expected = load_model(file, torch.uint8).state_dict()
     monkeypatch.setattr(gguf_model, "CHUNK_BYTES", 4 * 64 * 7)
     found = load_model(file, torch.uint8).state_dict()
@@ -195,7 +202,7 @@ def test_the_command_line_says_what_a_weight_takes(cli):
 
 
 def test_all_types_of_4_and_5_bits_and_8_0_are_kept():
-    assert list(blocks().FORMS) == list(SIZES)
+    assert list(blocks().BLOCK_FORMATS) == list(SIZES)
     kinds = gguf.GGMLQuantizationType
     sizes = {name: gguf.GGML_QUANT_SIZES[kinds[name]] for name in SIZES}
     assert all(numbers % 32 == 0 for numbers, _ in sizes.values())

@@ -34,13 +34,13 @@ def made(tiny_llama, tmp_path):
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_random_bytes_are_the_numbers_of_gguf(name):
-    decode = module_with("loading.gguf_blocks", "decode").decode
+    dequantize = module_with("loading.gguf_blocks", "dequantize").dequantize
     kind = gguf.GGMLQuantizationType[name]
     _, size = gguf.GGML_QUANT_SIZES[kind]
     data = np.random.default_rng(0).integers(0, 256, (3000, size), dtype=np.uint8)
     with np.errstate(all="ignore"):
         theirs = gguf.dequantize(data, kind).ravel()
-    ours = decode(name, torch.from_numpy(data).flatten()).numpy()
+    ours = dequantize(name, torch.from_numpy(data).flatten()).numpy()
     assert not np.isfinite(theirs).all() and ours.dtype == np.float32
     numbers = ~np.isnan(theirs)
     assert np.array_equal(np.isnan(ours), ~numbers)
@@ -48,7 +48,7 @@ def test_random_bytes_are_the_numbers_of_gguf(name):
 
 
 def test_a_block_by_hand():
-    decode = module_with("loading.gguf_blocks", "decode").decode
+    dequantize = module_with("loading.gguf_blocks", "dequantize").dequantize
     half = [0x00, 0x38]  # 0.5 as float16
     two = [0x00, 0x40]
     first = [0x21, *[0] * 15]  # 1 comes first, 2 after all low ones
@@ -59,7 +59,7 @@ def test_a_block_by_hand():
         ("Q5_0", [*half, 0b11, 0, 0, 0x80, *first], {0: 0.5, 1: 0, 16: -7, 2: -8, 31: 0}),
         ("Q5_1", [*half, *two, 0b11, 0, 0, 0x80, *first], {0: 10.5, 1: 10, 16: 3, 2: 2, 31: 10}),
     ):
-        found = decode(name, torch.tensor(data, dtype=torch.uint8))
+        found = dequantize(name, torch.tensor(data, dtype=torch.uint8))
         assert len(found) == 32
         assert {place: found[place].item() for place in expected} == expected, name
 

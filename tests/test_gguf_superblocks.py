@@ -51,14 +51,14 @@ def made(tiny_llama, tmp_path):
 
 @pytest.mark.parametrize("name", SUPERBLOCKS)
 def test_random_bytes_are_the_numbers_of_gguf(name):
-    blocks = module_with("loading.gguf_blocks", "decode")
-    assert name in blocks.DECODERS
+    blocks = module_with("loading.gguf_blocks", "dequantize")
+    assert name in blocks.UNPACKERS
     kind = gguf.GGMLQuantizationType[name]
     _, size = gguf.GGML_QUANT_SIZES[kind]
     data = np.random.default_rng(0).integers(0, 256, (3000, size), dtype=np.uint8)
     with np.errstate(all="ignore"):
         theirs = gguf.dequantize(data, kind).ravel()
-    ours = blocks.decode(name, torch.from_numpy(data).flatten()).numpy()
+    ours = blocks.dequantize(name, torch.from_numpy(data).flatten()).numpy()
     assert not np.isfinite(theirs).all() and ours.dtype == np.float32
     numbers = ~np.isnan(theirs)
     assert np.array_equal(np.isnan(ours), ~numbers)
@@ -67,15 +67,15 @@ def test_random_bytes_are_the_numbers_of_gguf(name):
 
 def test_a_superblock_by_hand():
     """Of the second block's scale, 33, and the last one's minimum, 18, bits lie apart."""
-    blocks = module_with("loading.gguf_blocks", "decode")
-    assert "Q4_K" in blocks.DECODERS
+    blocks = module_with("loading.gguf_blocks", "dequantize")
+    assert "Q4_K" in blocks.UNPACKERS
     half, two = [0x00, 0x38], [0x00, 0x40]
     first = [0, 33, 0, 0]  # scales of the first four blocks
     minima = [0, 0, 0, 0b01_000000]  # the high bits of the last minimum
     nibbles = [0, 0, 0, 0x20]
     q = [0x50, *[0] * 127]  # number 32, the first of the second block, is 5
     data = torch.tensor([*half, *two, *first, *minima, *nibbles, *q], dtype=torch.uint8)
-    found = blocks.decode("Q4_K", data)
+    found = blocks.dequantize("Q4_K", data)
     assert (found[32], found[33], found[0]) == (0.5 * 33 * 5, 0, 0)
     assert (found[224:] == -2.0 * 18).all() and not found[160:224].any()
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import CHECKPOINTS, module_with, random_tokens, run_rows
-from natives import in_blocks, random_numbers, random_rows
+from natives import quantized_in_blocks, random_numbers, random_rows
 from ranks import LLAMA, compared, save_uneven
 
 from cache import KVCache
@@ -17,7 +17,7 @@ SIZES = [1, 31, 32, 33, 100, 576]
 
 
 def blocks():
-    return module_with("blocks", "to_blocks", "block_linear", "BlockLinear", "BlockEmbedding")
+    return module_with("blocks", "quantize_blocks", "block_linear", "BlockLinear", "BlockEmbedding")
 
 
 def layer_of(weight: torch.Tensor, bias=None):
@@ -25,7 +25,7 @@ def layer_of(weight: torch.Tensor, bias=None):
     layer = torch.nn.Linear(weight.shape[1], len(weight), bias=bias is not None)
     layer.bias = None if bias is None else torch.nn.Parameter(bias)
     layer = blocks().BlockLinear(layer)
-    blocks().store_blocks(dict(layer.named_buffers()), "weight", slice(None), weight)
+    blocks().load_block_rows(dict(layer.named_buffers()), "weight", slice(None), weight)
     return layer
 
 
@@ -42,12 +42,12 @@ def test_a_block_by_hand():
     x = torch.zeros(1, 40)
     x[0, :2] = torch.tensor([-63.5, 1.2])
     x[0, 32] = 127 * 2.0**-30  # a scale that no float16 is
-    rounded = blocks().to_blocks(x)
+    rounded = blocks().quantize_blocks(x)
     assert rounded.values.shape == (1, 64) and rounded.values.dtype == torch.int8
     assert rounded.scale.tolist() == [[0.5, 2.0**-24]] and rounded.scale.dtype == torch.float16
     assert rounded.values[0, :3].tolist() == [-127, 2, 0] and rounded.values[0, 32:].sum() == 2
     x[0, 32] = 127 * 1.4 * 2.0**-24  # a scale that loses much as a float16
-    rounded = blocks().to_blocks(x)
+    rounded = blocks().quantize_blocks(x)
     assert rounded.scale[0, 1] == 2.0**-24 and rounded.values[0, 32] == 127
 
 
@@ -56,7 +56,7 @@ def test_numbers_of_a_file_are_rounded_to_the_same_blocks():
     data = random_rows(50, 320).numpy()
     theirs = gguf.quantize(data, gguf.GGMLQuantizationType.Q8_0)
     floats = torch.from_numpy(gguf.dequantize(theirs, gguf.GGMLQuantizationType.Q8_0))
-    ours = blocks().to_blocks(floats)
+    ours = blocks().quantize_blocks(floats)
     rows = theirs.reshape(50, 10, 34)
     assert np.array_equal(ours.scale.numpy().view(np.uint8), rows[..., :2].reshape(50, 20))
     assert np.array_equal(ours.values.numpy().view(np.uint8), rows[..., 2:].reshape(50, 320))
@@ -109,7 +109,7 @@ def test_a_file_is_rounded_while_it_is_read():
     for name, weight in whole.named_parameters():
         layer = read.get_submodule(name.rpartition(".")[0])
         if isinstance(layer, kinds.BlockLinear) and name.endswith("weight"):
-            rounded = kinds.to_blocks(weight.detach())
+            rounded = kinds.quantize_blocks(weight.detach())
             assert torch.equal(layer.weight, rounded.values)
             assert torch.equal(layer.scale, rounded.scale)
         else:
@@ -127,7 +127,7 @@ def test_a_file_is_rounded_while_it_is_read():
 def test_random_weights_are_rounded(tiny, monkeypatch):
     monkeypatch.setitem(PRESETS, "gpt2", tiny().config)
     rounded = load_model("random:gpt2", torch.uint8)
-    expected = blocks().to_blocks(load_model("random:gpt2").wte.weight.detach())
+    expected = blocks().quantize_blocks(load_model("random:gpt2").wte.weight.detach())
     assert torch.equal(rounded.wte.weight, expected.values)
 
 
@@ -145,7 +145,7 @@ def test_each_family_computes_with_blocks(request, kind):
     blocks()
     build = request.getfixturevalue(kind)
     whole = build(dtype=torch.float32)
-    rounded = in_blocks(build(dtype=torch.float32))
+    rounded = quantized_in_blocks(build(dtype=torch.float32))
     text = [random_tokens(12)]
     linear = [each for each in rounded.modules() if isinstance(each, torch.nn.Linear)]
     assert not linear and not isinstance(rounded.layer("embedding"), torch.nn.Embedding)

@@ -60,14 +60,14 @@ def test_sums_that_float32_cannot_hold(size):
 
 @pytest.mark.parametrize("extreme", [True, False])
 def test_a_product_of_whole_numbers_is_int32(extreme):
-    int8 = module_with("int8", "int8_product", "EXACT")
+    int8 = module_with("int8", "int8_matmul", "EXACT_TERMS")
     generator = torch.Generator().manual_seed(0)
-    for size in (1, int8.EXACT, int8.EXACT + 1, 3 * int8.EXACT):
+    for size in (1, int8.EXACT_TERMS, int8.EXACT_TERMS + 1, 3 * int8.EXACT_TERMS):
         values = torch.randint(-127, 128, (2, 3, size), generator=generator).to(torch.int8)
         weight = torch.randint(-127, 128, (5, size), generator=generator).to(torch.int8)
         if extreme:
             values, weight = torch.full_like(values, -127), torch.full_like(weight, 127)
-        sums = int8.int8_product(values, weight)
+        sums = int8.int8_matmul(values, weight)
         assert sums.dtype == torch.int32
         assert torch.equal(sums, (values.long() @ weight.long().t()).int())
 
@@ -83,13 +83,13 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
 
 def test_sums_become_numbers_by_both_scales():
-    int8 = module_with("int8", "to_floats")
+    int8 = module_with("int8", "dequantize_sums")
     sums = torch.tensor([[6, -4]], dtype=torch.int32)
     x_scale = torch.tensor([0.5], dtype=torch.float64)
     scale = torch.tensor([2.0, 0.25], dtype=torch.float64)
-    y = int8.to_floats(sums, x_scale, scale, None)
+    y = int8.dequantize_sums(sums, x_scale, scale, None)
     assert y.dtype == torch.float64 and y.tolist() == [[6, -0.5]]
-    assert int8.to_floats(sums, x_scale, scale, torch.ones(2)).tolist() == [[7, 0.5]]
+    assert int8.dequantize_sums(sums, x_scale, scale, torch.ones(2)).tolist() == [[7, 0.5]]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

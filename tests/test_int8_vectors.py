@@ -6,7 +6,7 @@ import pytest
 import torch
 from natives import assert_equal, native_linear, random_layer
 
-from int8 import turn_weight
+from int8 import unrotate_channels
 
 pytestmark = pytest.mark.usefixtures("compiled")
 GROUPS = {"AVX-512 VNNI": (4, 128), "NEON": (4, 0)}
@@ -38,6 +38,6 @@ def test_what_the_offset_adds_is_taken_away(target):
 def test_still_sums_as_large_as_int32_holds(target, sign):
     """They pass 2**31 on the way, because numbers are made positive."""
     weight = torch.full((2, 2**17), 127 * sign).to(torch.int8)
-    ones = turn_weight(torch.ones(7, 2**17))  # which are turned to ones
+    ones = unrotate_channels(torch.ones(7, 2**17))  # which are rotated to ones
     assert_equal(ones[:1], weight, torch.ones(2))
     assert_equal(-ones, weight, torch.ones(2))

@@ -64,8 +64,8 @@ def test_it_is_the_model_with_rounded_weights(tiny):
     with torch.no_grad():
         for name, weight in rounded.named_parameters():
             if weight.dim() == 2 and name != "wpe.weight":
-                values, scale = int8.quantize(int8.turn_weight(weight))
-                weight.copy_(int8.turn(values * scale[:, None]))
+                values, scale = int8.quantize(int8.unrotate_channels(weight))
+                weight.copy_(int8.rotate_channels(values * scale[:, None]))
     tokens = torch.tensor([random_tokens(16)])
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         patch.setattr(int8, "int8_linear", in_floats)
@@ -89,14 +89,14 @@ def test_a_file_is_rounded_while_it_is_read():
 
 
 def test_random_weights_are_rounded(tiny, monkeypatch):
-    from int8 import turn_weight
+    from int8 import unrotate_channels
 
     monkeypatch.setitem(PRESETS, "gpt2", tiny().config)
     whole = load_model("random:gpt2")
     rounded = load_model("random:gpt2", torch.int8)
     assert rounded.wte.weight.dtype == torch.int8 and rounded.dtype == torch.float32
     close = rounded.wte.weight * rounded.wte.scale[:, None]
-    error = (close - turn_weight(whole.wte.weight)).abs().max()
+    error = (close - unrotate_channels(whole.wte.weight)).abs().max()
     assert error <= rounded.wte.scale.max() / 2 * 1.001
 
 

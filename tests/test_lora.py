@@ -121,9 +121,9 @@ def test_weights_in_nibbles_get_8_bits(tiny_llama, tmp_path):
     floats = loaded(file, adapter, torch.float32)
     for path, bits in (("self_attn.q_proj", 8), ("mlp.down_proj", 8), ("mlp.up_proj", 4)):
         layer = found.get_submodule(f"layers.1.{path}")
-        assert layer.form.bits == bits
+        assert layer.block_format.bits == bits
         expected = floats.get_submodule(f"layers.1.{path}").weight
-        numbers = layer.blocks().floats()
+        numbers = layer.blocks().dequantize()
         assert (numbers - expected).abs().max() <= expected.abs().max() / 127
 
 

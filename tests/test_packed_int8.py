@@ -15,7 +15,7 @@ from natives import (
 )
 from test_native_linear import WRONG as WRONG_FLOATS
 
-from int8 import to_int8, turn, turn_weight
+from int8 import rotate_channels, to_int8, unrotate_channels
 from loading.load import load_model
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -64,14 +64,14 @@ def test_int8_products_of_every_kernel(target, size):
 def test_all_weights_that_a_byte_holds(target):
     weight = torch.arange(-128, 128).to(torch.int8).repeat(3, 1)
     x = torch.arange(-128, 128).float() * torch.tensor([[1.0], [-1.0]])
-    assert_equal(turn_weight(x), weight, torch.ones(3))  # which is turned to x
+    assert_equal(unrotate_channels(x), weight, torch.ones(3))  # which is rotated to x
 
 
 @EVERY_KERNEL
 @pytest.mark.parametrize("sign", [1, -1])
 def test_sums_as_large_as_int32_holds(target, sign):
     weight = torch.full((2, 2**17), 127 * sign).to(torch.int8)
-    ones = turn_weight(torch.ones(7, 2**17))  # which are turned to ones
+    ones = unrotate_channels(torch.ones(7, 2**17))  # which are rotated to ones
     assert_equal(ones[:1], weight, torch.ones(2))
     assert_equal(-ones, weight, torch.ones(2))
 
@@ -81,8 +81,8 @@ def test_halves_and_tiny_numbers_round_as_in_torch(target):
     halves = [127.0, 0.5, 1.5, 2.5, -0.5, -126.5, 3.5, -4.5]
     tiny = [1e-45, -1e-40, 1e-38, 0.0, 0.0, 0.0, 0.0, 0.0]
     larger = [1e-37, -3e-38, 2e-38, 0.0, 1e-36, -1.4e-36, 0.0, 0.0]  # steps below FLT_MIN
-    x = turn_weight(torch.tensor([halves, [0.0] * 8, tiny, larger]))  # which is turned to these
-    assert turn(x[0]).tolist() == halves
+    x = unrotate_channels(torch.tensor([halves, [0.0] * 8, tiny, larger]))  # rotated to these
+    assert rotate_channels(x[0]).tolist() == halves
     assert_equal(x, weight, scale, bias)
     large = scale * 1e38  # so that what is left of tiny numbers can be seen
     assert_equal(x, weight, large)

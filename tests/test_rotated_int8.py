@@ -1,4 +1,4 @@
-"""Lesson 127: rows are turned before they are rounded, so outliers cost little."""
+"""Lesson 127: rows are rotated before they are rounded, so outliers cost little."""
 
 import pytest
 import torch
@@ -27,27 +27,29 @@ def matrix(size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_turn_is_the_product_with_a_symmetric_matrix(size):
-    int8 = module_with("int8", "turn", "turn_weight")
+def test_a_rotation_is_the_product_with_a_symmetric_matrix(size):
+    int8 = module_with("int8", "rotate_channels", "unrotate_channels")
     x = random_numbers(2, 3, size).double()
     R = matrix(size)
-    torch.testing.assert_close(int8.turn(x), x @ R, rtol=0, atol=1e-9)
+    torch.testing.assert_close(int8.rotate_channels(x), x @ R, rtol=0, atol=1e-9)
     assert torch.equal(R, R.t())
-    torch.testing.assert_close(int8.turn(int8.turn_weight(x)), x, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        int8.rotate_channels(int8.unrotate_channels(x)), x, rtol=0, atol=1e-12
+    )
     weight = random_numbers(5, size).double()
-    products = int8.turn(x) @ int8.turn_weight(weight).t()
+    products = int8.rotate_channels(x) @ int8.unrotate_channels(weight).t()
     torch.testing.assert_close(products, x @ weight.t(), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("size", [64, 70, 576, 1536])
-def test_a_turned_row_does_not_depend_on_its_neighbours(size):
+def test_a_rotated_row_does_not_depend_on_its_neighbours(size):
     """Nor where it lies: it is contiguous, because torch adds up strided rows in another order."""
-    int8 = module_with("int8", "turn")
+    int8 = module_with("int8", "rotate_channels")
     x = random_numbers(7, size)
-    turned = int8.turn(x)
-    assert turned.is_contiguous()
-    assert torch.equal(turned, torch.stack([int8.turn(row) for row in x]))
-    assert torch.equal(turned, int8.turn(x.t().contiguous().t()))
+    rotated = int8.rotate_channels(x)
+    assert rotated.is_contiguous()
+    assert torch.equal(rotated, torch.stack([int8.rotate_channels(row) for row in x]))
+    assert torch.equal(rotated, int8.rotate_channels(x.t().contiguous().t()))
 
 
 KINDS = ["tiny", "tiny_llama", "tiny_gemma", "tiny_experts"]
@@ -56,8 +58,8 @@ KINDS = ["tiny", "tiny_llama", "tiny_gemma", "tiny_experts"]
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_rounded_is_the_model(kind, request, monkeypatch):
-    """A turn changes the rounding, and nothing else: float64 without it has the model's logits."""
-    int8 = module_with("int8", "turn", "turn_weight")
+    """A rotation changes the rounding only: float64 without it has the model's logits."""
+    int8 = module_with("int8", "rotate_channels", "unrotate_channels")
     tokens = torch.tensor([random_tokens(8)])
     whole = request.getfixturevalue(kind)()
     expected = whole(tokens)
@@ -65,7 +67,7 @@ def test_what_is_not_rounded_is_the_model(kind, request, monkeypatch):
     model = to_int8(whole)
     for name, layer in model.named_modules():
         if f"{name}.weight" in weights and isinstance(layer, int8.Int8Linear):
-            layer.weight = int8.turn_weight(weights[f"{name}.weight"])
+            layer.weight = int8.unrotate_channels(weights[f"{name}.weight"])
             layer.scale = torch.ones(len(layer.weight)).double()
     head = model.layer("head")
     if model.config.tie_word_embeddings:
@@ -103,7 +105,7 @@ def test_outliers_cost_little(compiled, name, in_c):
     assert (expected.exp() * (expected - found)).sum(dim=-1).mean() < 0.005
 
 
-def test_ranks_join_inputs_before_they_turn_them(tiny_llama, tmp_path):
+def test_ranks_join_inputs_before_they_rotate_them(tiny_llama, tmp_path):
     """So --join reduce is gather, and of layers with any widths each bit is that of one process."""
     tokens = torch.tensor([random_tokens(12)])
     name = save_uneven(tiny_llama, tmp_path, "tiny_llama")

@@ -30,22 +30,22 @@ def hadamard(n: int) -> numpy.ndarray:
 
 
 def restored(stored: torch.Tensor, dim: int) -> numpy.ndarray:
-    """What int8 numbers with a scale behind them stand for, turned back, in float64."""
+    """What int8 numbers with a scale behind them stand for, rotated back, in float64."""
     scale = stored[..., -4:].contiguous().numpy().view("<f4").astype(float)
     return stored[..., :dim].numpy() * scale @ hadamard(dim) / dim
 
 
 def test_an_int8_key_by_hand():
-    """Whole numbers of steps, of the turned key, then the step as a float32."""
+    """Whole numbers of steps, of the rotated key, then the step as a float32."""
     from cache import to_cache_dtype
 
     keys = random_numbers(5, 3, 8) * torch.tensor([1e-3, 1, 1e3])[:, None]
     stored = to_cache_dtype(keys, torch.int8)
     assert stored.dtype == torch.int8 and stored.shape == (5, 3, 12)
     scale = stored[..., -4:].contiguous().numpy().view("<f4")
-    turned = keys.numpy() @ hadamard(8)
-    assert scale == pytest.approx(abs(turned).max(-1, keepdims=True) / 127, rel=1e-6)
-    assert abs(stored[..., :8].numpy() - turned / scale).max() < 0.5001
+    rotated = keys.numpy() @ hadamard(8)
+    assert scale == pytest.approx(abs(rotated).max(-1, keepdims=True) / 127, rel=1e-6)
+    assert abs(stored[..., :8].numpy() - rotated / scale).max() < 0.5001
     assert (stored[..., :8].abs().amax(-1) == 127).all()
 
 
@@ -72,8 +72,8 @@ def test_outliers_cost_little():
     keys[:, 5] *= 30
     values, scale = quantize(keys)
     plain = (values * scale[:, None] - keys).std()
-    turned = (torch.from_numpy(restored(to_cache_dtype(keys, torch.int8), 64)) - keys).std()
-    assert turned < plain / 2
+    rotated = (torch.from_numpy(restored(to_cache_dtype(keys, torch.int8), 64)) - keys).std()
+    assert rotated < plain / 2
 
 
 @pytest.mark.parametrize("q_dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)

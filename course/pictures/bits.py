@@ -4,16 +4,16 @@ from types import SimpleNamespace as Record
 
 import torch
 
-from blocks import SIZE, padded
+from blocks import BLOCK_SIZE, pad_to_blocks
 from cache import stored_head_dim
 from command_line import STORIES
-from int8 import quantize, turn, turn_weight
-from loading.gguf_blocks import decode
+from int8 import quantize, rotate_channels, unrotate_channels
+from loading.gguf_blocks import dequantize
 from loading.load import load_model
 from model import causal_attention
 from pictures import runs, scene
 from pictures.scene import percent, word
-from pictures.turns import record_turn
+from pictures.turns import record_rotation
 
 LLAMA = "stories-llama"
 DTYPES = {
@@ -78,16 +78,16 @@ def draw_quality(record: Record) -> scene.Scene:
 
 
 def record_blocks(prompt: str) -> Record:
-    """Return the row of `rotated-int8` with one scale, with one a block, and turned."""
-    found = record_turn(prompt)
+    """Return the row of `rotated-int8` with one scale, with one a block, and rotated."""
+    found = record_rotation(prompt)
     row = torch.tensor(found.row)
     values, scale = quantize(row)
-    block_values, block_scales = quantize(padded(row))
-    turned, turned_scale = quantize(turn(row))
+    block_values, block_scales = quantize(pad_to_blocks(row))
+    rotated, rotated_scale = quantize(rotate_channels(row))
     rounded = {
         "one scale": values * scale,
-        f"a scale for {SIZE}": (block_values * block_scales[:, None]).flatten()[: len(row)],
-        "rotated, one scale": turn_weight(turned * turned_scale),
+        f"a scale for {BLOCK_SIZE}": (block_values * block_scales[:, None]).flatten()[: len(row)],
+        "rotated, one scale": unrotate_channels(rotated * rotated_scale),
     }
     return Record(
         layer=found.layer,
@@ -101,7 +101,7 @@ def record_blocks(prompt: str) -> Record:
 
 
 def draw_blocks(record: Record) -> scene.Scene:
-    hit = record.largest // SIZE
+    hit = record.largest // BLOCK_SIZE
     points = list(enumerate(record.scales))
     row = torch.tensor(record.row)
     errors = {}
@@ -111,10 +111,10 @@ def draw_blocks(record: Record) -> scene.Scene:
     one, blocks, _ = errors.values()
     return scene.Scene(
         f"An outlier sets the step of its whole row: rounding to int8 then costs {percent(one)} of "
-        f"the row's norm. With a scale for each {SIZE} numbers only its own block has large steps, "
-        f"and the error is {percent(blocks)}.",
+        f"the row's norm. With a scale for each {BLOCK_SIZE} numbers only its own block has large "
+        f"steps, and the error is {percent(blocks)}.",
         scene.Panel(
-            f"The step of each block of {SIZE}",
+            f"The step of each block of {BLOCK_SIZE}",
             scene.Lines(
                 [
                     scene.Curve("", points, "first", bars=True),
@@ -152,15 +152,15 @@ def record_keys(prompt: str) -> Record:
     model.hidden(torch.tensor([ids]), torch.arange(len(ids)), attend)
     _, place, rows = max(heads, key=lambda each: each[0])
     values, scale = quantize(rows)
-    turned, turned_scale = quantize(turn(rows))
+    rotated, rotated_scale = quantize(rotate_channels(rows))
     plain = values * scale[:, None]
-    back = turn_weight(turned * turned_scale[:, None])
+    back = unrotate_channels(rotated * rotated_scale[:, None])
     width = rows.shape[-1]
     return Record(
         layer=place[0],
         head=place[1],
         sizes=rows.abs().mean(0).tolist(),  # of each channel, over the positions
-        turned=turn(rows).abs().mean(0).tolist(),
+        rotated=rotate_channels(rows).abs().mean(0).tolist(),
         errors=[((each - rows).norm() / rows.norm()).item() for each in (plain, back)],
         bytes={
             name: stored_head_dim(width, dtype) * dtype.itemsize
@@ -177,7 +177,7 @@ def draw_keys(record: Record) -> scene.Scene:
     panels = []
     for title, sizes, error in (
         ("As they are", record.sizes, record.errors[0]),
-        ("Rotated", record.turned, record.errors[1]),
+        ("Rotated", record.rotated, record.errors[1]),
     ):
         ratio = max(sizes) / sorted(sizes)[len(sizes) // 2]
         panels.append(
@@ -227,19 +227,19 @@ def record_superblock(prompt: str) -> Record:
     seed = sum(runs.encode(prompt, 60))  # the bytes are random
     block = torch.randint(1, 255, (144,), generator=torch.manual_seed(seed)).to(torch.uint8)
     block[:4] = torch.tensor([0, 0x3C, 0, 0x3C])  # d and dmin are 1
-    before = decode("Q4_K", block)
+    before = dequantize("Q4_K", block)
     changed = {}
     for name, place in PARTS.items():
         other = block.clone()
         other[place] ^= 0x80 if name == "high bits" else 1
-        changed[name] = (decode("Q4_K", other) != before).tolist()
+        changed[name] = (dequantize("Q4_K", other) != before).tolist()
     return Record(changed=changed)
 
 
 def draw_superblock(record: Record) -> scene.Scene:
     rows = []
     for name, changed in record.changed.items():
-        counts = [sum(changed[first : first + SIZE]) for first in range(0, 256, SIZE)]
+        counts = [sum(changed[first : first + BLOCK_SIZE]) for first in range(0, 256, BLOCK_SIZE)]
         cells = [scene.Cell("second" if n else "idle", str(n)) for n in counts]
         rows.append(scene.Row(name, cells))
     bars = []

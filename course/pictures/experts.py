@@ -4,7 +4,7 @@ from types import SimpleNamespace as Record
 
 import torch
 
-from loading.gguf_blocks import decode
+from loading.gguf_blocks import dequantize
 from pictures import runs, scene
 from pictures.scene import percent, signed, times, word
 
@@ -75,7 +75,7 @@ def record_block(prompt: str) -> Record:
         token=runs.text_of(id),
         weights=weights.tolist(),
         data=data.tolist(),
-        numbers=decode("Q4_1", data).tolist(),
+        numbers=dequantize("Q4_1", data).tolist(),
     )
 
 

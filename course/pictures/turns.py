@@ -1,10 +1,10 @@
-"""What an outlier leaves of its row in int8, before and after a turn."""
+"""What an outlier leaves of its row in int8, before and after a rotation."""
 
 from types import SimpleNamespace as Record
 
 import torch
 
-from int8 import prime_factors, quantize, turn
+from int8 import prime_factors, quantize, rotate_channels
 from pictures import runs, scene
 from pictures.scene import percent, signed, times, word
 
@@ -13,7 +13,7 @@ FEW = 8  # that the first three stages mix
 
 
 @torch.inference_mode()
-def record_turn(prompt: str) -> Record:
+def record_rotation(prompt: str) -> Record:
     """Of all inputs of the Llama's linear layers, the row with the largest outlier."""
     ids = runs.encode(prompt, 60)
     model = runs.load("stories-llama")
@@ -41,17 +41,17 @@ def record_turn(prompt: str) -> Record:
     few = steps[first : first + FEW]
     only = torch.zeros(FEW)
     only[at - first] = 1
-    sizes = (1, 2, 4, FEW)  # a turn of 2 numbers is the first stage, one of 4 the first two
+    sizes = (1, 2, 4, FEW)  # a rotation of 2 numbers is the first stage, one of 4 the first two
     return Record(
         layer=layer,
         token=runs.texts_of(ids)[position],
         row=row.tolist(),
-        turned=turn(row).tolist(),
+        rotated=rotate_channels(row).tolist(),
         largest=at,
         first=first,
-        stages=[turn(few.view(-1, size)).flatten().tolist() for size in sizes],
+        stages=[rotate_channels(few.view(-1, size)).flatten().tolist() for size in sizes],
         # of each number at each stage: is the outlier in it?
-        reached=[turn(only.view(-1, size)).flatten().bool().tolist() for size in sizes],
+        reached=[rotate_channels(only.view(-1, size)).flatten().bool().tolist() for size in sizes],
     )
 
 
@@ -60,7 +60,7 @@ def largest_of(x: torch.Tensor) -> torch.Tensor:
     return x.abs().amax(-1) / x.pow(2).mean(-1).sqrt()
 
 
-def draw_turn(record: Record) -> scene.Scene:
+def draw_rotation(record: Record) -> scene.Scene:
     panels = []
     medians = []
     ratios = []
@@ -68,7 +68,7 @@ def draw_turn(record: Record) -> scene.Scene:
     whose = f"An input of {record.layer}, at the token {word(record.token)}"
     for title, said, numbers in (
         ("As it is", whose, record.row),
-        ("Turned", "The same row", record.turned),
+        ("Rotated", "The same row", record.rotated),
     ):
         row = torch.tensor(numbers)
         values, scale = quantize(row)
@@ -108,8 +108,8 @@ def draw_turn(record: Record) -> scene.Scene:
     first, last = len(record.stages) - 1, len(prime_factors(len(record.row)))
     return scene.Scene(
         f"An outlier, {ratios[0]:.0f} times the root mean square of its row, takes the 127 steps "
-        f"for itself: the median |x| is {times(medians[0], 'step')}. A turn spreads the outlier "
-        f"over the row, and the median becomes {times(medians[1], 'step')}.",
+        f"for itself: the median |x| is {times(medians[0], 'step')}. A rotation spreads the "
+        f"outlier over the row, and the median becomes {times(medians[1], 'step')}.",
         *panels,
         scene.Panel(
             f"The outlier among its neighbours, at the first {first} of {last} stages",
@@ -123,6 +123,6 @@ def draw_turn(record: Record) -> scene.Scene:
 
 PICTURES = {
     "rotated-int8": scene.Picture(
-        "Once upon a time, there was a little girl", record_turn, draw_turn
+        "Once upon a time, there was a little girl", record_rotation, draw_rotation
     )
 }

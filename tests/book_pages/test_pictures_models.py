@@ -12,7 +12,7 @@ from scenes import drawn, forms, probs_after, written
 import pictures
 from command_line import STORIES
 from infer import generate
-from int8 import quantize, turn_weight
+from int8 import quantize, unrotate_channels
 from loading.chat import Chat
 from loading.load import load_model
 from model import causal_attention
@@ -371,8 +371,8 @@ def test_what_layers_with_windows_see():
     assert count == 11 and caption in shown.caption
 
 
-def test_a_turn_leaves_steps_for_the_others():
-    """The row is an input of its layer, and the turn is a product with a Hadamard matrix."""
+def test_a_rotation_leaves_steps_for_the_others():
+    """The row is an input of its layer, and the rotation is a product with a Hadamard matrix."""
     record, shown = drawn("rotated-int8")
     model = runs.load("stories-llama")
     ids = runs.encode(pictures.PICTURES["rotated-int8"].prompt, 60)
@@ -388,8 +388,8 @@ def test_a_turn_leaves_steps_for_the_others():
     matrix = torch.ones(1, 1)
     for _ in range(9):
         matrix = torch.kron(torch.tensor([[1.0, 1], [1, -1]]), matrix)
-    assert record.turned == pytest.approx((row @ matrix).tolist(), abs=1e-3)
-    assert turn_weight(torch.tensor([record.turned]))[0].tolist() == pytest.approx(
+    assert record.rotated == pytest.approx((row @ matrix).tolist(), abs=1e-3)
+    assert unrotate_channels(torch.tensor([record.rotated]))[0].tolist() == pytest.approx(
         record.row, abs=1e-3
     )
     charts = forms(shown, Lines)
@@ -418,7 +418,9 @@ def test_a_turn_leaves_steps_for_the_others():
         assert said == pytest.approx((few @ mixed).tolist(), abs=0.06)
         assert [cell.kind == "second" for cell in cells] == mixed[at].bool().tolist()
     assert "20 times the root mean square" in shown.caption
-    assert "median |x| is 1 step. A turn" in shown.caption and "becomes 58 steps." in shown.caption
+    assert (
+        "median |x| is 1 step. A rotation" in shown.caption and "becomes 58 steps." in shown.caption
+    )
 
 
 def test_blocks_of_keys_end_in_the_weights_of_transformers():
@@ -650,13 +652,13 @@ def test_the_divergence_of_each_dtype():
 
 
 def test_the_error_of_a_row_in_blocks():
-    from blocks import to_blocks
+    from blocks import quantize_blocks
 
     record, shown = drawn("int8-blocks")
     row = torch.tensor(record.row)
-    blocks = to_blocks(row[None])  # its scales are float16
+    blocks = quantize_blocks(row[None])  # its scales are float16
     assert record.scales == pytest.approx(blocks.scale[0].tolist(), rel=1e-3)
-    error = (blocks.floats()[0] - row).norm().item()
+    error = (blocks.dequantize()[0] - row).norm().item()
     own = (torch.tensor(record.rounded["a scale for 32"]) - row).norm().item()
     assert own == pytest.approx(error, rel=0.02)
     assert max(record.scales) == pytest.approx(record.scale)
@@ -683,7 +685,7 @@ def test_keys_in_a_cache_of_8_bits():
     assert list(record.bytes.values()) == [4 * 32, 2 * 32, stored[0].nbytes]
     assert record.errors[1] < record.errors[0]
     charts = [form.curves[0].points for form in forms(shown, Lines)]
-    assert charts == [list(enumerate(sizes)) for sizes in (record.sizes, record.turned)]
+    assert charts == [list(enumerate(sizes)) for sizes in (record.sizes, record.rotated)]
 
 
 def test_a_normed_query_has_the_same_scores_however_large_its_weights():
