@@ -35,7 +35,7 @@ from sampling import SamplingParams, sampling_probs, token_logprob
 BOOK = Path(__file__).with_name("book")
 CHECKPOINTS = build.SOURCE.parent.parent / "checkpoints"
 MODELS = ("stories-llama", "stories-draft")  # what a text is written by, and what drafts for it
-SECONDS = 600  # that the compiler may take: the first time it makes a C library, too
+TIMEOUT = 600  # that the compiler may take: the first time it makes a C library, too
 BASE = 2**21  # where the weights lie; below it is what the compiler needs
 FLAGS = (
     *("-target", "wasm32-wasi", "-std=gnu11", "-O3", "-msimd128"),
@@ -104,9 +104,9 @@ def compile_gpt() -> bytes:
         file = Path(folder, "gpt.wasm")
         command = [sys.executable, "-m", "ziglang", "cc", *FLAGS, str(build.SOURCE)]
         try:
-            build.call([*command, "-o", str(file)], SECONDS)
+            build.run_compiler([*command, "-o", str(file)], TIMEOUT)
         except subprocess.TimeoutExpired:
-            raise build.BuildError(f"ziglang takes more than {SECONDS} s") from None
+            raise build.BuildError(f"ziglang takes more than {TIMEOUT} s") from None
         return file.read_bytes()
 
 
@@ -118,7 +118,7 @@ def export(directory: Path) -> dict:
     config = load_config(directory)
     if any(config.sliding_windows) or isinstance(config, GemmaConfig):
         raise UserError(f"{directory}: the page computes no layers with windows, and no Gemma")
-    model = with_plain_layers(load_model(directory, torch.int8))
+    model = replace_with_plain_linear(load_model(directory, torch.int8))
     tensors = list(model.state_dict().values())
     tables = [torch.empty(0)] * 2
     if isinstance(model, Llama):
@@ -166,7 +166,7 @@ class PlainLinear(NativeLinear):
         self.bias = layer.bias
 
 
-def with_plain_layers(model: nn.Module) -> nn.Module:
+def replace_with_plain_linear(model: nn.Module) -> nn.Module:
     """Put packed layers in the places of the int8 ones, one for those that share a weight."""
     packed = {}
     for module in list(model.modules()):

@@ -3,8 +3,8 @@
 import torch
 
 from native.build import BuildError, kernel, load
-from native.linear import native_layers
-from native.step import NativeDraws, NativeRunner
+from native.linear import replace_with_native_linear
+from native.step import NativeRunner, NativeSampler
 
 __all__ = ["BuildError", "NativeRunner", "kernel", "use_native"]
 
@@ -18,7 +18,7 @@ def use_native(model: torch.nn.Module) -> None:
     """
     if model.runner.ranks:
         library = load()
-        native_layers(model, library)
-        model.runner.runner = NativeDraws(library)
+        replace_with_native_linear(model, library)
+        model.runner.runner = NativeSampler(library)
     else:
         model.runner = NativeRunner(model)

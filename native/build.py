@@ -30,9 +30,9 @@ FLAGS = (
     "-ffp-contract=off",
 )
 # Tuned for some AMD processors, gcc's code reads numbers from memory at each use.
-WIDE = ("-march=native", "-mtune=generic", "-mprefer-vector-width=512")
-NATIVE = WIDE, ("-march=native",), ("-mcpu=native",), ()  # the first that the compiler accepts
-SECONDS = 120  # the time limit of one run of the compiler
+AVX512 = ("-march=native", "-mtune=generic", "-mprefer-vector-width=512")
+TARGETS = AVX512, ("-march=native",), ("-mcpu=native",), ()  # the first that the compiler accepts
+TIMEOUT = 120  # the time limit of one run of the compiler
 
 
 class BuildError(Exception):
@@ -50,28 +50,30 @@ def load(target: tuple[str, ...] | None = None) -> ctypes.CDLL:
     """
     try:
         compiler = shlex.split(os.environ.get("CC", "")) or default_compiler()
-        options = [*shlex.split(os.environ.get("CFLAGS", "")), *FLAGS]
+        base_flags = [*shlex.split(os.environ.get("CFLAGS", "")), *FLAGS]
         # Not $CFLAGS: -ffast-math there would make the whole process round tiny numbers to 0.
-        linking = [*compiler, "-O3", *shlex.split(os.environ.get("LDFLAGS", ""))]
+        link_command = [*compiler, "-O3", *shlex.split(os.environ.get("LDFLAGS", ""))]
     except ValueError as error:  # an unclosed quotation mark
         raise BuildError(f"$CC, $CFLAGS or $LDFLAGS: {error}") from None
     try:
-        flags, macros = predefined([*compiler, *options], NATIVE if target is None else (target,))
-        compiling = [*compiler, *options, *flags]
-        about = repr((compiling, linking, openmp())).encode()
-        code = [file.read_bytes() for file in sorted(SOURCE.parent.glob("*.[ch]"))]
-        key = hashlib.sha256(b"\0".join([macros, about, *code])).hexdigest()
-        directory, file = find(key)
+        flags, macros = predefined_macros(
+            [*compiler, *base_flags], TARGETS if target is None else (target,)
+        )
+        compile_command = [*compiler, *base_flags, *flags]
+        commands = repr((compile_command, link_command, torch_openmp())).encode()
+        sources = [file.read_bytes() for file in sorted(SOURCE.parent.glob("*.[ch]"))]
+        key = hashlib.sha256(b"\0".join([macros, commands, *sources])).hexdigest()
+        directory, file = find_cached(key)
         if file is None:
-            with removed_on_sigterm(), tempfile.TemporaryDirectory(dir=directory) as temporary:
-                file = compile_into(Path(temporary), compiling, linking)
-                return open_library(keep(file, directory, key) if directory else file)
+            with exit_on_sigterm(), tempfile.TemporaryDirectory(dir=directory) as temporary:
+                file = compile_library(Path(temporary), compile_command, link_command)
+                return open_library(cache_library(file, directory, key) if directory else file)
         return open_library(file)
     except OSError as error:
         raise BuildError(f"gpt.c cannot be compiled: {error}") from None
     except subprocess.TimeoutExpired:
         raise BuildError(
-            f"the C compiler {name_of(compiler)} takes more than {SECONDS} s"
+            f"the C compiler {compiler_name(compiler)} takes more than {TIMEOUT} s"
         ) from None
 
 
@@ -84,20 +86,20 @@ def default_compiler() -> list[str]:
     raise BuildError("there is no C compiler; `pip install ziglang` brings one, for one thread")
 
 
-def predefined(command: list[str], choices: tuple) -> tuple[tuple[str, ...], bytes]:
+def predefined_macros(command: list[str], candidates: tuple) -> tuple[tuple[str, ...], bytes]:
     """The first flags that the compiler accepts, and the macros that it predefines with them.
 
     The macros tell its version and the instruction sets that it may use. Raises BuildError.
     """
-    for flags in choices:
+    for flags in candidates:
         try:
-            return flags, call([*command, *flags, "-dM", "-E", "-x", "c", os.devnull])
+            return flags, run_compiler([*command, *flags, "-dM", "-E", "-x", "c", os.devnull])
         except BuildError as error:
             reason = error
     raise reason
 
 
-def find(key: str) -> tuple[Path | None, Path | None]:
+def find_cached(key: str) -> tuple[Path | None, Path | None]:
     """The cache directory and the library in it, each None if it cannot be used.
 
     The library is called KEY-HASH.so. Only this user can have written it, and its bytes have that
@@ -106,11 +108,11 @@ def find(key: str) -> tuple[Path | None, Path | None]:
     try:
         directory = cache_directory()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not only_ours(directory):
+        if not is_private(directory):
             raise PermissionError(f"{directory} is not a directory of this user alone")
         for file in directory.glob(f"{key}-*.so"):
-            digest = hashlib.sha256(file.read_bytes()).hexdigest()
-            if only_ours(file) and file.stem == f"{key}-{digest}":
+            library_hash = hashlib.sha256(file.read_bytes()).hexdigest()
+            if is_private(file) and file.stem == f"{key}-{library_hash}":
                 return directory, file
         with tempfile.TemporaryFile(dir=directory) as probe:
             probe.write(bytes(2**20))  # raises if the directory is read-only or the disk full
@@ -121,12 +123,12 @@ def find(key: str) -> tuple[Path | None, Path | None]:
         return None, None
 
 
-def keep(library: Path, directory: Path, key: str) -> Path:
+def cache_library(library: Path, directory: Path, key: str) -> Path:
     """Move a complete library into the cache. Several processes may do this at once."""
     try:
         library.chmod(0o700)
-        digest = hashlib.sha256(library.read_bytes()).hexdigest()
-        return library.replace(directory / f"{key}-{digest}.so")
+        library_hash = hashlib.sha256(library.read_bytes()).hexdigest()
+        return library.replace(directory / f"{key}-{library_hash}.so")
     except OSError as error:
         print(f"note: gpt.c is compiled in each run: {error}", file=sys.stderr)
         return library
@@ -137,14 +139,14 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-native"
 
 
-def only_ours(path: Path) -> bool:
+def is_private(path: Path) -> bool:
     """Whether this user owns a file or directory and no one else can write to it."""
-    about = path.stat()
-    owner = os.getuid() if hasattr(os, "getuid") else about.st_uid
-    return about.st_uid == owner and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    info = path.stat()
+    owner = os.getuid() if hasattr(os, "getuid") else info.st_uid
+    return info.st_uid == owner and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def openmp() -> list[str]:
+def torch_openmp() -> list[str]:
     """The path of torch's OpenMP library, or nothing.
 
     With another library, two pools of threads would compete for the cores.
@@ -154,7 +156,7 @@ def openmp() -> list[str]:
     return sorted(str(file) for pattern in patterns for file in library.glob(pattern))[:1]
 
 
-def compile_into(directory: Path, compiling: list[str], linking: list[str]) -> Path:
+def compile_library(directory: Path, compile_command: list[str], link_command: list[str]) -> Path:
     """Compile gpt.c and the C files beside it into one library. Raises BuildError.
 
     The library has one thread if the compiler cannot use torch's OpenMP.
@@ -162,14 +164,14 @@ def compile_into(directory: Path, compiling: list[str], linking: list[str]) -> P
     sources = sorted(SOURCE.parent.glob("*.c"))
     objects = {source: str(directory / f"{source.stem}.o") for source in sources}
     library = directory / "gpt.so"
-    link = [*linking, "-shared", *objects.values(), "-lm", "-o", str(library)]
+    link = [*link_command, "-shared", *objects.values(), "-lm", "-o", str(library)]
     if sys.platform == "linux":
         link.append("-Wl,-z,defs")
-    for threads, libraries in ((["-fopenmp"], openmp()), ([], [])):
+    for threads, libraries in ((["-fopenmp"], torch_openmp()), ([], [])):
         try:
-            for source, code in objects.items():
-                call([*compiling, *threads, "-c", str(source), "-o", code])
-            call([*link, *libraries])
+            for source, object_file in objects.items():
+                run_compiler([*compile_command, *threads, "-c", str(source), "-o", object_file])
+            run_compiler([*link, *libraries])
             if library.exists():
                 return library
             raise BuildError("the C compiler wrote no file")
@@ -178,29 +180,29 @@ def compile_into(directory: Path, compiling: list[str], linking: list[str]) -> P
     raise reason
 
 
-def name_of(command: list[str]) -> str:
+def compiler_name(command: list[str]) -> str:
     """What errors call a compiler."""
     return "ziglang" if "ziglang" in command[:3] else command[0]
 
 
-def call(command: list[str], seconds: float | None = None) -> bytes:
+def run_compiler(command: list[str], seconds: float | None = None) -> bytes:
     """Run a compiler and return its output. Raises BuildError with its first error.
 
     seconds: the time limit, SECONDS if None. Raises TimeoutExpired after it.
     """
-    name = name_of(command)
+    name = compiler_name(command)
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    english = os.environ | {"LC_ALL": "C"}
-    with contextlib.ExitStack() as held:
-        held.enter_context(sigterm_held_back())
+    environment = os.environ | {"LC_ALL": "C"}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(defer_sigterm())
         try:
-            process = subprocess.Popen(command, **pipes, env=english, start_new_session=True)
+            process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)
         except OSError as error:
             raise BuildError(f"the C compiler {name} cannot be run: {error.strerror}") from None
         with process:
             try:
-                held.close()
-                output, errors = process.communicate(timeout=seconds or SECONDS)
+                stack.close()
+                output, errors = process.communicate(timeout=seconds or TIMEOUT)
             except BaseException:
                 os.killpg(process.pid, signal.SIGKILL)  # a compiler has processes of its own
                 raise
@@ -212,7 +214,7 @@ def call(command: list[str], seconds: float | None = None) -> bytes:
 
 
 @contextlib.contextmanager
-def sigterm_held_back() -> Iterator[None]:
+def defer_sigterm() -> Iterator[None]:
     """Delay SIGTERM to the end of the block, if the program has a handler for it.
 
     An exception of the handler while a process is being started would orphan that process.
@@ -221,18 +223,18 @@ def sigterm_held_back() -> Iterator[None]:
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield
         return
-    late = []
-    signal.signal(signal.SIGTERM, lambda *about: late.append(about))
+    deferred = []
+    signal.signal(signal.SIGTERM, lambda *info: deferred.append(info))
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, handler)
-    for about in late[:1]:
-        handler(*about)
+    for info in deferred[:1]:
+        handler(*info)
 
 
 @contextlib.contextmanager
-def removed_on_sigterm() -> Iterator[None]:
+def exit_on_sigterm() -> Iterator[None]:
     """Let SIGTERM raise SystemExit in the block, so that its temporary files are removed."""
 
     def end(number, frame):

@@ -137,7 +137,7 @@ class NativeLinear(nn.Module):
         sizes = self.out_features, self.in_features, self.out_features
         return LinearStruct(*addresses, *sizes, self.quant_type, self.scale_type, self.adapters)
 
-    def take_adapters(self, pairs: list[tuple[torch.Tensor, torch.Tensor] | None]) -> None:
+    def set_adapters(self, pairs: list[tuple[torch.Tensor, torch.Tensor] | None]) -> None:
         """Let C add what adapters do, by their numbers: A and B, or None, of each; []: none."""
         self.packed = [pair and (pair[0].contiguous(), pair[1].t().contiguous()) for pair in pairs]
         structs = [
@@ -188,7 +188,7 @@ class NativeEmbedding(nn.Module):
         return y
 
 
-def native_layers(model: nn.Module, library: ctypes.CDLL) -> None:
+def replace_with_native_linear(model: nn.Module, library: ctypes.CDLL) -> None:
     """Put native layers in the places of a model's linear layers and token embedding.
 
     All other weights of 16 bits become float32: then torch computes in it what C does not.
@@ -234,7 +234,7 @@ def check_layer(layer: nn.Module, out: int, size: int) -> None:
 
 
 def float_address(tensor: torch.Tensor | None, *shape: int) -> int | None:
-    """`address` of float32 numbers, or of those of 16 bits that `native_layers` makes float32."""
+    """`address` of float32 numbers, or of 16-bit ones, which are made float32."""
     dtype = getattr(tensor, "dtype", None)
     return address(tensor, dtype if dtype in FLOAT_DTYPES else torch.float32, *shape)
 

@@ -8,7 +8,7 @@ from cache import kv_cache_group_ids, stored_head_dim
 from llama import Llama, local_rope_layers, rotary_embedding
 from model import TorchRunner
 from native import build, draw
-from native.linear import NativeLinear, address, native_layers
+from native.linear import NativeLinear, address, replace_with_native_linear
 from native.structs import INT, POINTER, model_struct, struct
 from sampling import choose
 
@@ -30,7 +30,7 @@ PassStruct = struct(
 CACHE_DTYPES = {torch.float32: 0, torch.float16: 1, torch.int8: 3}  # dtypes of a cache, as in gpt.c
 
 
-class NativeDraws(TorchRunner):
+class NativeSampler(TorchRunner):
     """Draws in C; torch computes the passes, in which native layers may compute the products."""
 
     def __init__(self, library: ctypes.CDLL):
@@ -48,7 +48,7 @@ class NativeDraws(TorchRunner):
         return draw.draw(self.library, logits, params, positions, allowed)
 
 
-class NativeRunner(NativeDraws):
+class NativeRunner(NativeSampler):
     """Computes the passes of one model in C, and draws in C.
 
     The model's weights are packed, in place: what is loaded or moved later is not seen, and the
@@ -63,12 +63,12 @@ class NativeRunner(NativeDraws):
         super().__init__(build.load() if target is None else build.load(target))  # one cache key
         self.library.work_floats.restype = INT
         model_struct(model)  # each tensor is checked before the first is packed
-        native_layers(model, self.library)
+        replace_with_native_linear(model, self.library)
         self.model = model_struct(model)
         self.adapters = None  # those of the model that C knows
         # Without and with a storage of their own for layers with a window.
         self.group_ids = [kv_cache_group_ids(self.config, separate) for separate in (False, True)]
-        self.layers = [layer_arrays(group_ids) for group_ids in self.group_ids]
+        self.layers = [group_arrays(group_ids) for group_ids in self.group_ids]
         self.rotary_embedding = []
         if isinstance(model, Llama):
             is_local = sorted(set(local_rope_layers(model.config)) | {False})
@@ -82,17 +82,17 @@ class NativeRunner(NativeDraws):
 
     def logits(self, model, cache, spans: list, keep: list[int]) -> torch.Tensor:
         if model.adapters is not self.adapters:
-            self.take_adapters(model)
+            self.set_adapters(model)
         return self.compute(cache.storages, spans, keep)
 
-    def take_adapters(self, model) -> None:
+    def set_adapters(self, model) -> None:
         """Let C add what the adapters of a model do, and nothing that earlier ones did."""
         self.adapters = model.adapters
         names, layers = (self.adapters.names, self.adapters.layers) if self.adapters else ([], {})
         for path, layer in model.named_modules():
             if isinstance(layer, NativeLinear):
                 pairs = layers.get(path, {})
-                layer.take_adapters([pairs.get(name) for name in names] if pairs else [])
+                layer.set_adapters([pairs.get(name) for name in names] if pairs else [])
         self.model = model_struct(model)
 
     def compute(self, storages: list[torch.Tensor], spans: list, keep: list[int]) -> torch.Tensor:
@@ -124,16 +124,22 @@ class NativeRunner(NativeDraws):
         for (span_pages, start, new, span_sliding_pages, adapter), count in zip(
             spans, keep, strict=True
         ):
-            steps = range(start, start + len(new))
-            room = min(len(span_pages), len(span_sliding_pages)) if separate else len(span_pages)
-            if start < 0 or steps.stop > room * page_size or not 0 <= count <= len(new):
-                room = f"{room} pages of {page_size}"
+            span_positions = range(start, start + len(new))
+            capacity = (
+                min(len(span_pages), len(span_sliding_pages)) if separate else len(span_pages)
+            )
+            if (
+                start < 0
+                or span_positions.stop > capacity * page_size
+                or not 0 <= count <= len(new)
+            ):
+                room = f"{capacity} pages of {page_size}"
                 raise ValueError(f"{len(new)} tokens from {start} on, {count} to keep, in {room}")
             table_starts += [len(pages)] * len(new)
-            pages += span_pages[:room]
-            sliding_pages += span_sliding_pages[:room]
+            pages += span_pages[:capacity]
+            sliding_pages += span_sliding_pages[:capacity]
             tokens += new
-            positions += steps
+            positions += span_positions
             lora_ids += [self.adapters.names.index(adapter) if adapter else -1] * len(new)
             logits_indices += range(len(tokens) - count, len(tokens))
         length = max(positions) + 1
@@ -155,10 +161,10 @@ class NativeRunner(NativeDraws):
         angles = [table for each in self.rotary_embedding for table in each.cos_sin(length)]
         angles = (address(table, torch.float32, length, 1, config.head_dim) for table in angles)
         sizes = page_size, len(tokens), len(logits_indices)
-        job = PassStruct(*groups, *sizes, *self.layers[separate], *arrays, *angles)
-        job.cache_dtype = CACHE_DTYPES[dtype]
+        batch = PassStruct(*groups, *sizes, *self.layers[separate], *arrays, *angles)
+        batch.cache_dtype = CACHE_DTYPES[dtype]
         if max(lora_ids) >= 0:
-            job.lora_ids = (INT * len(lora_ids))(*lora_ids)
+            batch.lora_ids = (INT * len(lora_ids))(*lora_ids)
         model = ctypes.byref(self.model)
         threads = torch.get_num_threads()
         # Room for each call its own: ctypes lets other threads of Python run meanwhile.
@@ -166,11 +172,11 @@ class NativeRunner(NativeDraws):
         work = torch.empty(floats)
         logits = torch.empty(len(logits_indices), config.vocab_size)
         buffers = POINTER(logits.data_ptr()), POINTER(work.data_ptr())
-        self.library.gpt_pass(model, ctypes.byref(job), *buffers, threads)
+        self.library.gpt_pass(model, ctypes.byref(batch), *buffers, threads)
         return logits
 
 
-def layer_arrays(group_ids: list[int]) -> tuple[ctypes.Array, ctypes.Array]:
+def group_arrays(group_ids: list[int]) -> tuple[ctypes.Array, ctypes.Array]:
     """The kinds of layers as C reads them, and the number of each among those of its kind."""
     group_indices = [group_ids[:layer].count(group_id) for layer, group_id in enumerate(group_ids)]
     return tuple((INT * len(group_ids))(*numbers) for numbers in (group_ids, group_indices))

@@ -48,7 +48,7 @@ ModelStruct = struct(
 )
 
 
-COMPUTED = (GPT, Llama, Gemma)  # what gpt.c computes: it tells them apart by the layers they have
+SUPPORTED = (GPT, Llama, Gemma)  # what gpt.c computes: it tells them apart by the layers they have
 
 
 def model_struct(model) -> ModelStruct:
@@ -57,8 +57,8 @@ def model_struct(model) -> ModelStruct:
     Raises ValueError for another architecture, and for weights that are neither floats of 32
     or 16 bits nor int8, not on the CPU, or not of the shape that the config says.
     """
-    if type(model) not in COMPUTED:
-        allowed = " and ".join(kind.__name__ for kind in COMPUTED)
+    if type(model) not in SUPPORTED:
+        allowed = " and ".join(each.__name__ for each in SUPPORTED)
         raise ValueError(f"native code computes {allowed}; this is {type(model).__name__}")
     config = model.config
     C = config.n_embd
@@ -101,7 +101,7 @@ def layer_struct(model, block: int) -> LayerStruct:
     keys = config.n_kv_head * config.head_dim
     attn_in = {"qkv": queries + 2 * keys, "query": queries, "key": keys, "value": keys}
 
-    def side_by_side(outputs: dict[str, int], *numbers: int) -> tuple[LinearStruct, ...]:
+    def concatenated(outputs: dict[str, int], *numbers: int) -> tuple[LinearStruct, ...]:
         """Layers on the same input, with their outputs, which C writes side by side."""
         layers = {role: model.layer(role, *numbers) for role in outputs}
         roles = [role for role in outputs if layers[role] is not None]
@@ -111,7 +111,7 @@ def layer_struct(model, block: int) -> LayerStruct:
         return structs
 
     def mlp(prefix: str, inner: int, *numbers: int) -> MLPStruct:
-        inputs = side_by_side({f"{prefix}gate": inner, f"{prefix}up": inner}, *numbers)
+        inputs = concatenated({f"{prefix}gate": inner, f"{prefix}up": inner}, *numbers)
         return MLPStruct(inputs, linear(model.layer(f"{prefix}down", *numbers), C, inner))
 
     router = model.layer("router", block)
@@ -128,7 +128,7 @@ def layer_struct(model, block: int) -> LayerStruct:
         mlps = {"mlp": mlp("", config.n_inner, block)}
     return LayerStruct(
         attn_norm=norm(model.layer("attn_norm", block), C),
-        attn_in=side_by_side(attn_in, block),
+        attn_in=concatenated(attn_in, block),
         query_norm=norm(model.layer("query_norm", block), config.head_dim),
         key_norm=norm(model.layer("key_norm", block), config.head_dim),
         attn_out_norm=norm(model.layer("attn_out_norm", block), C),

@@ -475,14 +475,14 @@ def fresh(monkeypatch, tmp_path):
 def compilations(fresh, monkeypatch):
     """A list to which each run of the compiler that makes code adds its command."""
     commands = []
-    call = fresh.call
+    call = fresh.run_compiler
 
     def recorded(command):
         if "-c" in command:
             commands.append(command)
         return call(command)
 
-    monkeypatch.setattr(fresh, "call", recorded)
+    monkeypatch.setattr(fresh, "run_compiler", recorded)
     return commands
 
 

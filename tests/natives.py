@@ -117,12 +117,12 @@ def assert_equal(x, weight, scale, bias=None) -> None:
     assert torch.equal(native_linear(weight.clone(), scale, bias)(x), expected)
 
 
-def with_native_layers(model):
+def with_native_linear(model):
     """The model, with its products in C."""
     from native import build
-    from native.linear import native_layers
+    from native.linear import replace_with_native_linear
 
-    native_layers(model, build.load())
+    replace_with_native_linear(model, build.load())
     return model
 
 
@@ -214,9 +214,9 @@ def quantized_in_blocks(model):
     return model
 
 
-def of_kind(model, kind):
+def native_in_dtype(model, dtype):
     """The model in C, in float32 or int8."""
-    return native(to_int8(model) if kind == torch.int8 else model)
+    return native(to_int8(model) if dtype == torch.int8 else model)
 
 
 def in_passes(model, texts: list, passes: list[list[int]], page_size: int, seed=0) -> torch.Tensor:

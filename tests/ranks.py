@@ -209,11 +209,11 @@ def attention_in_float64():
 def alone(name, tokens, dtype=torch.float32, native=True) -> torch.Tensor:
     from loading.load import load_model
     from native import build
-    from native.linear import native_layers
+    from native.linear import replace_with_native_linear
 
     model = load_model(name, dtype)
     if native:
-        native_layers(model, build.load())
+        replace_with_native_linear(model, build.load())
     with torch.inference_mode():
         return model(tokens)
 

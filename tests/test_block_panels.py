@@ -123,9 +123,9 @@ def test_nan_and_infinity_stay_in_their_row(target):
         assert torch.equal(found[[0, 1, 3]], expected[[0, 1, 3]]) and found[2].isnan().all()
 
 
-@pytest.mark.parametrize("kind", ["tiny", "tiny_llama", "tiny_gemma", "tiny_experts"])
-def test_passes_of_each_family(request, kind, compiled):
-    check_passes(quantized_in_blocks(request.getfixturevalue(kind)(dtype=torch.float32)))
+@pytest.mark.parametrize("family", ["tiny", "tiny_llama", "tiny_gemma", "tiny_experts"])
+def test_passes_of_each_family(request, family, compiled):
+    check_passes(quantized_in_blocks(request.getfixturevalue(family)(dtype=torch.float32)))
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q5_K"])

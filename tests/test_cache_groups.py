@@ -6,7 +6,7 @@ from conftest import random_tokens
 from engines import finish, make_engine, own_texts, request_params, step
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from natives import native, of_kind
+from natives import native, native_in_dtype
 
 from cache import Span
 
@@ -25,7 +25,7 @@ def kinds(build, backend="torch", **shape):
     model = build(dtype=torch.float64 if backend == "torch" else torch.float32, **shape)
     if backend == "torch":
         return model
-    return of_kind(model, torch.int8 if backend == "int8" else torch.float32)
+    return native_in_dtype(model, torch.int8 if backend == "int8" else torch.float32)
 
 
 def run(engine) -> list[int]:

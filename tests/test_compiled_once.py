@@ -29,10 +29,10 @@ def test_other_flags_or_lines_are_other_code(fresh, compilations, monkeypatch, v
     if variable == "our flags":  # one that no predefined macro shows
         monkeypatch.setattr(fresh, "FLAGS", (*fresh.FLAGS, "-fno-inline"))
     elif variable == "macros":  # another version of the compiler, or another processor
-        found = fresh.predefined
-        monkeypatch.setattr(fresh, "predefined", lambda *about: (found(*about)[0], b"other"))
+        found = fresh.predefined_macros
+        monkeypatch.setattr(fresh, "predefined_macros", lambda *about: (found(*about)[0], b"other"))
     elif variable == "OpenMP":
-        monkeypatch.setattr(fresh, "openmp", lambda: [])
+        monkeypatch.setattr(fresh, "torch_openmp", lambda: [])
     elif variable == "source":
         fresh.SOURCE.write_text(fresh.SOURCE.read_text() + "int more;\n")
     elif variable != "target":
@@ -136,7 +136,7 @@ def test_two_processes_compile_at_once(fresh, monkeypatch, tmp_path):
 
 def test_a_compiler_that_hangs_is_ended(fresh, monkeypatch, tmp_path):
     hanging = hanging_compiler(monkeypatch, tmp_path)
-    monkeypatch.setattr(fresh, "SECONDS", 1)
+    monkeypatch.setattr(fresh, "TIMEOUT", 1)
     with pytest.raises(fresh.BuildError, match="hanging-cc takes more than 1 s"):
         fresh.load()
     wait_until(lambda: not alive(hanging.read_text()))
@@ -168,7 +168,7 @@ def test_without_a_compiler_the_package_ziglang_is_one(fresh, compilations, monk
 
 def test_ziglang_is_named_when_it_hangs(fresh, monkeypatch, tmp_path):
     only_ziglang(fresh, monkeypatch, tmp_path, "import time\ntime.sleep(1000)\n")
-    monkeypatch.setattr(fresh, "SECONDS", 1)
+    monkeypatch.setattr(fresh, "TIMEOUT", 1)
     with pytest.raises(fresh.BuildError, match="^the C compiler ziglang takes more than 1 s"):
         fresh.load()
 

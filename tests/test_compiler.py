@@ -80,9 +80,9 @@ def test_of_several_openmp_libraries_one_is_linked(fresh, monkeypatch, tmp_path)
         (libraries / name).write_text("")
     torch_package = SimpleNamespace(origin=str(tmp_path / "torch" / "__init__.py"))
     monkeypatch.setattr(fresh.importlib.util, "find_spec", lambda name: torch_package)
-    assert fresh.openmp() == [str(libraries / "libgomp-1.so.1")]
+    assert fresh.torch_openmp() == [str(libraries / "libgomp-1.so.1")]
     (libraries / "libgomp-1.so.1").unlink()
-    assert fresh.openmp() == [str(libraries / "libiomp5.so")]
+    assert fresh.torch_openmp() == [str(libraries / "libiomp5.so")]
 
 
 def test_without_torchs_openmp_the_code_is_for_one_thread(fresh, monkeypatch):
@@ -91,19 +91,19 @@ def test_without_torchs_openmp_the_code_is_for_one_thread(fresh, monkeypatch):
     lines = ("#ifdef _OPENMP", several, 'const char kernel[64] = "several";', "#else")
     lines += ('const char kernel[64] = "one";', "#endif", "")
     fresh.SOURCE.write_text("\n".join(lines))
-    monkeypatch.setattr(fresh, "openmp", lambda: [])
+    monkeypatch.setattr(fresh, "torch_openmp", lambda: [])
     assert fresh.kernel() == "one"
 
 
 def test_a_compiler_without_openmp_makes_code_for_one_thread(fresh, monkeypatch):
     monkeypatch.setattr(fresh, "SOURCE", fresh.Path(fresh.__file__).with_name("gpt.c"))
     monkeypatch.setattr(fresh, "FLAGS", (*fresh.FLAGS, "-O0"))  # a second less
-    call = fresh.call
+    call = fresh.run_compiler
 
     def without(command):
         if "-fopenmp" in command:
             raise fresh.BuildError("no OpenMP here")
         return call(command)
 
-    monkeypatch.setattr(fresh, "call", without)
+    monkeypatch.setattr(fresh, "run_compiler", without)
     assert fresh.kernel() in [f"{name}, one thread" for name in KERNELS]

@@ -140,10 +140,10 @@ def test_probabilities_change_little(stories):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["tiny", "tiny_llama", "tiny_gemma", "tiny_experts"])
-def test_each_family_computes_with_blocks(request, kind):
+@pytest.mark.parametrize("family", ["tiny", "tiny_llama", "tiny_gemma", "tiny_experts"])
+def test_each_family_computes_with_blocks(request, family):
     blocks()
-    build = request.getfixturevalue(kind)
+    build = request.getfixturevalue(family)
     whole = build(dtype=torch.float32)
     rounded = quantized_in_blocks(build(dtype=torch.float32))
     text = [random_tokens(12)]

@@ -8,7 +8,7 @@ import torch
 from conftest import TARGETS, random_tokens, record, run_rows
 from engines import make_engine
 from lora_files import ATTENTION, LINEAR, add_at_random, random_pairs, with_adapters
-from natives import native, of_kind, threads
+from natives import native, native_in_dtype, threads
 from test_lora_in_a_batch import NAMES, check_own
 
 from cache import KVCache
@@ -16,7 +16,7 @@ from infer import next_logits
 from int8 import to_int8
 from model import TorchRunner
 
-KINDS = ["tiny", "tiny_llama", "tiny_gemma", "tiny_experts", "tiny_windows"]
+FAMILIES = ["tiny", "tiny_llama", "tiny_gemma", "tiny_experts", "tiny_windows"]
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def passes_in_torch(monkeypatch) -> list:
     return record(monkeypatch, TorchRunner, "logits", lambda *_: None)
 
 
-def targets_of(kind: str) -> tuple[str, ...]:
-    return (*ATTENTION, "gate") if kind == "tiny_experts" else LINEAR
+def targets_of(family: str) -> tuple[str, ...]:
+    return (*ATTENTION, "gate") if family == "tiny_experts" else LINEAR
 
 
 def logits_of(model, adapter: str, pieces=(5, 1, 1)) -> torch.Tensor:
@@ -40,14 +40,14 @@ def logits_of(model, adapter: str, pieces=(5, 1, 1)) -> torch.Tensor:
     return logits[0, 0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
-def test_logits_are_those_of_torch(request, compiled, passes_in_torch, kind):
-    build = request.getfixturevalue(kind)
-    exact = with_adapters(build(), targets_of(kind))
+def test_logits_are_those_of_torch(request, compiled, passes_in_torch, family):
+    build = request.getfixturevalue(family)
+    exact = with_adapters(build(), targets_of(family))
     expected = [logits_of(exact, name) for name in NAMES]
     passes_in_torch.clear()
-    model = with_adapters(native(build().float()), targets_of(kind))
+    model = with_adapters(native(build().float()), targets_of(family))
     for name, logits in zip(NAMES, expected):
         largest = logits.abs().max()
         assert (logits_of(model, name) - logits).abs().max() < 1e-4 * largest
@@ -56,13 +56,13 @@ def test_logits_are_those_of_torch(request, compiled, passes_in_torch, kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-@pytest.mark.parametrize("kind", KINDS)
-def test_histories_bit_for_bit(request, compiled, passes_in_torch, kind, dtype):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_histories_bit_for_bit(request, compiled, passes_in_torch, family, dtype):
     """Also with int8 weights, where a last bit could become a step."""
-    build = request.getfixturevalue(kind)
-    model = with_adapters(of_kind(build(dtype=torch.float32), dtype), targets_of(kind))
+    build = request.getfixturevalue(family)
+    model = with_adapters(native_in_dtype(build(dtype=torch.float32), dtype), targets_of(family))
     options = {"max_num_seqs": 4, "page_size": 4, "max_num_batched_tokens": 9, "num_pages": 12}
-    if kind == "tiny_windows":
+    if family == "tiny_windows":
         options["num_pages"] = 20
     engine, _ = make_engine(model, [], [], **options)
     requests = add_at_random(engine, random.Random(1), NAMES)
@@ -74,7 +74,7 @@ def test_histories_bit_for_bit(request, compiled, passes_in_torch, kind, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @torch.inference_mode()
 def test_still_the_same_bits_at_any_number_of_threads(tiny_llama, compiled, dtype):
-    model = of_kind(tiny_llama(dtype=torch.float32, n_embd=66, n_inner=72), dtype)
+    model = native_in_dtype(tiny_llama(dtype=torch.float32, n_embd=66, n_inner=72), dtype)
     with_adapters(model)
     expected = [logits_of(model, name) for name in NAMES]
     for count in (2, 5):
@@ -127,13 +127,13 @@ def test_still_other_adapters_take_the_place_of_earlier_ones(tiny_llama, compile
     assert torch.equal(logits_of(model, ""), logits_of(native(tiny_llama().float()), ""))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("change", ["native", "to_int8", "both"])
-def test_adapters_stay_where_layers_are_replaced(request, compiled, kind, change):
+def test_adapters_stay_where_layers_are_replaced(request, compiled, family, change):
     """With a cache or without, in one order or the other."""
     changes = {"native": native, "to_int8": to_int8, "both": lambda model: native(to_int8(model))}
-    build = request.getfixturevalue(kind)
-    targets = targets_of(kind)
+    build = request.getfixturevalue(family)
+    targets = targets_of(family)
     models = [
         changes[change](with_adapters(build(dtype=torch.float32), targets)),
         with_adapters(changes[change](build(dtype=torch.float32)), targets),

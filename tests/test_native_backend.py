@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import CHECKPOINTS
-from natives import with_native_layers
+from natives import with_native_linear
 
 import command_line
 from infer_speculative import main
@@ -87,7 +87,7 @@ def test_an_embedding_reads_its_rows(tiny, target, shape):
         model = tiny(dtype=torch.float32, vocab_size=vocab_size, eos_token_id=0, **shape)
         tokens = torch.arange(vocab_size).view(1, -1)
         expected = model.wte(tokens)
-        assert torch.equal(with_native_layers(model).wte(tokens), expected)
+        assert torch.equal(with_native_linear(model).wte(tokens), expected)
         for token in (-1, vocab_size):
             with pytest.raises(ValueError, match=f"they are from 0 to {vocab_size - 1}"):
                 model.wte(torch.tensor([token]))
@@ -98,13 +98,13 @@ def test_a_shared_weight_is_packed_once(tiny, tiny_llama, compiled):
         tiny(dtype=torch.float32),
         tiny_llama(dtype=torch.float32, tie_word_embeddings=True),
     ):
-        with_native_layers(model)
+        with_native_linear(model)
         assert model.layer("embedding").linear is model.lm_head
-    other = with_native_layers(tiny_llama(dtype=torch.float32))
+    other = with_native_linear(tiny_llama(dtype=torch.float32))
     assert other.embed_tokens.linear is not other.lm_head
 
 
 def test_layers_become_native_once(tiny, compiled):
-    model = with_native_layers(tiny(dtype=torch.float32))
+    model = with_native_linear(tiny(dtype=torch.float32))
     with pytest.raises(ValueError, match="the layers of this model are native already"):
-        with_native_layers(model)
+        with_native_linear(model)

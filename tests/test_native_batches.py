@@ -8,7 +8,7 @@ from conftest import CHECKPOINTS, TARGETS, random_tokens, record, run_rows
 from engines import own_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from natives import both, in_pieces, native, of_kind, random_texts, threads
+from natives import both, in_pieces, native, native_in_dtype, random_texts, threads
 from test_native_llama import FORMS as LLAMAS
 from test_native_step import FORMS as GPTS
 
@@ -21,7 +21,7 @@ from sampling import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("compiled")
 ALL_TARGETS = pytest.mark.parametrize("target", TARGETS, ids=str)
-KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
+WEIGHT_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 FORMS = [*(("tiny", form) for form in GPTS), *(("tiny_llama", form) for form in LLAMAS)]
 
 
@@ -48,9 +48,9 @@ def test_a_prompt_and_many_rows_are_native(cli, torch_passes):
 
 @torch.inference_mode()
 @ALL_TARGETS
-@KINDS
+@WEIGHT_DTYPES
 @pytest.mark.parametrize("odd", [False, True])
-def test_the_same_bits_in_pieces_of_any_size(build, target, kind, odd):
+def test_the_same_bits_in_pieces_of_any_size(build, target, dtype, odd):
     """They are as near to float64's as torch's; in int8 they are equal on every processor."""
     shape = {"n_head": 3, "n_embd": 51} if odd else {}
     if odd and build(0).path("embedding") == "embed_tokens":
@@ -58,10 +58,10 @@ def test_the_same_bits_in_pieces_of_any_size(build, target, kind, odd):
     model = build(dtype=torch.float32, **shape)
     texts = random_texts(model, 2)
     exact = copy.deepcopy(model).double()(texts).float()
-    if kind == torch.int8:
+    if dtype == torch.int8:
         to_int8(model)
     expected = in_pieces(native(copy.deepcopy(model), target), texts, 8)
-    if kind == torch.float32:
+    if dtype == torch.float32:
         torch.testing.assert_close(expected, exact, rtol=3e-5, atol=3e-5)
     else:
         assert torch.equal(expected, in_pieces(native(copy.deepcopy(model)), texts, 8))
@@ -71,9 +71,9 @@ def test_the_same_bits_in_pieces_of_any_size(build, target, kind, odd):
 
 
 @torch.inference_mode()
-@KINDS
+@WEIGHT_DTYPES
 @pytest.mark.parametrize("keys", [None, 2, 6])
-def test_still_the_same_bits_of_many_tokens_at_any_number_of_threads(tiny, tiny_llama, kind, keys):
+def test_still_the_same_bits_of_many_tokens_at_any_number_of_threads(tiny, tiny_llama, dtype, keys):
     """Fewer tokens than threads each thread prepares for itself, more are shared out.
 
     With a key for each query, threads do not wait between the two; with fewer they do.
@@ -83,7 +83,7 @@ def test_still_the_same_bits_of_many_tokens_at_any_number_of_threads(tiny, tiny_
     else:
         heads = {"n_head": 6, "n_kv_head": keys}
         model = tiny_llama(dtype=torch.float32, n_embd=64, n_inner=96, **heads)
-    model = of_kind(model, kind)
+    model = native_in_dtype(model, dtype)
     for rows, length in ((1, 1), (1, 2), (2, 1), (3, 1), (1, 16), (5, 7)):
         texts = random_texts(model, rows, length)
         expected = in_pieces(model, texts, length)

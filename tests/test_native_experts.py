@@ -7,11 +7,19 @@ import pytest
 import torch
 from conftest import TARGETS, random_tokens, run_rows
 from engines import check_own_runs
-from natives import in_passes, in_pieces, native, of_kind, on_each_target, random_texts, threads
+from natives import (
+    in_passes,
+    in_pieces,
+    native,
+    native_in_dtype,
+    on_each_target,
+    random_texts,
+    threads,
+)
 
 from int8 import to_int8
 
-KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
+WEIGHT_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 FORMS = [
     {"sizes": {"num_experts": 1, "num_experts_per_tok": 1, "n_inner": 1}, "n_embd": 3},
     {
@@ -71,12 +79,12 @@ def test_c_computes_logits_as_near_float64s_as_torch_does(tiny_experts, compiled
 
 
 @torch.inference_mode()
-@KINDS
+@WEIGHT_DTYPES
 @EACH_FORM
 def test_c_has_the_same_bits_for_each_number_of_tokens_and_threads(
-    tiny_experts, compiled, kind, form
+    tiny_experts, compiled, dtype, form
 ):
-    model = of_kind(tiny_experts(dtype=torch.float32, **form), kind)
+    model = native_in_dtype(tiny_experts(dtype=torch.float32, **form), dtype)
     texts = random_texts(model, 2)
     expected = in_pieces(model, texts, 1)
     for size, count in ((16, 1), (5, 2), (1, 5), (16, 3)):
@@ -115,11 +123,11 @@ def test_of_experts_that_tie_the_lower_numbers_win(tiny_experts, compiled, count
 
 
 @torch.inference_mode()
-@KINDS
-def test_experts_that_no_token_chose_are_not_read(tiny_experts, compiled, kind):
+@WEIGHT_DTYPES
+def test_experts_that_no_token_chose_are_not_read(tiny_experts, compiled, dtype):
     """Their addresses become one that nothing may read."""
     model = tiny_experts(dtype=torch.float32, sizes={"num_experts": 9, "num_experts_per_tok": 2})
-    model = to_int8(model) if kind == torch.int8 else model
+    model = to_int8(model) if dtype == torch.int8 else model
     text = random_texts(model, 1, 3)
     chosen = []
     for layer in model.layers:
@@ -134,13 +142,13 @@ def test_experts_that_no_token_chose_are_not_read(tiny_experts, compiled, kind):
             expert = model.runner.model.layers[layer].experts[number]
             for each in (*expert.inputs, expert.out):
                 each.weight = each.tail_panel = each.compensation = 8
-                each.scale = 8 if kind == torch.int8 else None
+                each.scale = 8 if dtype == torch.int8 else None
     assert torch.equal(in_pieces(model, text, 3), expected)
 
 
-@KINDS
-def test_the_engine_writes_the_text_of_each_own_run(tiny_experts, compiled, kind):
-    model = of_kind(tiny_experts(dtype=torch.float32), kind)
+@WEIGHT_DTYPES
+def test_the_engine_writes_the_text_of_each_own_run(tiny_experts, compiled, dtype):
+    model = native_in_dtype(tiny_experts(dtype=torch.float32), dtype)
     check_own_runs(model, (3, 1, 16, 40, 9, 2), 30)
 
 

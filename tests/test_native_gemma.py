@@ -6,11 +6,19 @@ import pytest
 import torch
 from conftest import TARGETS, check_command_line, random_tokens, run_rows
 from engines import check_own_runs
-from natives import in_passes, in_pieces, native, of_kind, on_each_target, random_texts, threads
+from natives import (
+    in_passes,
+    in_pieces,
+    native,
+    native_in_dtype,
+    on_each_target,
+    random_texts,
+    threads,
+)
 
 from int8 import to_int8
 
-KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
+WEIGHT_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 pytestmark = pytest.mark.usefixtures("compiled")
 
 
@@ -63,10 +71,10 @@ def test_c_computes_logits_as_near_float64s_as_torch_does(tiny_gemma, target, fo
 
 
 @torch.inference_mode()
-@KINDS
+@WEIGHT_DTYPES
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_c_has_the_same_bits_for_each_number_of_tokens_threads_and_pages(tiny_gemma, kind, form):
-    model = of_kind(tiny_gemma(dtype=torch.float32, **form), kind)
+def test_c_has_the_same_bits_for_each_number_of_tokens_threads_and_pages(tiny_gemma, dtype, form):
+    model = native_in_dtype(tiny_gemma(dtype=torch.float32, **form), dtype)
     texts = random_texts(model, 2, 40)
     expected = in_pieces(model, texts, 1)
     for size, count in ((16, 1), (5, 2), (40, 5), (1, 5)):
@@ -88,9 +96,9 @@ def test_int8_logits_in_c_are_those_of_every_processor_and_near_torchs(tiny_gemm
     assert (found - expected).abs().mean() < 0.03 * expected.std()
 
 
-@KINDS
-def test_texts_are_those_of_own_runs(tiny_gemma, kind):
-    model = of_kind(tiny_gemma(dtype=torch.float32), kind)
+@WEIGHT_DTYPES
+def test_texts_are_those_of_own_runs(tiny_gemma, dtype):
+    model = native_in_dtype(tiny_gemma(dtype=torch.float32), dtype)
     lengths = (3, 1, 38, 60, 9, 2)
     check_own_runs(model, lengths, 50)
     prompts = [random_tokens(length, seed=length) for length in lengths]

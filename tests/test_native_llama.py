@@ -5,14 +5,14 @@ import copy
 import pytest
 import torch
 from conftest import CHECKPOINTS, TARGETS, random_tokens, record, run_rows
-from natives import both, check_logits, in_pieces, native, of_kind, random_texts, threads
+from natives import both, check_logits, in_pieces, native, native_in_dtype, random_texts, threads
 
 from int8 import to_int8
 from llama import Llama
 
 pytestmark = pytest.mark.usefixtures("compiled")
 ALL_TARGETS = pytest.mark.parametrize("target", TARGETS, ids=str)
-KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
+WEIGHT_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 FORMS = [
     {"n_head": 1, "n_kv_head": 1, "head_dim": 2, "n_embd": 3, "n_inner": 1},
     {"n_head": 9, "n_kv_head": 3, "head_dim": 20, "n_embd": 51, "n_inner": 57},
@@ -79,11 +79,11 @@ def test_int8_llama_logits_have_the_same_bits_on_every_processor(tiny_llama, sha
 
 
 @torch.inference_mode()
-@KINDS
+@WEIGHT_DTYPES
 @pytest.mark.parametrize("keys", [2, 6])
-def test_llama_has_the_same_bits_at_any_number_of_threads(tiny_llama, kind, keys):
+def test_llama_has_the_same_bits_at_any_number_of_threads(tiny_llama, dtype, keys):
     heads = {"n_head": 6, "n_kv_head": keys}
-    model = of_kind(tiny_llama(dtype=torch.float32, n_embd=64, n_inner=96, **heads), kind)
+    model = native_in_dtype(tiny_llama(dtype=torch.float32, n_embd=64, n_inner=96, **heads), dtype)
     texts = random_texts(model, 1, 7)
     expected = in_pieces(model, texts, 1)
     for count in (2, 5):

@@ -28,10 +28,10 @@ def test_the_passes_of_the_engine_are_native(engine_cli, torch_passes, options):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("page_size", [1, 3, 4, 16])
-@pytest.mark.parametrize("kind", [torch.float32, torch.int8])
-def test_pages_anywhere_give_the_bits_of_a_row(build, kind, page_size):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_pages_anywhere_give_the_bits_of_a_row(build, dtype, page_size):
     model = build(dtype=torch.float32)
-    model = native(to_int8(model) if kind == torch.int8 else model)
+    model = native(to_int8(model) if dtype == torch.int8 else model)
     texts = [random_tokens(16, seed=row) for row in range(3)]
     logits = in_passes(model, texts, [[5] * 3] * 3 + [[1] * 3], page_size)
     assert torch.equal(logits, in_pieces(model, torch.tensor(texts), 16))
@@ -52,19 +52,19 @@ def requests(count: int, seed: int) -> tuple[list, list]:
 
 
 @pytest.mark.parametrize(
-    "name, kind", [("stories-llama", torch.float32), ("stories-draft", torch.int8)]
+    "name, dtype", [("stories-llama", torch.float32), ("stories-draft", torch.int8)]
 )
 @pytest.mark.parametrize("drafts", ["none", "lookup", "model"])
-def test_still_texts_of_a_checkpoint_bit_for_bit(name, kind, drafts):
+def test_still_texts_of_a_checkpoint_bit_for_bit(name, dtype, drafts):
     """They are equal in float32 too, with preemption, shared prefixes, chunks and drafts."""
     from engine.drafter import PagedModelDrafter, PromptLookupDrafter
 
-    model = native(load_model(CHECKPOINTS / name, kind))
+    model = native(load_model(CHECKPOINTS / name, dtype))
     options = {"max_num_seqs": 4, "num_pages": 32, "page_size": 8, "max_num_batched_tokens": 40}
     if drafts == "lookup":
         options["drafter"] = PromptLookupDrafter()
     elif drafts == "model":
-        draft = native(load_model(DRAFT, kind))
+        draft = native(load_model(DRAFT, dtype))
         options["drafter"] = PagedModelDrafter(draft, model, 4)
     engine, made = make_engine(model, *requests(8, seed=len(drafts)), **options)
     finish(engine)

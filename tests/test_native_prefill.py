@@ -18,10 +18,10 @@ FORMS = [
 
 @torch.inference_mode()
 @pytest.mark.parametrize("target", TARGETS, ids=str)
-@pytest.mark.parametrize("kind, form", FORMS, ids=str)
-def test_still_tokens_together_have_the_bits_of_each_alone(request, target, kind, form):
+@pytest.mark.parametrize("family, form", FORMS, ids=str)
+def test_still_tokens_together_have_the_bits_of_each_alone(request, target, family, form):
     """Wherever they begin, in their text and in the pass."""
-    build = request.getfixturevalue(kind)
+    build = request.getfixturevalue(family)
     model = native(build(dtype=torch.float32, block_size=50, **form), target)
     texts = [random_tokens(50, seed=row) for row in range(3)]
     alone = in_passes(model, texts, [[1, 1, 1]] * 50, 16)

@@ -6,7 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import CHECKPOINTS, TARGETS, random_tokens, run_rows
-from natives import both, check_logits, in_pieces, native, of_kind, passed, random_texts, threads
+from natives import (
+    both,
+    check_logits,
+    in_pieces,
+    native,
+    native_in_dtype,
+    passed,
+    random_texts,
+    threads,
+)
 
 import command_line
 from cache import KVCache
@@ -18,7 +27,7 @@ from model import GPT, TorchRunner
 
 pytestmark = pytest.mark.usefixtures("compiled")
 ALL_TARGETS = pytest.mark.parametrize("target", TARGETS, ids=str)
-KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
+WEIGHT_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 FORMS = [
     {},
     {"n_head": 1, "n_embd": 20},
@@ -107,9 +116,9 @@ def test_int8_logits_have_the_same_bits_on_every_processor(tiny, shape):
 
 
 @torch.inference_mode()
-@KINDS
-def test_the_same_bits_at_any_number_of_threads(tiny, kind):
-    model = of_kind(tiny(dtype=torch.float32, n_embd=66, n_head=3), kind)
+@WEIGHT_DTYPES
+def test_the_same_bits_at_any_number_of_threads(tiny, dtype):
+    model = native_in_dtype(tiny(dtype=torch.float32, n_embd=66, n_head=3), dtype)
     texts = random_texts(model, 1, 7)
     expected = in_pieces(model, texts, 1)
     for count in (2, 5):

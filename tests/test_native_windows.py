@@ -6,12 +6,20 @@ import pytest
 import torch
 from conftest import TARGETS, check_command_line, random_tokens
 from engines import check_own_runs
-from natives import in_passes, in_pieces, native, of_kind, on_each_target, random_texts, threads
+from natives import (
+    in_passes,
+    in_pieces,
+    native,
+    native_in_dtype,
+    on_each_target,
+    random_texts,
+    threads,
+)
 
 from int8 import to_int8
 from llama import ExpertsConfig
 
-KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
+WEIGHT_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 pytestmark = pytest.mark.usefixtures("compiled")
 
 
@@ -21,10 +29,10 @@ def test_the_command_line_writes_what_transformers_does(cli, torch_passes, tmp_p
 
 
 @torch.inference_mode()
-@KINDS
-def test_each_layer_reaches_its_window_further(tiny_windows, kind):
+@WEIGHT_DTYPES
+def test_each_layer_reaches_its_window_further(tiny_windows, dtype):
     """Two layers of windows 3 and 4 see 1 + 2 + 3 positions; what was before changes no bit."""
-    model = of_kind(tiny_windows(sliding_windows=(3, 4), dtype=torch.float32), kind)
+    model = native_in_dtype(tiny_windows(sliding_windows=(3, 4), dtype=torch.float32), dtype)
     text = torch.tensor([random_tokens(30)])
     for size in (1, 30):
         last = in_pieces(model, text, size)[0, -1]
@@ -36,10 +44,10 @@ def test_each_layer_reaches_its_window_further(tiny_windows, kind):
         assert changes == [False] * 24 + [True] * 6
 
 
-@KINDS
+@WEIGHT_DTYPES
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_the_engine_writes_the_text_of_each_own_run(tiny_windows, kind, page_size):
-    model = of_kind(tiny_windows(dtype=torch.float32), kind)
+def test_the_engine_writes_the_text_of_each_own_run(tiny_windows, dtype, page_size):
+    model = native_in_dtype(tiny_windows(dtype=torch.float32), dtype)
     pages = {"page_size": page_size, "num_pages": 100 // page_size}
     check_own_runs(model, (3, 1, 38, 60, 9, 2, 20), 50, **pages)
 
@@ -80,10 +88,10 @@ def test_c_computes_logits_as_near_float64s_as_torch_does(tiny_windows, target, 
 
 
 @torch.inference_mode()
-@KINDS
+@WEIGHT_DTYPES
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_c_has_the_same_bits_for_each_number_of_tokens_threads_and_pages(tiny_windows, kind, form):
-    model = of_kind(tiny_windows(dtype=torch.float32, **form), kind)
+def test_c_has_the_same_bits_for_each_number_of_tokens_threads_and_pages(tiny_windows, dtype, form):
+    model = native_in_dtype(tiny_windows(dtype=torch.float32, **form), dtype)
     length = model.config.block_size
     texts = random_texts(model, 2, length)
     expected = in_pieces(model, texts, 1)

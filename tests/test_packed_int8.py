@@ -11,7 +11,7 @@ from natives import (
     random_layer,
     random_rows,
     threads,
-    with_native_layers,
+    with_native_linear,
 )
 from test_native_linear import WRONG as WRONG_FLOATS
 
@@ -142,7 +142,7 @@ def test_the_weights_of_an_int8_model_are_packed():
     model = load_model(CHECKPOINTS / "stories-draft", torch.int8)
     shapes = {name: layer.weight.shape for name, layer in model.named_modules() if "c_fc" in name}
     expected = run_rows(model, [[5, 6, 7]], options={"use_cache": False}, max_new_tokens=20)
-    with_native_layers(model)
+    with_native_linear(model)
     for name, (out, size) in shapes.items():
         weight = model.get_submodule(name).weight  # (panels, groups, outputs)
         assert weight.dim() == 3 and weight.shape[0] * weight.shape[2] == out
@@ -156,7 +156,7 @@ def test_an_int8_weight_that_is_shared_is_packed_once(tiny, tiny_llama):
         tiny(dtype=torch.float32),
         tiny_llama(dtype=torch.float32, tie_word_embeddings=True),
     ):
-        with_native_layers(to_int8(model))
+        with_native_linear(to_int8(model))
         assert model.layer("embedding").linear is model.lm_head
 
 
@@ -168,4 +168,4 @@ def test_an_embedding_reads_its_int8_rows(tiny, target, shape):
         model = tiny(dtype=torch.float32, vocab_size=vocab_size, eos_token_id=0, **shape)
         tokens = torch.arange(vocab_size).view(1, -1)
         expected = to_int8(model).wte(tokens)
-        assert torch.equal(with_native_layers(model).wte(tokens), expected)
+        assert torch.equal(with_native_linear(model).wte(tokens), expected)

@@ -18,7 +18,7 @@ from conftest import (
     random_tokens,
 )
 from engines import check_own_runs
-from natives import in_pieces, native, of_kind, on_each_target, random_texts, threads
+from natives import in_pieces, native, native_in_dtype, on_each_target, random_texts, threads
 from ranks import ROUNDING, check_two_ranks, compared, logits_of, results, save_uneven
 from test_llama import check_greedy_text
 from test_llama_config import SMALL
@@ -27,7 +27,7 @@ from errors import UserError
 from int8 import to_int8
 from loading.load import save_model
 
-KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
+WEIGHT_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 
 
 @pytest.fixture(scope="session")
@@ -101,7 +101,7 @@ def test_half_precision_stays_close(tiny_qwen3, dtype):
 def test_the_engine_writes_the_text_of_each_own_run(tiny_qwen3, compiled, backend):
     model = tiny_qwen3(dtype=torch.float64 if backend == "torch" else torch.float32)
     if backend != "torch":
-        model = of_kind(model, torch.int8 if backend == "int8" else torch.float32)
+        model = native_in_dtype(model, torch.int8 if backend == "int8" else torch.float32)
     check_own_runs(model, (3, 1, 16, 40, 9, 2), 30)
 
 
@@ -129,12 +129,12 @@ def test_c_computes_logits_as_near_float64s_as_torch_does(tiny_qwen3, compiled, 
 
 
 @torch.inference_mode()
-@KINDS
+@WEIGHT_DTYPES
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_c_has_the_same_bits_for_each_number_of_tokens_and_threads(
-    tiny_qwen3, compiled, kind, form
+    tiny_qwen3, compiled, dtype, form
 ):
-    model = of_kind(tiny_qwen3(dtype=torch.float32, **form), kind)
+    model = native_in_dtype(tiny_qwen3(dtype=torch.float32, **form), dtype)
     texts = random_texts(model, 2)
     expected = in_pieces(model, texts, 1)
     for size, count in ((16, 1), (5, 2), (1, 5)):
@@ -162,12 +162,12 @@ def test_c_reads_no_norm_of_another_size(tiny_qwen3, compiled):
 # On several processes.
 
 
-@KINDS
+@WEIGHT_DTYPES
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_have_the_logits_of_one_process(tiny_qwen3, compiled, tmp_path, kind, size):
+def test_ranks_have_the_logits_of_one_process(tiny_qwen3, compiled, tmp_path, dtype, size):
     name = save_uneven(tiny_qwen3, tmp_path, "tiny_llama")
-    found, _, heads = compared(size, name, torch.tensor([random_tokens(23)]), dtype=kind)
-    assert found <= ROUNDING[kind] and heads == {2: [3, 2], 4: [2, 1, 1, 1]}[size]
+    found, _, heads = compared(size, name, torch.tensor([random_tokens(23)]), dtype=dtype)
+    assert found <= ROUNDING[dtype] and heads == {2: [3, 2], 4: [2, 1, 1, 1]}[size]
 
 
 @pytest.mark.parametrize("way", ["gather", "reduce"])

@@ -165,7 +165,7 @@ def test_ranks_share_it(both, way):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_c_computes_it(both, compiled, monkeypatch, dtype):
-    monkeypatch.setattr(structs, "COMPUTED", (Llama, Other))
+    monkeypatch.setattr(structs, "SUPPORTED", (Llama, Other))
     found = []
     for model in [load_model(name, dtype) for name in both]:
         use_native(model)

@@ -52,16 +52,16 @@ def test_a_rotated_row_does_not_depend_on_its_neighbours(size):
     assert torch.equal(rotated, int8.rotate_channels(x.t().contiguous().t()))
 
 
-KINDS = ["tiny", "tiny_llama", "tiny_gemma", "tiny_experts"]
+FAMILIES = ["tiny", "tiny_llama", "tiny_gemma", "tiny_experts"]
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_rounded_is_the_model(kind, request, monkeypatch):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_not_rounded_is_the_model(family, request, monkeypatch):
     """A rotation changes the rounding only: float64 without it has the model's logits."""
     int8 = module_with("int8", "rotate_channels", "unrotate_channels")
     tokens = torch.tensor([random_tokens(8)])
-    whole = request.getfixturevalue(kind)()
+    whole = request.getfixturevalue(family)()
     expected = whole(tokens)
     weights = {name: weight.clone() for name, weight in whole.named_parameters()}
     model = to_int8(whole)

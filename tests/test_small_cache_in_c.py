@@ -10,7 +10,7 @@ from natives import (
     call,
     in_pieces,
     native,
-    of_kind,
+    native_in_dtype,
     on_each_target,
     passed,
     random_numbers,
@@ -162,7 +162,7 @@ def of_int8(build):
 @DTYPES
 def test_texts_of_the_engine_are_their_own(request, compiled, attended, family, weights, dtype):
     """With chunks, preemption, hops, windows and pages that hold NaN."""
-    model = of_kind(request.getfixturevalue(family)(dtype=torch.float32), weights)
+    model = native_in_dtype(request.getfixturevalue(family)(dtype=torch.float32), weights)
     prompts = [random_tokens(length, seed=length) for length in (3, 14, 1, 9, 14)]
     params = request_params(len(prompts), max_new_tokens=18, temperature=0.8)
     options = {

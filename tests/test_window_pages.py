@@ -6,7 +6,7 @@ from conftest import random_tokens
 from engines import finish, make_engine, own_texts, request_params, step
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from natives import of_kind
+from natives import native_in_dtype
 
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "native", "int8"])
 
@@ -20,7 +20,7 @@ def sliding_model(build, backend, sliding_windows=(5, 9), **shape):
     )
     if backend == "torch":
         return model
-    return of_kind(model, torch.int8 if backend == "int8" else torch.float32)
+    return native_in_dtype(model, torch.int8 if backend == "int8" else torch.float32)
 
 
 def run(engine) -> int:
