@@ -31,7 +31,7 @@ from benchmarks.common import Formatter, integer_in_range
 from command_line import Parser, run_script
 from errors import UserError
 
-MEASURES = {
+METRICS = {
     "ttft": "time to first token, from when the request was due; vLLM and guidellm count from when"
     " they sent it, without the time that they were late; guidellm reports its mean apart",
     "itl": "from one token of a text to the next, of all texts; 0 for tokens that came together."
@@ -54,19 +54,19 @@ WORDS = """the and to was a he she it they day said with in his her mom play big
     friend then so had were boy girl dog cat bird tree park house ball toy car sun water box red
     blue saw went ran loved home very good new old up down sad time food rain fish book""".split()
 # A text goes on after EOS, and each chunk counts the tokens so far, where a server can do that.
-ASKED = {
+EXTRA_BODY = {
     "ignore_eos": True,
     "stream_options": {"include_usage": True, "continuous_usage_stats": True},
 }
-PATIENCE = 120  # seconds for an answer
-MOST = 10**6  # requests of an open loop, which are all made before it begins
-OURS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # no socket, so the server heard nothing
+TIMEOUT = 120  # seconds for an answer
+MAX_REQUESTS = 10**6  # requests of an open loop, which are all made before it begins
+CLIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # no socket: nothing was sent
 
 
 # Requests
 
 
-def bodies(seed: str, prompt, tokens, first: str = "") -> Iterator[dict]:
+def request_bodies(seed: str, prompt, tokens, first: str = "") -> Iterator[dict]:
     """Requests without end, the same ones for a seed.
 
     prompt, tokens: the least and the most words, and tokens of an answer. first: what each prompt
@@ -79,14 +79,14 @@ def bodies(seed: str, prompt, tokens, first: str = "") -> Iterator[dict]:
         yield {"prompt": text, "max_tokens": source.randint(*tokens), "temperature": 0}
 
 
-def arrivals(count: int, rate: float, seed: str) -> list[float]:
-    """When `count` requests are due, in seconds: a Poisson process of `rate` a second.
+def poisson_arrivals(count: int, request_rate: float, seed: str) -> list[float]:
+    """When `count` requests are due, in seconds: a Poisson process of `request_rate` a second.
 
-    As in vLLM the last one is due at count / rate, so that each run has just that rate.
+    As in vLLM the last one is due at count / request_rate, so that each run has just that rate.
     """
     source = random.Random(seed)
-    moments = list(itertools.accumulate(source.expovariate(1) for _ in range(count)))
-    return [moment / moments[-1] * count / rate for moment in moments]
+    arrival_times = list(itertools.accumulate(source.expovariate(1) for _ in range(count)))
+    return [time / arrival_times[-1] * count / request_rate for time in arrival_times]
 
 
 class Exchange(asyncio.Protocol):
@@ -94,34 +94,34 @@ class Exchange(asyncio.Protocol):
 
     def __init__(self, url: str, body: dict):
         self.url = urlsplit(url)
-        self.wanted = body["max_tokens"]
+        self.max_tokens = body["max_tokens"]
         self.received = []  # (time, bytes)
         self.failure = ""
         data = json.dumps(body | {"stream": True}).encode()
-        fields = {"Host": self.url.netloc, "Content-Type": "application/json"}
-        fields |= {"Content-Length": str(len(data)), "Connection": "close"}
+        headers = {"Host": self.url.netloc, "Content-Type": "application/json"}
+        headers |= {"Content-Length": str(len(data)), "Connection": "close"}
         head = {"method": "POST", "target": "/v1/completions"}
         self.http = h11.Connection(h11.CLIENT)
-        parts = (h11.Request(**head, headers=list(fields.items())), h11.Data(data))
+        parts = (h11.Request(**head, headers=list(headers.items())), h11.Data(data))
         self.request = b"".join(map(self.http.send, (*parts, h11.EndOfMessage())))
 
-    async def run(self, due: float) -> None:
+    async def run(self, arrival_time: float) -> None:
         """Send it, and wait until the server closes the connection."""
         self.loop = asyncio.get_running_loop()
-        self.over = self.loop.create_future()
-        self.due = due
-        self.sent = self.loop.time()
+        self.closed = self.loop.create_future()
+        self.arrival_time = arrival_time
+        self.send_time = self.loop.time()
         address = (self.url.hostname, self.url.port)
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(TIMEOUT):
                 transport, _ = await self.loop.create_connection(lambda: self, *address)
                 with contextlib.closing(transport):
-                    await asyncio.shield(self.over)
+                    await asyncio.shield(self.closed)
         except TimeoutError:
-            self.failure = f"no end in {PATIENCE} s"
+            self.failure = f"no end in {TIMEOUT} s"
         except (OSError, UnicodeError) as error:  # Unicode's for a host that no address can have
-            ours = getattr(error, "errno", None) in OURS
-            self.failure = f"client: {error.strerror}" if ours else "no connection"
+            is_client_error = getattr(error, "errno", None) in CLIENT_ERRNOS
+            self.failure = f"client: {error.strerror}" if is_client_error else "no connection"
 
     def connection_made(self, transport) -> None:
         transport.write(self.request)
@@ -130,22 +130,22 @@ class Exchange(asyncio.Protocol):
         self.received.append((self.loop.time(), data))
 
     def connection_lost(self, error) -> None:
-        self.over.set_result(None)
+        self.closed.set_result(None)
 
 
-async def open_loop(exchanges: list[Exchange], moments: list[float]) -> tuple:
+async def open_loop(exchanges: list[Exchange], arrival_times: list[float]) -> tuple:
     """Send each one when it is due, whatever became of those before it.
 
-    Returns them, when the load began, and the seconds to the moment of the last one.
+    Returns them, when the load began, and the seconds to the arrival of the last one.
     """
     loop = asyncio.get_running_loop()
     began = loop.time()
     tasks = []
-    for exchange, moment in zip(exchanges, moments, strict=True):
-        await asyncio.sleep(began + moment - loop.time())  # late once is not late for ever
-        tasks.append(asyncio.create_task(exchange.run(began + moment)))
+    for exchange, arrival_time in zip(exchanges, arrival_times, strict=True):
+        await asyncio.sleep(began + arrival_time - loop.time())  # late once is not late for ever
+        tasks.append(asyncio.create_task(exchange.run(began + arrival_time)))
     await asyncio.gather(*tasks)
-    return exchanges, began, moments[-1]
+    return exchanges, began, arrival_times[-1]
 
 
 async def closed_loop(exchanges: Iterator[Exchange], clients: int, seconds: float) -> tuple:
@@ -171,15 +171,15 @@ async def closed_loop(exchanges: Iterator[Exchange], clients: int, seconds: floa
 # Answers
 
 
-class Failed(Exception):
+class RequestFailed(Exception):
     """Why a request has no whole answer."""
 
 
-class Answer(NamedTuple):
+class RequestOutput(NamedTuple):
     """What came back, or as much as did."""
 
-    due: float
-    sent: float
+    arrival_time: float
+    send_time: float
     times: list[float]  # of each token; of each chunk if it is not known which tokens it had
     tokens: int
     text: str
@@ -188,14 +188,14 @@ class Answer(NamedTuple):
     @property
     def ttft(self) -> float:
         """In milliseconds, as tpot is."""
-        return 1000 * (self.times[0] - self.due)
+        return 1000 * (self.times[0] - self.arrival_time)
 
     @property
     def tpot(self) -> float:
         return 1000 * (self.times[-1] - self.times[0]) / max(self.tokens - 1, 1)
 
 
-def read(exchange: Exchange) -> Answer:
+def read(exchange: Exchange) -> RequestOutput:
     """What an answer says."""
     chunks = []  # (time, tokens so far or None, text)
     times = []
@@ -203,109 +203,118 @@ def read(exchange: Exchange) -> Answer:
     so_far = None
     failure = exchange.failure
     try:
-        for moment, data in events(exchange):
+        for timestamp, data in events(exchange):
             chunk = json.loads(data)
             if "error" in chunk:
-                raise Failed("error event")
+                raise RequestFailed("error event")
             so_far = (chunk.get("usage") or {}).get("completion_tokens")
             for choice in chunk["choices"]:
-                chunks.append((moment, so_far, choice["text"]))
+                chunks.append((timestamp, so_far, choice["text"]))
                 reason = choice.get("finish_reason")
         if not reason:
-            raise Failed("cut off")
+            raise RequestFailed("cut off")
         counts = [0, *(count for _, count, _ in chunks)]
         if None in counts:
-            times = [moment for moment, _, text in chunks if text]
+            times = [timestamp for timestamp, _, text in chunks if text]
         else:
-            for (moment, count, _), before in zip(chunks, counts):
-                times += [moment] * (count - before)
-        other = so_far not in (None, exchange.wanted)
-        if reason != "length" or other or not 0 < len(times) <= exchange.wanted:
-            raise Failed("other number of tokens")
-    except Failed as error:
+            for (timestamp, count, _), before in zip(chunks, counts):
+                times += [timestamp] * (count - before)
+        other = so_far not in (None, exchange.max_tokens)
+        if reason != "length" or other or not 0 < len(times) <= exchange.max_tokens:
+            raise RequestFailed("other number of tokens")
+    except RequestFailed as error:
         failure = failure or str(error)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         failure = failure or "no completion"
     text = "".join(text for _, _, text in chunks)
-    return Answer(exchange.due, exchange.sent, times, exchange.wanted, text, failure)
+    return RequestOutput(
+        exchange.arrival_time, exchange.send_time, times, exchange.max_tokens, text, failure
+    )
 
 
 def events(exchange: Exchange) -> Iterator[tuple[float, bytes]]:
     """The data of each server-sent event but [DONE], and when all of it was there.
 
-    Raises Failed for another status than 200, and for an answer without its end.
+    Raises RequestFailed for another status than 200, and for an answer without its end.
     """
     rest = b""
     try:
-        for moment, data in [*exchange.received, (math.nan, b"")]:  # no bytes: the end
+        for timestamp, data in [*exchange.received, (math.nan, b"")]:  # no bytes: the end
             exchange.http.receive_data(data)
             while isinstance(event := exchange.http.next_event(), h11.Event):
                 if isinstance(event, h11.Response) and event.status_code != 200:
-                    raise Failed(f"HTTP {event.status_code}")
+                    raise RequestFailed(f"HTTP {event.status_code}")
                 if isinstance(event, h11.EndOfMessage):
                     return
                 rest += event.data if isinstance(event, h11.Data) else b""
                 *lines, rest = rest.split(b"\n")
                 for line in lines:
                     if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
-                        yield moment, line[5:]
+                        yield timestamp, line[5:]
     except h11.RemoteProtocolError:
-        raise Failed("cut off") from None
+        raise RequestFailed("cut off") from None
 
 
 # What a load showed
 
 
-class Load(NamedTuple):
+class LoadResult(NamedTuple):
     """What came of a load."""
 
-    answers: list[Answer]
+    outputs: list[RequestOutput]
     began: float
     seconds: float  # in which requests were due
     cpu: float  # seconds that this process took
 
 
-def run(load: Coroutine) -> Load:
+def run(load: Coroutine) -> LoadResult:
     """Do what `open_loop` or `closed_loop` says, then read what came back."""
     gc.collect()
     gc.freeze()  # the libraries are a million objects; looking through them takes many steps' time
     before = time.process_time()
     exchanges, began, seconds = asyncio.run(load)
     cpu = time.process_time() - before
-    return Load([read(exchange) for exchange in exchanges], began, seconds, cpu)
+    return LoadResult([read(exchange) for exchange in exchanges], began, seconds, cpu)
 
 
-def percentiles(name: str, values: list[float], *places: int) -> dict[str, float]:
+def percentiles(name: str, values: list[float], *percents: int) -> dict[str, float]:
     """Percentiles of milliseconds, by name; none without values."""
-    places = places if values else ()
-    return {f"{name}, ms, p{place}": float(numpy.percentile(values, place)) for place in places}
+    percents = percents if values else ()
+    return {
+        f"{name}, ms, p{percent}": float(numpy.percentile(values, percent)) for percent in percents
+    }
 
 
-def measures(load: Load, ttft: float, tpot: float) -> dict[str, float]:
-    """MEASURES of a load. ttft, tpot: limits for the goodput, in milliseconds."""
-    good = [answer for answer in load.answers if not answer.failure]
-    reasons = Counter(answer.failure for answer in load.answers if answer.failure)
+def calculate_metrics(load: LoadResult, ttft: float, tpot: float) -> dict[str, float]:
+    """METRICS of a load. ttft, tpot: limits for the goodput, in milliseconds."""
+    completed = [output for output in load.outputs if not output.failure]
+    failures = Counter(output.failure for output in load.outputs if output.failure)
     end = load.began + load.seconds
     tokens = 0
-    within = 0
-    for answer in good:
-        early = sum(moment < end for moment in answer.times) / len(answer.times)
-        tokens += early * answer.tokens
-        within += early * (answer.ttft <= ttft and answer.tpot <= tpot)
-    values = {"requests": len(load.answers), "failed": reasons.total()}
-    values |= {f"failed: {reason}": count for reason, count in sorted(reasons.items())}
-    values |= {"tokens/s": tokens / load.seconds, "goodput, requests/s": within / load.seconds}
-    lags = [1000 * (answer.sent - answer.due) for answer in load.answers]
+    good_completed = 0
+    for output in completed:
+        share_in_time = sum(timestamp < end for timestamp in output.times) / len(output.times)
+        tokens += share_in_time * output.tokens
+        good_completed += share_in_time * (output.ttft <= ttft and output.tpot <= tpot)
+    values = {"requests": len(load.outputs), "failed": failures.total()}
+    values |= {f"failed: {reason}": count for reason, count in sorted(failures.items())}
+    values |= {
+        "tokens/s": tokens / load.seconds,
+        "goodput, requests/s": good_completed / load.seconds,
+    }
+    lags = [1000 * (output.send_time - output.arrival_time) for output in load.outputs]
     values |= percentiles("send lag", lags, 99, 100)
-    if good:
-        values |= percentiles("ttft", [answer.ttft for answer in good], 50, 99)
-        values |= percentiles("tpot", [answer.tpot for answer in good if answer.tokens > 1], 50, 99)
-        pairs = [pair for answer in good for pair in itertools.pairwise(answer.times)]
+    if completed:
+        values |= percentiles("ttft", [output.ttft for output in completed], 50, 99)
+        values |= percentiles(
+            "tpot", [output.tpot for output in completed if output.tokens > 1], 50, 99
+        )
+        pairs = [pair for output in completed for pair in itertools.pairwise(output.times)]
         gaps = [1000 * (after - before) for before, after in pairs]
-        known = all(len(answer.times) == answer.tokens for answer in good)
+        known = all(len(output.times) == output.tokens for output in completed)
         values |= percentiles("itl" if known else "chunk gap", gaps, 50, 99, 100)
-        every = sum(answer.tokens for answer in good)
-        values["client CPU, us a token"] = 1e6 * load.cpu / every
+        total_tokens = sum(output.tokens for output in completed)
+        values["client CPU, us a token"] = 1e6 * load.cpu / total_tokens
     return values
 
 
@@ -331,7 +340,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new-tokens", **pair, **number, default=[20, 100], help=what)
     limits = {"nargs": 2, "metavar": ("TTFT", "TPOT"), "default": [500.0, 50.0]}
     parser.add_argument("--goodput", **limits, **positive, help="limits of ttft and tpot, in ms")
-    explained = (f"  {name:20} {text}" for name, text in MEASURES.items())
+    explained = (f"  {name:20} {text}" for name, text in METRICS.items())
     before = f"{parser.epilog}\n\n" if parser.epilog else ""
     parser.epilog = "\n".join([f"{before}measures:", *explained])
     parser.formatter_class = Formatter
@@ -352,11 +361,11 @@ def main(argv=None) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help=what)
     how = parser.add_mutually_exclusive_group(required=True)
     what = "open loop: requests a second, at random moments"
-    how.add_argument("--rate", type=positive_float, help=what)
+    how.add_argument("--request-rate", type=positive_float, help=what)
     what = "closed loop: number of clients, each of which waits for its answer before it asks again"
     how.add_argument("--clients", type=integer_in_range(1), help=what)
     what = "as JSON: more fields of each request, such as model"
-    parser.add_argument("--fields", default="{}", help=what)
+    parser.add_argument("--extra-body", default="{}", help=what)
     parser.add_argument("--seed", default="0", help="for other requests at other moments")
     add_load_options(parser)
     run_script(parser, show, argv)
@@ -374,25 +383,25 @@ def show(args) -> None:
     if not known:
         raise UserError(f"--url {args.url}: it must be http://HOST:PORT")
     try:
-        fields = ASKED | json.loads(args.fields)
+        extra_body = EXTRA_BODY | json.loads(args.extra_body)
     except (ValueError, TypeError, RecursionError):
-        raise UserError(f"--fields {args.fields}: it must be a JSON object") from None
-    texts = bodies(args.seed, args.prompt_words, args.new_tokens)
-    exchanges = (Exchange(args.url, body | fields) for body in texts)
+        raise UserError(f"--extra-body {args.extra_body}: it must be a JSON object") from None
+    bodies = request_bodies(args.seed, args.prompt_words, args.new_tokens)
+    exchanges = (Exchange(args.url, body | extra_body) for body in bodies)
     if args.clients:
         load = closed_loop(exchanges, args.clients, args.seconds)
     else:
-        if args.rate * args.seconds > MOST:
-            line = f"--rate {args.rate:g} --seconds {args.seconds:g}"
-            raise UserError(f"{line}: at most {MOST} requests, which is their product")
-        count = max(round(args.rate * args.seconds), 1)
-        moments = arrivals(count, args.rate, args.seed)
-        load = open_loop(list(itertools.islice(exchanges, count)), moments)
+        if args.request_rate * args.seconds > MAX_REQUESTS:
+            line = f"--request-rate {args.request_rate:g} --seconds {args.seconds:g}"
+            raise UserError(f"{line}: at most {MAX_REQUESTS} requests, which is their product")
+        count = max(round(args.request_rate * args.seconds), 1)
+        arrival_times = poisson_arrivals(count, args.request_rate, args.seed)
+        load = open_loop(list(itertools.islice(exchanges, count)), arrival_times)
     done = run(load)
-    for name, value in measures(done, *args.goodput).items():
+    for name, value in calculate_metrics(done, *args.goodput).items():
         print(f"{name:32}{value:>10.4g}")
-    if all(answer.failure for answer in done.answers):
-        sys.exit(f"client.py: all {len(done.answers)} requests failed")
+    if all(output.failure for output in done.outputs):
+        sys.exit(f"client.py: all {len(done.outputs)} requests failed")
 
 
 if __name__ == "__main__":

@@ -216,7 +216,7 @@ def measure_replicas(args, model: str, repeat: int, results: Results) -> None:
         line += ["--cpus", cpus, "--device", "cpu", "--max-num-seqs", args.rows]
         line += ["--backend", "native" if args.native else "torch"]
         with server(line, threads=1) as url:
-            texts = [answer.text for answer in ask(args, url, "texts", max(args.replicas)).answers]
+            texts = [output.text for output in ask(args, url, "texts", max(args.replicas)).outputs]
             expected = expected or texts
             if texts != expected:
                 sys.exit(f"{count} replicas: other texts: no timing of wrong results")
@@ -224,9 +224,9 @@ def measure_replicas(args, model: str, repeat: int, results: Results) -> None:
             load = ask(args, url, f"{count} {repeat}", count, args.seconds)
             after = [processor_seconds(name) for name in ("", *DOORS)]
             memory = memory_of(REPLICA)
-        values = client.measures(load, math.inf, math.inf)
+        values = client.calculate_metrics(load, math.inf, math.inf)
         now = {"tokens/s": values["tokens/s"]}
-        tokens = sum(answer.tokens for answer in load.answers)
+        tokens = sum(output.tokens for output in load.outputs)
         if after[0]:
             busy, *doors = [1000 * (new - old) / tokens for new, old in zip(after, before)]
             now |= {"core ms a token": busy, "of them at the door": sum(doors)}
@@ -243,18 +243,18 @@ def measure_replicas(args, model: str, repeat: int, results: Results) -> None:
         results.write("replicas", count, repeat, now)
 
 
-def ask(args, url: str, seed: str, count: int, seconds: float = 0) -> client.Load:
+def ask(args, url: str, seed: str, count: int, seconds: float = 0) -> client.LoadResult:
     """Put so many replicas under load; no seconds: a request of each client.
 
     Raises UserError if one fails.
     """
     clients = count * args.rows
-    bodies = client.bodies(seed, WORDS, NEW)
-    exchanges = (client.Exchange(url, body | client.ASKED) for body in bodies)
+    request_bodies = client.request_bodies(seed, WORDS, NEW)
+    exchanges = (client.Exchange(url, body | client.EXTRA_BODY) for body in request_bodies)
     if not seconds:
         exchanges = itertools.islice(exchanges, clients)
     load = client.run(client.closed_loop(exchanges, clients, seconds or math.inf))
-    if failures := {answer.failure for answer in load.answers if answer.failure}:
+    if failures := {output.failure for output in load.outputs if output.failure}:
         raise UserError(f"{url} fails: {', '.join(sorted(failures))}")
     return load
 

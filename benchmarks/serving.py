@@ -54,14 +54,14 @@ MODES = {  # server -> what it computes with, of benchmarks.batching's engines
     "transformers": "transformers",
     "llama.cpp": "llama.cpp",
 }
-FIELDS = {  # of each request, where the server is another package's: a text goes on after EOS
+EXTRA_BODIES = {  # of each request, where the server is another package's: a text goes on after EOS
     "transformers": {"generation_config": '{"do_sample": false, "eos_token_id": -1}'},
     "llama_cpp": {"min_tokens": 10**6},
 }
 PAGE = 16  # positions
 NEW = 8  # tokens after a prompt whose first token is what counts
 LONG = 9  # requests with long prompts
-PATIENCE = 120  # seconds for a server to start
+STARTUP_TIMEOUT = 120  # seconds for a server to start
 
 
 class Results(common.Measures):
@@ -83,7 +83,7 @@ class Results(common.Measures):
 # Servers
 
 
-def rows_of(mode: str, args) -> int:
+def max_num_seqs_of(mode: str, args) -> int:
     """How many texts it computes at once, at most."""
     return 1 if mode == "one at a time" else args.clients
 
@@ -91,16 +91,16 @@ def rows_of(mode: str, args) -> int:
 def command(mode: str, args, model: Model, device: str, directory: Path) -> list:
     """What Python gets to start a server, without the port."""
     engine = ENGINES[MODES[mode]]
-    rows = rows_of(mode, args)
+    max_num_seqs = max_num_seqs_of(mode, args)
     if engine.is_ours:
         line = [common.ROOT / "serve.py", "--model", args.model, "--device", device]
         line += ["--dtype", engine.dtype, "--backend", engine.package or "torch"]
-        return line + ["--max-num-seqs", rows, "--page-size", PAGE]
+        return line + ["--max-num-seqs", max_num_seqs, "--page-size", PAGE]
     tokenizer = resolve_source(args.model).file("tokenizer.json")
     if engine.package == "transformers":
         line = ["-m", "transformers.cli.transformers", "serve", tokenizer.parent]
         line += ["--device", device, "--dtype", engine.dtype, "--continuous-batching"]
-        pages = rows * page_count(model.config.block_size, PAGE)
+        pages = max_num_seqs * page_count(model.config.block_size, PAGE)
         return line + ["--cb-block-size", PAGE, "--cb-num-blocks", pages]
     write_gguf(model, directory / "model.gguf", engine.dtype, tokenizer)
     line = ["-m", "llama_cpp.server", "--model", directory / "model.gguf"]
@@ -123,7 +123,7 @@ def server(line: list, threads: int | None = None) -> Iterator[str]:
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(line, stdout=log, stderr=log, env=os.environ | settings)
         try:
-            until = time.monotonic() + PATIENCE
+            until = time.monotonic() + STARTUP_TIMEOUT
             while not is_ready(port):
                 if process.poll() is not None or time.monotonic() > until:
                     log.seek(0)
@@ -142,10 +142,10 @@ def server(line: list, threads: int | None = None) -> Iterator[str]:
 
 def is_ready(port: int) -> bool:
     """Whether a server names its models: it may still load them, or a proxy answer before it."""
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=1)) as asking:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=1)) as connection:
         try:
-            asking.request("GET", "/v1/models")
-            return asking.getresponse().status == 200
+            connection.request("GET", "/v1/models")
+            return connection.getresponse().status == 200
         except (OSError, http.client.HTTPException):
             return False
 
@@ -162,93 +162,97 @@ class Bench(NamedTuple):
     worker: Worker | None  # the same engine without a server, if it is ours
 
     def exchanges(self, seed: str, *sizes) -> Iterator[client.Exchange]:
-        """Requests in its own words. sizes: arguments of `client.bodies`."""
-        fields = FIELDS.get(ENGINES[MODES[self.mode]].package, client.ASKED)
-        for body in client.bodies(seed, *sizes):
-            yield client.Exchange(self.url, body | fields)
+        """Requests in its own words. sizes: arguments of `client.request_bodies`."""
+        extra_body = EXTRA_BODIES.get(ENGINES[MODES[self.mode]].package, client.EXTRA_BODY)
+        for body in client.request_bodies(seed, *sizes):
+            yield client.Exchange(self.url, body | extra_body)
 
 
-def alone(name: str, model: Model, args, rows: int, seed: str) -> dict[str, float]:
+def engine_alone(name: str, model: Model, args, max_num_seqs: int, seed: str) -> dict[str, float]:
     """The engine with what N clients ask for, without a server."""
     encoding = load_encoding(args.model, model.config.vocab_size)
-    bodies = client.bodies(seed, args.prompt_words, args.new_tokens)
-    engine = Engine(model, rows, page_size=PAGE, encoding=encoding)
+    request_bodies = client.request_bodies(seed, args.prompt_words, args.new_tokens)
+    engine = Engine(model, max_num_seqs, page_size=PAGE, encoding=encoding)
     engine.add(encoding.encode(" the"), SamplingParams(max_new_tokens=NEW, ignore_eos=True))
     while engine.busy:  # once, to be as warm as the servers are
         engine.step()
     requests = []
     plain = []  # seconds of steps without a prompt
     began = time.perf_counter()
-    while (now := time.perf_counter()) < began + args.seconds:
+    while (step_start := time.perf_counter()) < began + args.seconds:
         while len(engine.scheduler.running) + len(engine.scheduler.waiting) < args.clients:
-            body = next(bodies)
+            body = next(request_bodies)
             params = SamplingParams(max_new_tokens=body["max_tokens"], ignore_eos=True)
             requests.append(engine.add(encoding.encode(body["prompt"]), params))
         before = engine.num_computed_tokens
         events = engine.step()
         if engine.num_computed_tokens - before == len(events):
-            plain.append(time.perf_counter() - now)
+            plain.append(time.perf_counter() - step_start)
     tokens = sum(len(request.output) for request in requests)
-    values = {"tokens/s": tokens / (now - began)}
+    values = {"tokens/s": tokens / (step_start - began)}
     if plain:
         values["plain step, ms"] = 1000 * statistics.median(plain)
     return values
 
 
-def texts_of(bench: Bench) -> list[str]:
+def warmup_texts(bench: Bench) -> list[str]:
     """The texts of as many short requests as there are clients, which also warms up.
 
     Raises UserError if the server does not answer one.
     """
     clients = bench.args.clients
-    some = itertools.islice(bench.exchanges("texts", bench.args.prompt_words, (NEW, NEW)), clients)
-    answers = client.run(client.closed_loop(some, clients, math.inf)).answers
-    if failures := {answer.failure for answer in answers if answer.failure}:
+    exchanges = itertools.islice(
+        bench.exchanges("texts", bench.args.prompt_words, (NEW, NEW)), clients
+    )
+    outputs = client.run(client.closed_loop(exchanges, clients, math.inf)).outputs
+    if failures := {output.failure for output in outputs if output.failure}:
         raise UserError(f"its server fails: {', '.join(sorted(failures))}")
-    return [answer.text for answer in answers]
+    return [output.text for output in outputs]
 
 
-def at_random(bench: Bench, rate: float, seed: str) -> client.Load:
+def poisson_load(bench: Bench, rate: float, seed: str) -> client.LoadResult:
     """Requests at random moments that ask for `rate` tokens a second."""
     args = bench.args
     exchanges = bench.exchanges(seed, args.prompt_words, args.new_tokens)
     sent = [next(exchanges)]
-    while (tokens := sum(exchange.wanted for exchange in sent)) < rate * args.seconds:
+    while (tokens := sum(exchange.max_tokens for exchange in sent)) < rate * args.seconds:
         sent.append(next(exchanges))
-    moments = client.arrivals(len(sent), rate * len(sent) / tokens, seed)
-    return client.run(client.open_loop(sent, moments))
+    arrival_times = client.poisson_arrivals(len(sent), rate * len(sent) / tokens, seed)
+    return client.run(client.open_loop(sent, arrival_times))
 
 
 def long_prompts(bench: Bench, seed: str, *sizes) -> dict[str, float]:
-    """First tokens of one client's long prompts. sizes: arguments of `client.bodies`."""
-    some = itertools.islice(bench.exchanges(seed, *sizes), LONG)
-    values = client.measures(client.run(client.closed_loop(some, 1, math.inf)), math.inf, math.inf)
+    """First tokens of one client's long prompts. sizes: arguments of `client.request_bodies`."""
+    exchanges = itertools.islice(bench.exchanges(seed, *sizes), LONG)
+    values = client.calculate_metrics(
+        client.run(client.closed_loop(exchanges, 1, math.inf)), math.inf, math.inf
+    )
     return {name: values[name] for name in values if name.startswith(("ttft", "failed"))}
 
 
-def all_loads(bench: Bench, repeat: int, write) -> None:
+def run_loads(bench: Bench, repeat: int, write) -> None:
     """Put a server under each load. write: Results.write."""
     args = bench.args
     busy = f"{args.clients} clients"
     seed = f"{busy} {repeat}"
-    own = {}
+    baseline = {}
     if bench.worker:
-        own = bench.worker(alone, args, rows_of(bench.mode, args), seed)
-        write(bench.mode, "engine alone", repeat, own)
+        baseline = bench.worker(engine_alone, args, max_num_seqs_of(bench.mode, args), seed)
+        write(bench.mode, "engine alone", repeat, baseline)
     exchanges = bench.exchanges(seed, args.prompt_words, args.new_tokens)
     load = client.run(client.closed_loop(exchanges, args.clients, args.seconds))
-    values = client.measures(load, *args.goodput)
+    values = client.calculate_metrics(load, *args.goodput)
     capacity = values["tokens/s"]
-    if own.get("tokens/s"):
-        values["x engine alone"] = capacity / own["tokens/s"]
+    if baseline.get("tokens/s"):
+        values["x engine alone"] = capacity / baseline["tokens/s"]
     write(bench.mode, busy, repeat, values)
     for share in args.shares if capacity else []:
         name = f"{share:g} of capacity"
-        load = at_random(bench, share * capacity, f"{name} {repeat}")
-        values = client.measures(load, *args.goodput)
-        if "plain step, ms" in own:
+        load = poisson_load(bench, share * capacity, f"{name} {repeat}")
+        values = client.calculate_metrics(load, *args.goodput)
+        if "plain step, ms" in baseline:
             for measure in [measure for measure in values if measure.startswith(("ttft", "itl"))]:
-                steps = values[measure] / own["plain step, ms"]
+                steps = values[measure] / baseline["plain step, ms"]
                 values[measure.replace("ms", "plain steps")] = steps
         write(bench.mode, name, repeat, values)
 
@@ -256,7 +260,7 @@ def all_loads(bench: Bench, repeat: int, write) -> None:
     whole = (args.long_prompt + NEW, args.long_prompt + NEW)
     write(bench.mode, "long prompts", repeat, long_prompts(bench, f"long {repeat}", whole, new))
     part = (args.long_prompt, args.long_prompt)
-    first = next(client.bodies(f"shared {repeat}", part, new))["prompt"]
+    first = next(client.request_bodies(f"shared {repeat}", part, new))["prompt"]
     values = long_prompts(bench, f"last {repeat}", new, new, first)
     write(bench.mode, "long prompts, shared", repeat, values)
 
@@ -282,10 +286,12 @@ def measure(args, device: str, results: Results) -> None:
             try:
                 if reason := missing(MODES[mode], device):
                     raise UserError(reason)
-                with contextlib.ExitStack() as own:  # a server that fails is stopped at once
-                    url = own.enter_context(server(command(mode, args, model, device, directory)))
-                    texts = texts_of(Bench(args, mode, url, None))
-                    stack.push(own.pop_all())
+                with contextlib.ExitStack() as startup:  # a server that fails is stopped at once
+                    url = startup.enter_context(
+                        server(command(mode, args, model, device, directory))
+                    )
+                    texts = warmup_texts(Bench(args, mode, url, None))
+                    stack.push(startup.pop_all())
             except UserError as error:
                 print(f"without {mode}: {error}", file=sys.stderr)
                 continue
@@ -304,7 +310,7 @@ def measure(args, device: str, results: Results) -> None:
         if not benches:
             raise UserError("no server is left")
         for repeat, bench in itertools.product(range(args.repeats), benches):
-            all_loads(bench, repeat, results.write)
+            run_loads(bench, repeat, results.write)
 
 
 PANELS = [  # title, axis, loads and measures by their names, what colours tell apart

@@ -16,7 +16,7 @@ END = b"0\r\n\r\n"
 URL = "http://127.0.0.1:1"
 
 
-def piece(text: str | bytes) -> bytes:
+def raw_chunk(text: str | bytes) -> bytes:
     data = text if isinstance(text, bytes) else text.encode()
     return b"%x\r\n%s\r\n" % (len(data), data)
 
@@ -35,13 +35,13 @@ def counts(tokens: int) -> str:
     return f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n"
 
 
-def whole(*moments: float) -> list[tuple[float, bytes]]:
+def timed_completion(*timestamps: float) -> list[tuple[float, bytes]]:
     """An answer with a token at each moment, in seconds after the request came."""
-    events = [chunk(tokens=number) for number, _ in enumerate(moments, 1)]
-    events[-1] = chunk(reason="length", tokens=len(moments))
-    answer = [(moment, piece(event)) for moment, event in zip(moments, events)]
-    end = piece(counts(len(moments)) + "data: [DONE]\n\n") + END
-    return [(0, STREAM), *answer, (moments[-1], end)]
+    events = [chunk(tokens=number) for number, _ in enumerate(timestamps, 1)]
+    events[-1] = chunk(reason="length", tokens=len(timestamps))
+    chunks = [(timestamp, raw_chunk(event)) for timestamp, event in zip(timestamps, events)]
+    end = raw_chunk(counts(len(timestamps)) + "data: [DONE]\n\n") + END
+    return [(0, STREAM), *chunks, (timestamps[-1], end)]
 
 
 class Waiting(selectors.DefaultSelector):
@@ -60,10 +60,10 @@ class Waiting(selectors.DefaultSelector):
 def fake_server(monkeypatch) -> SimpleNamespace:
     """A server on that clock, instead of the network, and what it was asked: (when, body).
 
-    answer: a function of a request's body that returns what is written, (seconds after the
+    respond: a function of a request's body that returns what is written, (seconds after the
     request came, bytes), and then the connection is closed.
     """
-    state = SimpleNamespace(answer=None, asked=[], clock=Waiting(), open=0, most=0)
+    state = SimpleNamespace(respond=None, requests=[], clock=Waiting(), open=0, max_open=0)
 
     async def serve(sock, loop) -> None:
         reader, writer = await asyncio.open_connection(sock=sock)
@@ -71,13 +71,13 @@ def fake_server(monkeypatch) -> SimpleNamespace:
         assert head.startswith(b"POST /v1/completions HTTP/1.1\r\n")
         length = int(head.lower().partition(b"content-length:")[2].split()[0])
         body = json.loads(await reader.readexactly(length))
-        came = loop.time()
-        state.asked.append((came, body))
+        arrived = loop.time()
+        state.requests.append((arrived, body))
         state.open += 1
-        state.most = max(state.most, state.open)
+        state.max_open = max(state.max_open, state.open)
         with contextlib.suppress(ConnectionError):
-            for moment, data in state.answer(body):
-                await asyncio.sleep(came + moment - loop.time())
+            for timestamp, data in state.respond(body):
+                await asyncio.sleep(arrived + timestamp - loop.time())
                 writer.write(data)
             await writer.drain()
         state.open -= 1
@@ -124,16 +124,16 @@ def client_table(capsys):
     return run
 
 
-def found(load, ttft=math.inf, tpot=math.inf):
-    return module_with("benchmarks.client", "measures").measures(load, ttft, tpot)
+def metrics_of(load, ttft=math.inf, tpot=math.inf):
+    return module_with("benchmarks.client", "calculate_metrics").calculate_metrics(load, ttft, tpot)
 
 
-def early(asked, seconds: float) -> list[float]:
+def in_time_shares(requests, seconds: float) -> list[float]:
     """The share of each text's tokens, one each quarter of a second, that come in that time."""
     shares = []
-    for came, body in asked:
-        moments = [came + 0.25 * at for at in range(1, body["max_tokens"] + 1)]
-        shares.append(sum(moment < seconds for moment in moments) / len(moments))
+    for arrived, body in requests:
+        timestamps = [arrived + 0.25 * at for at in range(1, body["max_tokens"] + 1)]
+        shares.append(sum(timestamp < seconds for timestamp in timestamps) / len(timestamps))
     return shares
 
 

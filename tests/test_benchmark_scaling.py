@@ -181,13 +181,13 @@ def served(bench, monkeypatch):
     async def load(exchanges, clients, seconds):
         sent = list(itertools.islice(exchanges, clients))
         for exchange in sent:
-            exchange.text = served.text(len(served.lines), exchange.wanted)
+            exchange.text = served.text(len(served.lines), exchange.max_tokens)
         served.asked.append((clients, seconds))
         served.clock += 0.08 * clients
         return sent, 0.0, 1.0
 
     def read(exchange):
-        return client.Answer(0, 0, [1.0], 10, exchange.text, served.failure)
+        return client.RequestOutput(0, 0, [1.0], 10, exchange.text, served.failure)
 
     def clock(name=""):
         return served.clock * {"": 1, "Door": 0.25, "ProxyActor": 0.125}[name.rpartition(":")[2]]
@@ -198,8 +198,8 @@ def served(bench, monkeypatch):
     monkeypatch.setattr(script, "server", server)
     monkeypatch.setattr(client, "closed_loop", load)
     monkeypatch.setattr(client, "read", read)
-    rate = lambda load, *_: {"tokens/s": 50 + 50 * len(load.answers) / 4}  # noqa: E731
-    monkeypatch.setattr(client, "measures", rate)
+    rate = lambda load, *_: {"tokens/s": 50 + 50 * len(load.outputs) / 4}  # noqa: E731
+    monkeypatch.setattr(client, "calculate_metrics", rate)
     monkeypatch.setattr(script, "processor_seconds", clock)
     monkeypatch.setattr(script, "memory_of", lambda name: 3e8 * served.asked[-1][0] / 4)
     bench.given += ("--ranks", 2, "--join", "gather", "--rows", 4)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from benches import Bench, save_endless
-from loads import near, whole
+from loads import near, timed_completion
 
 from command_line import Parser
 from errors import UserError
@@ -44,10 +44,10 @@ def simulated(request, speaking, fake, monkeypatch):
             bench.running -= 1
 
     def worker(name, *_):
-        def work(function, args, rows, seed):
-            assert function is script.alone
-            bench.engines.append((name, rows, seed))
-            return bench.own
+        def work(function, args, max_num_seqs, seed):
+            assert function is script.engine_alone
+            bench.engines.append((name, max_num_seqs, seed))
+            return bench.baseline
 
         work.close = lambda: None
         return work
@@ -56,11 +56,13 @@ def simulated(request, speaking, fake, monkeypatch):
     bench.running = 0
     bench.beside = []  # how many ran when each one started
     bench.engines = []
-    bench.own = {"tokens/s": 56.0, "plain step, ms": 25.0}
+    bench.baseline = {"tokens/s": 56.0, "plain step, ms": 25.0}
     monkeypatch.setattr(script, "server", server)
     monkeypatch.setattr(script, "Worker", worker)
     monkeypatch.setattr(script, "missing", lambda name, device: "")
-    fake.answer = lambda body: whole(*[0.2 + 0.05 * at for at in range(body["max_tokens"])])
+    fake.respond = lambda body: timed_completion(
+        *[0.2 + 0.05 * at for at in range(body["max_tokens"])]
+    )
     return bench
 
 
@@ -114,7 +116,7 @@ def test_servers_get_the_same_requests_and_new_ones_in_each_repeat(simulated, fa
     simulated.rows(*modes, "--shares", 0.5, "--repeats", 2)
     longest = []
     prompts = []
-    for _, body in fake.asked:
+    for _, body in fake.requests:
         assert body["temperature"] == 0 and body["stream"] is True and body["ignore_eos"] is True
         assert body["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
         words = len(body["prompt"].split())
@@ -137,7 +139,7 @@ def test_each_server_is_told_in_its_own_words(simulated, fake, speaking, monkeyp
     import serve
 
     script = simulated.script
-    fake.answer = lambda body: whole(*range(1, body["max_tokens"] + 1))
+    fake.respond = lambda body: timed_completion(*range(1, body["max_tokens"] + 1))
     written = []
     monkeypatch.setattr(script, "write_gguf", lambda model, *rest: written.append(rest))
     have = importlib.metadata.version
@@ -169,7 +171,7 @@ def test_each_server_is_told_in_its_own_words(simulated, fake, speaking, monkeyp
         if line[0].endswith("serve.py"):
             assert parser.parse_args(line[1:]).model == str(speaking)
     common = {"prompt", "max_tokens", "temperature", "stream"}
-    kinds = {frozenset(body) - common for _, body in fake.asked}
+    kinds = {frozenset(body) - common for _, body in fake.requests}
     own = frozenset({"ignore_eos", "stream_options"})
     assert kinds == {own, frozenset({"generation_config"}), frozenset({"min_tokens"})}
     libraries = rows.groupby("mode", sort=False)["library"].first()
@@ -183,8 +185,8 @@ def test_a_server_that_cannot_run_or_fails_at_first_is_named_and_left_out(
 ):
     reasons = {"llama.cpp": "pip install llama-cpp-python"}
     monkeypatch.setattr(simulated.script, "missing", lambda name, device: reasons.get(name, ""))
-    good = fake.answer
-    fake.answer = lambda body: [(1, BUSY)] if len(simulated.started) == 1 else good(body)
+    good = fake.respond
+    fake.respond = lambda body: [(1, BUSY)] if len(simulated.started) == 1 else good(body)
     modes = ("engine native int8", "engine", "engine native", "llama.cpp")
     code, rows, err = simulated("--modes", *modes, "--shares", 0.5)
     assert (code, err.count("without")) == (0, 2)
@@ -195,7 +197,7 @@ def test_a_server_that_cannot_run_or_fails_at_first_is_named_and_left_out(
 
 
 def test_no_server_is_left(simulated, fake, tmp_path):
-    fake.answer = lambda body: [(1, BUSY)]
+    fake.respond = lambda body: [(1, BUSY)]
     code, rows, err = simulated("--modes", "engine")
     assert rows is None
     assert "without engine: its server fails: HTTP 429\n" in err
@@ -204,9 +206,9 @@ def test_no_server_is_left(simulated, fake, tmp_path):
 
 
 def test_failures_under_load_have_rows(simulated, fake):
-    good = fake.answer
+    good = fake.respond
     numbers = itertools.count()
-    fake.answer = lambda body: [(1, BUSY)] if next(numbers) % 3 == 2 else good(body)
+    fake.respond = lambda body: [(1, BUSY)] if next(numbers) % 3 == 2 else good(body)
     rows = simulated.rows("--modes", "engine")
     found = values(rows, "engine", "2 clients")
     assert found["failed"] == found["failed: HTTP 429"] > 0
@@ -215,13 +217,13 @@ def test_failures_under_load_have_rows(simulated, fake):
 
 
 def test_other_texts_are_not_timed(simulated, fake):
-    right = fake.answer
+    right = fake.respond
 
     def answer(body):
-        changed = len(simulated.started) == 2 and len(fake.asked) % 2
+        changed = len(simulated.started) == 2 and len(fake.requests) % 2
         return [(at, data.replace(b" a", b" b") if changed else data) for at, data in right(body)]
 
-    fake.answer = answer
+    fake.respond = answer
     # It is first, and may write others than the two that must agree.
     rows = simulated.rows("--modes", "engine native int8", "engine native", "--shares", 0.5)
     assert values(rows, "engine native", "texts") == {SHARE: 0.5}
@@ -251,19 +253,19 @@ def test_the_engine_alone_is_busy_as_the_clients_are(speaking, clock, monkeypatc
     model = load_model(speaking)
     # A second for each position: 5 + 7 of them make 8 tokens.
     alone = {"tokens/s": near(8 / 12), "plain step, ms": 1000}
-    assert script.alone("cache", model, args, 1, "seed") == alone
+    assert script.engine_alone("cache", model, args, 1, "seed") == alone
     (engine,) = engines
     assert engine.encoding is not None  # it makes text, as a server does
     assert engine.num_computed_tokens > 120  # and was warm before
     args.clients = 3
-    assert script.alone("cache", model, args, 3, "seed")["plain step, ms"] == 3000
-    assert script.alone("cache", model, args, 1, "seed") == alone
+    assert script.engine_alone("cache", model, args, 3, "seed")["plain step, ms"] == 3000
+    assert script.engine_alone("cache", model, args, 1, "seed") == alone
     args.new_tokens = [1, 1]
-    assert script.alone("cache", model, args, 1, "seed") == {"tokens/s": near(1 / 5)}
+    assert script.engine_alone("cache", model, args, 1, "seed") == {"tokens/s": near(1 / 5)}
 
 
 def test_what_is_not_known_has_no_row(simulated):
-    simulated.own = {"tokens/s": 0.0}  # too short a time
+    simulated.baseline = {"tokens/s": 0.0}  # too short a time
     rows = simulated.rows("--modes", "engine", "--shares", 0.5)
     assert "x engine alone" not in values(rows, "engine", "2 clients")
     random = values(rows, "engine", "0.5 of capacity")

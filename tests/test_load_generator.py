@@ -7,7 +7,18 @@ import statistics
 
 import pytest
 from conftest import CHECKPOINTS, module_with
-from loads import END, STREAM, URL, chunk, counts, early, found, near, piece, whole
+from loads import (
+    END,
+    STREAM,
+    URL,
+    chunk,
+    counts,
+    in_time_shares,
+    metrics_of,
+    near,
+    raw_chunk,
+    timed_completion,
+)
 
 from loading.tokenizer import load_encoding
 
@@ -24,9 +35,9 @@ def send(*wanted, seconds=10.0):
 
 def test_known_times_give_exactly_these_figures(fake):
     times = {3: (0.5, 0.7, 1.1), 2: (1.0, 1.25)}
-    fake.answer = lambda body: whole(*times[body["max_tokens"]])
+    fake.respond = lambda body: timed_completion(*times[body["max_tokens"]])
     load = send(3, 2, seconds=0.8)
-    values = found(load, ttft=600, tpot=301)
+    values = metrics_of(load, ttft=600, tpot=301)
     # Of the five tokens two come in those 0.8 seconds, both of the first text.
     expected = {"requests": 2, "failed": 0, "tokens/s": 2 / 0.8, "goodput, requests/s": 2 / 3 / 0.8}
     expected |= {"ttft, ms, p50": 750, "ttft, ms, p99": 995}
@@ -35,17 +46,19 @@ def test_known_times_give_exactly_these_figures(fake):
     for name, value in expected.items():
         assert values[name] == near(value), name
     assert values["client CPU, us a token"] > 0
-    assert found(load, ttft=400)["goodput, requests/s"] == 0
-    assert found(load)["goodput, requests/s"] == near(2 / 3 / 0.8)
-    assert found(send(3, 2, seconds=1.2))["goodput, requests/s"] == near(1.5 / 1.2)
+    assert metrics_of(load, ttft=400)["goodput, requests/s"] == 0
+    assert metrics_of(load)["goodput, requests/s"] == near(2 / 3 / 0.8)
+    assert metrics_of(send(3, 2, seconds=1.2))["goodput, requests/s"] == near(1.5 / 1.2)
 
 
 def test_a_text_of_one_token_has_no_time_per_token(fake):
-    fake.answer = lambda body: whole(*[0.5 + 0.25 * at for at in range(body["max_tokens"])])
-    values = found(send(1, 1, 3), tpot=1)
+    fake.respond = lambda body: timed_completion(
+        *[0.5 + 0.25 * at for at in range(body["max_tokens"])]
+    )
+    values = metrics_of(send(1, 1, 3), tpot=1)
     assert (values["tpot, ms, p50"], values["tpot, ms, p99"]) == (near(250), near(250))
     assert values["goodput, requests/s"] == near(2 / 10)  # one token is within any limit
-    values = found(send(1, 1))
+    values = metrics_of(send(1, 1))
     assert values["ttft, ms, p50"] == near(500)
     assert not [name for name in values if name.startswith(("tpot", "itl", "chunk gap"))]
 
@@ -53,35 +66,44 @@ def test_a_text_of_one_token_has_no_time_per_token(fake):
 def test_clients_wait_for_their_answers(fake):
     client = module_with("benchmarks.client", "run")
 
-    fake.answer = lambda body: whole(*[float(at) for at in range(1, body["max_tokens"] + 1)])
-    bodies = itertools.repeat({"prompt": "x", "max_tokens": 2})
-    endless = (client.Exchange(URL, body) for body in bodies)
+    fake.respond = lambda body: timed_completion(
+        *[float(at) for at in range(1, body["max_tokens"] + 1)]
+    )
+    request_bodies = itertools.repeat({"prompt": "x", "max_tokens": 2})
+    endless = (client.Exchange(URL, body) for body in request_bodies)
     load = client.run(client.closed_loop(endless, 3, 5.0))
-    assert [came for came, _ in fake.asked] == [near(at) for at in (0, 0, 0, 2, 2, 2, 4, 4, 4)]
-    assert fake.most == 3
-    assert [reply.sent for reply in load.answers] == [came for came, _ in fake.asked]
-    assert [reply.ttft for reply in load.answers] == [near(1000)] * 9
+    assert [arrived for arrived, _ in fake.requests] == [
+        near(at) for at in (0, 0, 0, 2, 2, 2, 4, 4, 4)
+    ]
+    assert fake.max_open == 3
+    assert [output.send_time for output in load.outputs] == [
+        arrived for arrived, _ in fake.requests
+    ]
+    assert [output.ttft for output in load.outputs] == [near(1000)] * 9
     # Tokens at 1, 2, 3, 4, then 5 and 6: those come when no client is to ask any more.
-    assert found(load)["tokens/s"] == near(3 * 4 / 5)
+    assert metrics_of(load)["tokens/s"] == near(3 * 4 / 5)
     three = [client.Exchange(URL, {"prompt": "x", "max_tokens": 1}) for _ in range(3)]
-    assert len(client.run(client.closed_loop(iter(three), 2, math.inf)).answers) == 3
+    assert len(client.run(client.closed_loop(iter(three), 2, math.inf)).outputs) == 3
 
 
 def test_tokens_of_one_chunk_came_together(fake):
     first, second = chunk(" a b", tokens=2), chunk(" c d e", "length", tokens=5)
-    fake.answer = lambda body: [(1, STREAM + piece(first)), (3, piece(second + DONE) + END)]
+    fake.respond = lambda body: [
+        (1, STREAM + raw_chunk(first)),
+        (3, raw_chunk(second + DONE) + END),
+    ]
     load = send(5)
-    (reply,) = load.answers
-    assert (reply.times, reply.text) == ([1, 1, 3, 3, 3], " a b c d e")
-    values = found(load)
+    (output,) = load.outputs
+    assert (output.times, output.text) == ([1, 1, 3, 3, 3], " a b c d e")
+    values = metrics_of(load)
     assert (values["itl, ms, p50"], values["itl, ms, p100"]) == (0, near(2000))
     assert values["tpot, ms, p50"] == near(500)
 
 
 def test_gaps_between_chunks_are_not_called_gaps_between_tokens(fake):
     events = [chunk(" a b"), chunk(" c"), chunk("", "length"), counts(4) + DONE]
-    fake.answer = lambda body: [(0, STREAM), *enumerate(map(piece, events), 1), (4, END)]
-    values = found(send(4))
+    fake.respond = lambda body: [(0, STREAM), *enumerate(map(raw_chunk, events), 1), (4, END)]
+    values = metrics_of(send(4))
     assert "itl, ms, p50" not in values
     assert values["chunk gap, ms, p50"] == near(1000)
     assert values["tpot, ms, p50"] == near(1000 / 3)
@@ -93,10 +115,10 @@ def test_without_counts_a_chunk_is_a_token_if_the_sum_agrees(fake, last):
     end |= {"usage in the last chunk": chunk("", "length", tokens=2)}  # as transformers
     end |= {"no usage": chunk("", "length") + DONE}  # as llama_cpp.server
     events = [chunk(" a"), chunk(" b"), end[last]]
-    fake.answer = lambda body: [(0, STREAM), *enumerate(map(piece, events), 1), (4, END)]
+    fake.respond = lambda body: [(0, STREAM), *enumerate(map(raw_chunk, events), 1), (4, END)]
     load = send(2)
-    assert load.answers[0].times == [1, 2]
-    assert found(load)["itl, ms, p50"] == near(1000)
+    assert load.outputs[0].times == [1, 2]
+    assert metrics_of(load)["itl, ms, p50"] == near(1000)
 
 
 def test_however_the_bytes_come(fake):
@@ -105,17 +127,17 @@ def test_however_the_bytes_come(fake):
     windows = events.replace(b"\n", b"\r\n")
     plain = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(windows)
     until_close = b"HTTP/1.0 200 OK\r\n\r\n"
-    for data in (STREAM + piece(events) + END, plain + windows, until_close + events):
-        fake.answer = lambda body, data=data: [(0, data[i : i + 1]) for i in range(len(data))]
-        (reply,) = send(2).answers
-        assert (reply.failure, reply.text, reply.tokens) == ("", f"{text} b", 2)
+    for data in (STREAM + raw_chunk(events) + END, plain + windows, until_close + events):
+        fake.respond = lambda body, data=data: [(0, data[i : i + 1]) for i in range(len(data))]
+        (output,) = send(2).outputs
+        assert (output.failure, output.text, output.tokens) == ("", f"{text} b", 2)
     first, second = events[:40], events[40:]  # it counts from when all of an event was there
-    fake.answer = lambda body: [(0, STREAM + piece(first)), (2, piece(second) + END)]
-    assert send(2).answers[0].times == [2, 2]
+    fake.respond = lambda body: [(0, STREAM + raw_chunk(first)), (2, raw_chunk(second) + END)]
+    assert send(2).outputs[0].times == [2, 2]
 
 
 def stream(*events: str, end: bytes = END) -> list[tuple[float, bytes]]:
-    return [(1, STREAM), *((2, piece(event)) for event in events), (3, end)]
+    return [(1, STREAM), *((2, raw_chunk(event)) for event in events), (3, end)]
 
 
 ERROR = 'data: {"error": {"message": "no memory", "type": "server_error"}}\n\n'
@@ -127,7 +149,7 @@ FAILURES = {  # what is written -> why it does not count
     "404": ([(1, b"HTTP/1.1 404 Not Found\r\nTransfer-Encoding: chunked\r\n\r\n")], "HTTP 404"),
     "error": (stream(chunk(), ERROR, DONE), "error event"),
     "closed": (stream(chunk(), chunk(), end=b""), CUT),
-    "closed in an event": (stream(chunk(), end=piece(chunk())[:20]), CUT),
+    "closed in an event": (stream(chunk(), end=raw_chunk(chunk())[:20]), CUT),
     "closed after the last chunk": (stream(chunk(), chunk(reason="length"), end=b""), CUT),
     "no reason": (stream(chunk(), chunk()), CUT),
     "nothing": ([], CUT),
@@ -153,14 +175,14 @@ FAILURES = {  # what is written -> why it does not count
 
 @pytest.mark.parametrize("written, why", FAILURES.values(), ids=list(FAILURES))
 def test_failures_are_counted_and_nothing_else_of_them_is(fake, written, why):
-    fake.answer = lambda body: written if body["max_tokens"] == 3 else whole(0.5, 0.75)
+    fake.respond = lambda body: written if body["max_tokens"] == 3 else timed_completion(0.5, 0.75)
     load = send(2, 3, 2)
-    assert [reply.failure for reply in load.answers] == ["", why, ""]
-    values = found(load, ttft=1000)
+    assert [output.failure for output in load.outputs] == ["", why, ""]
+    values = metrics_of(load, ttft=1000)
     assert (values["requests"], values["failed"], values[f"failed: {why}"]) == (3, 1, 1)
     assert (values["tokens/s"], values["goodput, requests/s"]) == (near(0.4), near(0.2))
     assert values["ttft, ms, p99"] == near(500)
-    alone = found(send(3))
+    alone = metrics_of(send(3))
     assert (alone["requests"], alone["failed"], alone["tokens/s"]) == (1, 1, 0)
     assert "ttft, ms, p50" not in alone
 
@@ -178,8 +200,8 @@ def test_nobody_listens(table):
 
 
 def test_a_load_of_which_some_requests_failed_is_no_error(fake, table):
-    answers = itertools.cycle([whole(0.5), stream(chunk(), ERROR, DONE)])
-    fake.answer = lambda body: next(answers)
+    answers = itertools.cycle([timed_completion(0.5), stream(chunk(), ERROR, DONE)])
+    fake.respond = lambda body: next(answers)
     code, values, err = table("--clients", 2, "--seconds", 1e-9, "--new-tokens", 1, 1)
     assert (code, values["requests"], values["failed"], err) == (0, 2, 1, "")
 
@@ -196,48 +218,50 @@ def test_percentiles_are_those_of_numpy_and_statistics():
 
 
 def test_words_are_tokens():
-    from benchmarks.client import WORDS, bodies
+    from benchmarks.client import WORDS, request_bodies
 
     assert len(set(WORDS)) == len(WORDS) > 50
     for name in ("stories", "stories-llama"):
         encoding = load_encoding(CHECKPOINTS / name, 4096)
         assert all(len(encoding.encode(f" {word}")) == 1 for word in WORDS)
-    some = list(itertools.islice(bodies("seed", (2, 4), (3, 5)), 50))
-    assert some == list(itertools.islice(bodies("seed", (2, 4), (3, 5)), 50))
-    assert some != list(itertools.islice(bodies("other", (2, 4), (3, 5)), 50))
+    some = list(itertools.islice(request_bodies("seed", (2, 4), (3, 5)), 50))
+    assert some == list(itertools.islice(request_bodies("seed", (2, 4), (3, 5)), 50))
+    assert some != list(itertools.islice(request_bodies("other", (2, 4), (3, 5)), 50))
     assert {body["max_tokens"] for body in some} == {3, 4, 5}
     assert {len(body["prompt"].split()) for body in some} == {2, 3, 4}
-    begun = next(bodies("seed", (2, 4), (3, 5), " Once upon"))
+    begun = next(request_bodies("seed", (2, 4), (3, 5), " Once upon"))
     assert begun["prompt"] == " Once upon" + some[0]["prompt"]
 
 
 def test_the_command_line_asks_what_it_says(fake, table):
-    fake.answer = lambda body: whole(*[0.25 * at for at in range(1, body["max_tokens"] + 1)])
+    fake.respond = lambda body: timed_completion(
+        *[0.25 * at for at in range(1, body["max_tokens"] + 1)]
+    )
     sizes = ("--prompt-words", 2, 6, "--new-tokens", 4, 8, "--goodput", 251, 251)
-    line = ("--clients", 3, *sizes, "--fields", '{"model": "x", "ignore_eos": null}')
+    line = ("--clients", 3, *sizes, "--extra-body", '{"model": "x", "ignore_eos": null}')
     code, values, err = table(*line)
     assert (code, err) == (0, "")
-    assert values["requests"] == len(fake.asked) and values["failed"] == 0
-    assert 4 < fake.asked[-1][0] < 5 and fake.most == 3
+    assert values["requests"] == len(fake.requests) and values["failed"] == 0
+    assert 4 < fake.requests[-1][0] < 5 and fake.max_open == 3
     assert (values["ttft, ms, p99"], values["itl, ms, p50"]) == (250, 250)
     # 12 a second, without those that come after the five seconds.
     assert values["tokens/s"] == pytest.approx(12, abs=0.7)
-    shares = early(fake.asked, 5)
+    shares = in_time_shares(fake.requests, 5)
     assert 0 < min(shares) < 1
     assert values["goodput, requests/s"] == pytest.approx(sum(shares) / 5, rel=1e-3)
-    for _, body in fake.asked:
+    for _, body in fake.requests:
         assert 2 <= len(body["prompt"].split()) <= 6 and 4 <= body["max_tokens"] <= 8
         assert body["stream"] is True
         assert body["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
         assert (body["model"], body["ignore_eos"], body["temperature"]) == ("x", None, 0)
-    first = list(fake.asked)
+    first = list(fake.requests)
     for seed, same in ((0, True), (1, False)):
-        fake.asked.clear()
+        fake.requests.clear()
         table(*line, "--seed", seed)
-        assert (fake.asked == first) is same
-    fake.asked.clear()
+        assert (fake.requests == first) is same
+    fake.requests.clear()
     table("--clients", 2, "--seconds", 10)
-    assert all(body["ignore_eos"] is True for _, body in fake.asked)
+    assert all(body["ignore_eos"] is True for _, body in fake.requests)
 
 
 def test_a_real_server(table, tiny_llama):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from types import SimpleNamespace as Record
 
 from benchmarks import client
-from benchmarks.client import Answer, Load
+from benchmarks.client import LoadResult, RequestOutput
 from engine.engine import Engine
 from engine.request import Request
 from pictures import runs, scene
@@ -39,9 +39,9 @@ class Server:
         self.seconds = seconds
         self.stall = stall
         self.exchanges: dict[Request, Exchange] = {}
-        self.came = asyncio.Event()
+        self.request_added = asyncio.Event()
 
-    def run(self, load: Coroutine) -> Load:
+    def run(self, load: Coroutine) -> LoadResult:
         """What came of a load: `client.open_loop` or `client.closed_loop`."""
         clock = Clock()
 
@@ -59,14 +59,14 @@ class Server:
 
         with asyncio.Runner(loop_factory=make_loop) as runner:
             exchanges, began, seconds = runner.run(main())
-        return Load([each.answer() for each in exchanges], began, seconds, 0.0)
+        return LoadResult([each.output() for each in exchanges], began, seconds, 0.0)
 
     async def work(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             if not self.engine.busy:
-                self.came.clear()
-                await self.came.wait()
+                self.request_added.clear()
+                await self.request_added.wait()
             begin, end = self.stall
             if begin <= loop.time() < end:
                 await asyncio.sleep(end - loop.time())
@@ -76,7 +76,7 @@ class Server:
             for event in events:
                 self.exchanges[event.request].times.append(loop.time())
                 if event.finish_reason:
-                    self.exchanges[event.request].over.set_result(None)
+                    self.exchanges[event.request].finished.set_result(None)
             for _ in range(9):  # clients may ask again before the next step
                 await asyncio.sleep(0)
 
@@ -90,23 +90,25 @@ class Exchange:
         self.params = SamplingParams(body["max_tokens"], ignore_eos=True)
         self.times: list[float] = []  # of each token
 
-    async def run(self, due: float) -> None:
+    async def run(self, arrival_time: float) -> None:
         loop = asyncio.get_running_loop()
-        self.due = due
-        self.sent = loop.time()
-        self.over = loop.create_future()
+        self.arrival_time = arrival_time
+        self.send_time = loop.time()
+        self.finished = loop.create_future()
         self.server.exchanges[self.server.engine.add(self.ids, self.params)] = self
-        self.server.came.set()
-        await self.over
+        self.server.request_added.set()
+        await self.finished
 
-    def answer(self) -> Answer:
-        return Answer(self.due, self.sent, self.times, self.params.max_new_tokens, "", "")
+    def output(self) -> RequestOutput:
+        return RequestOutput(
+            self.arrival_time, self.send_time, self.times, self.params.max_new_tokens, "", ""
+        )
 
 
 def exchanges(server: Server, prompt: str, words, tokens) -> Iterator[Exchange]:
-    """Requests without end. words, tokens: as in `client.bodies`."""
+    """Requests without end. words, tokens: as in `client.request_bodies`."""
     runs.encode(prompt, 20)
-    return (Exchange(server, body) for body in client.bodies("0", words, tokens, prompt))
+    return (Exchange(server, body) for body in client.request_bodies("0", words, tokens, prompt))
 
 
 STALL = (2.0, 3.0)
@@ -115,14 +117,18 @@ STALL = (2.0, 3.0)
 def record_stall(prompt: str) -> Record:
     """A step takes 10 ms, and there is none while the server stalls."""
 
-    def load(make: Callable[[Iterator[Exchange]], Coroutine]) -> Load:
+    def load(make: Callable[[Iterator[Exchange]], Coroutine]) -> LoadResult:
         server = Server(lambda _: 0.01, STALL)
         return server.run(make(exchanges(server, prompt, (5, 9), (5, 15))))
 
-    moments = client.arrivals(100, 20.0, "0")
+    arrival_times = client.poisson_arrivals(100, 20.0, "0")
     return Record(
-        closed=load(lambda asked: client.closed_loop(asked, 2, 5.0)),
-        open=load(lambda asked: client.open_loop(list(itertools.islice(asked, 100)), moments)),
+        closed=load(lambda exchanges: client.closed_loop(exchanges, 2, 5.0)),
+        open=load(
+            lambda exchanges: client.open_loop(
+                list(itertools.islice(exchanges, 100)), arrival_times
+            )
+        ),
     )
 
 
@@ -133,7 +139,7 @@ def draw_stall(record: Record) -> scene.Scene:
         ("Closed loop, 2 clients", record.closed),
         ("Open loop, 20 requests a second", record.open),
     ):
-        points = [(answer.due, answer.ttft) for answer in load.answers]
+        points = [(output.arrival_time, output.ttft) for output in load.outputs]
         late.append(f"{sum(ttft > 100 for _, ttft in points)} of {len(points)}")
         curve = scene.Curve("", points, "first", dots=True)
         marks = [scene.Mark("stall", x=STALL[0]), scene.Mark("", x=STALL[1])]

@@ -256,15 +256,17 @@ def test_engines_follow_the_load():
 def test_a_stall_seen_by_two_loops():
     record, scene = drawn("load-generator")
     begin, end = loads.STALL
-    for answer in record.open.answers:  # a step takes 10 ms, and one may have just begun
-        expected = 1000 * (end - answer.due) * (begin <= answer.due < end)
-        assert expected <= answer.ttft <= expected + 20.001
-    late = [answer.due for answer in record.closed.answers if answer.ttft > 100]
-    assert len(late) <= 2 and all(begin - 0.01 <= due <= begin + 0.01 for due in late)
-    assert all(begin <= answer.due < end for answer in record.open.answers if answer.ttft > 100)
+    for output in record.open.outputs:  # a step takes 10 ms, and one may have just begun
+        expected = 1000 * (end - output.arrival_time) * (begin <= output.arrival_time < end)
+        assert expected <= output.ttft <= expected + 20.001
+    late = [output.arrival_time for output in record.closed.outputs if output.ttft > 100]
+    assert len(late) <= 2 and all(begin - 0.01 <= time <= begin + 0.01 for time in late)
+    assert all(
+        begin <= output.arrival_time < end for output in record.open.outputs if output.ttft > 100
+    )
     assert "counts 1 of 84 requests as late" in scene.caption and "15 of 100" in scene.caption
     for form, load in zip(forms(scene, Lines), (record.closed, record.open), strict=True):
-        assert form.curves[0].points == [(each.due, each.ttft) for each in load.answers]
+        assert form.curves[0].points == [(each.arrival_time, each.ttft) for each in load.outputs]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ HELP = {  # script -> words of its help
     "benchmarks/engine.py": ["throughput:", "overhead:", "sampling:", "prefix:", "chunks:"]
     + ["queue:", "waste:", "speculation:", "temperature", "engine_cpu.csv"],
     "benchmarks/client.py": ["ttft", "itl", "tpot", "goodput", "client CPU", "chunk gap"]
-    + ["default: 5", "--rate", "send lag", "open loop"],
+    + ["default: 5", "--request-rate", "send lag", "open loop"],
     "benchmarks/serving.py": ["ttft", "itl", "goodput", "send lag", "plain step"]
     + ["serving_cpu.csv"],
     "benchmarks/scaling.py": ["one process", "predicted", "serve_ray.py", "scaling_cpu.csv"],
@@ -84,11 +84,11 @@ REFUSED = {  # script and the options before these -> options, of which the last
         "--draft nowhere": "nowhere",
     },
     "benchmarks.client": {
-        "": "one of the arguments --rate --clients is required",
-        "--rate 1 --clients 1": "not allowed with",
-        "--rate 0": "'0': it must be a number above 0",
-        "--rate 1e308 --seconds 1e9": "--rate 1e+308 --seconds 1e+09: at most 1000000",
-        "--rate nan": "'nan': it must be a number above 0",
+        "": "one of the arguments --request-rate --clients is required",
+        "--request-rate 1 --clients 1": "not allowed with",
+        "--request-rate 0": "'0': it must be a number above 0",
+        "--request-rate 1e308 --seconds 1e9": "1e+308 --seconds 1e+09: at most 1000000",
+        "--request-rate nan": "'nan': it must be a number above 0",
         "--clients 0": "--clients",
         "--clients 1 --seconds nan": "'nan': it must be a number above 0",
         "--clients 1 --seconds 0": "'0': it must be a number above 0",
@@ -97,9 +97,9 @@ REFUSED = {  # script and the options before these -> options, of which the last
         "--clients 1 --new-tokens 6 5": "--new-tokens: the first number",
         "--clients 1 --url 127.0.0.1:80": "127.0.0.1:80: it must be http://HOST:PORT",
         "--clients 1 --url http://a:99999": "http://a:99999: it must be",
-        "--clients 1 --fields []": "--fields []: it must be a JSON object",
-        "--clients 1 --fields {": "--fields {: it must be a JSON object",
-        f"--clients 1 --fields {'[' * 10**5}": "[: it must be a JSON object",
+        "--clients 1 --extra-body []": "--extra-body []: it must be a JSON object",
+        "--clients 1 --extra-body {": "--extra-body {: it must be a JSON object",
+        f"--clients 1 --extra-body {'[' * 10**5}": "[: it must be a JSON object",
     },
     "benchmarks.serving --model MODEL --modes engine --prompt-words 2 6 --new-tokens 3 8"
     " --long-prompt 20": {
