@@ -21,7 +21,7 @@ from loading.load import load_model, save_model
 from sampling import SamplingParams
 
 MODES = ("cache", "no cache", "transformers")
-PEER_IMPORTS = [
+TRANSFORMERS_IMPORTS = [
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.generation.utils",
@@ -36,9 +36,9 @@ def load(mode: str, directory, dtype: torch.dtype, device: str):
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    peer = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
-    peer.generation_config.eos_token_id = None  # so that it ignores EOS
-    return peer
+    hf_model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
+    hf_model.generation_config.eos_token_id = None  # so that it ignores EOS
+    return hf_model
 
 
 def run(
@@ -86,20 +86,24 @@ def check(ours, models: dict, prompts: list[list[int]], length: int, device: str
 
     The tokens count in float32, the logits in half precision; texts are of that length in both.
     """
-    texts = {mode: run(mode, model, prompts, length, device)[0] for mode, model in models.items()}
-    first = next(iter(texts.values()))
+    outputs = {mode: run(mode, model, prompts, length, device)[0] for mode, model in models.items()}
+    first = next(iter(outputs.values()))
     exact = ours.dtype == torch.float32
-    for text in texts.values():
-        if len(text) != length or (exact and text != first):
-            sys.exit(f"{', '.join(texts)} do not make the same tokens: no timing of wrong results")
+    for output in outputs.values():
+        if len(output) != length or (exact and output != first):
+            sys.exit(
+                f"{', '.join(outputs)} do not make the same tokens: no timing of wrong results"
+            )
     if not exact:
-        peer = models.get("transformers")
+        hf_model = models.get("transformers")
         generated = torch.tensor(first[:-1]).t()
         tokens = torch.cat([torch.tensor(prompts), generated], dim=1).to(device)
-        common.check_half_precision(ours, tokens, peer=peer and (lambda text: peer(text).logits))
+        common.check_half_precision(
+            ours, tokens, reference=hf_model and (lambda ids: hf_model(ids).logits)
+        )
 
 
-def usable(names: list[str]) -> list[str]:
+def available(names: list[str]) -> list[str]:
     """The modes that can run here, in their order; a line on stderr says if one cannot.
 
     Raises UserError if none can.
@@ -119,12 +123,12 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
 
     Raises UserError for bad options.
     """
-    modes = usable(args.modes)
+    modes = available(args.modes)
     dtypes = [pick_dtype(name, device) for name in args.dtype]
     names = common.models_that_fit(args.model, max(args.max_new_tokens) + args.prompt_tokens)
     for name, dtype in itertools.product(names, dtypes):
         model = load_model(name, dtype, device)
-        about = common.describe(name, model, device)
+        environment = common.describe_environment(name, model, device)
         peak = common.bandwidth(device, dtype)
         with tempfile.TemporaryDirectory() as directory:  # all modes load the same file
             save_model(model, directory)
@@ -142,15 +146,16 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
                     args.profile = None  # the first setting alone
                 memory = {}
                 for mode in modes:
-                    imports = PEER_IMPORTS if mode == "transformers" else []
+                    imports = TRANSFORMERS_IMPORTS if mode == "transformers" else []
                     alone = (run_once, mode, directory, dtype, device, prompts, length)
                     memory[mode] = common.in_own_process(device, imports, *alone) / 1e6
                 for repeat, mode in itertools.product(range(args.repeats), modes):
-                    _, first, rest = run(mode, models[mode], prompts, length, device)
+                    _, ttft, decode_time = run(mode, models[mode], prompts, length, device)
                     # Without a cache none is read, and all positions are computed.
                     read = None if mode == "no cache" else model
                     results.write(
-                        **about | common.speeds(read, prompts, length, first, rest, peak),
+                        **environment
+                        | common.throughput_columns(read, prompts, length, ttft, decode_time, peak),
                         mode=mode,
                         temperature=0.0,
                         prompt=0,
@@ -192,8 +197,8 @@ def plot(summary):
 
 
 def main(argv=None) -> None:
-    about = "Time greedy decoding with the cache, without it, and by transformers' generate."
-    parser = Parser(description=about)
+    description = "Time greedy decoding with the cache, without it, and by transformers' generate."
+    parser = Parser(description=description)
     models = {"nargs": "+", "default": [str(STORIES)]}
     names = "directories, gpt2[-medium|-large|-xl] or random:gpt2"
     parser.add_argument("--model", **models, help=names)

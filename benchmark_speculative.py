@@ -62,14 +62,14 @@ def check(target, draft, prompt: list[int], params: SamplingParams, gammas: list
 
     The tokens count in float32, the logits in half precision.
     """
-    texts = []
+    outputs = []
     for gamma in gammas:
         items = passes(target, draft, prompt, params, gamma)
-        texts.append([token for item in items for token in item.tokens])
+        outputs.append([token for item in items for token in item.tokens])
     if target.dtype != torch.float32:
-        tokens = torch.tensor([prompt + texts[0]], device=target.device)
-        common.check_half_precision(target, tokens, piece=max(gammas) + 1)
-    elif any(text != texts[0] for text in texts):
+        tokens = torch.tensor([prompt + outputs[0]], device=target.device)
+        common.check_half_precision(target, tokens, pass_size=max(gammas) + 1)
+    elif any(output != outputs[0] for output in outputs):
         sys.exit("speculation does not generate the target's text: no timing of wrong results")
 
 
@@ -111,7 +111,7 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
     for dtype in [pick_dtype(name, device) for name in args.dtype]:
         target, draft = (load_model(name, dtype, device) for name in names)
         prompts = encode_prompts(args, target.config)
-        about = common.describe(args.target, target, device, args.draft)
+        environment = common.describe_environment(args.target, target, device, args.draft)
         peak = common.bandwidth(device, dtype)
         for length in args.max_new_tokens:
             greedy = SamplingParams(max_new_tokens=length, ignore_eos=True)
@@ -134,13 +134,15 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
                 for repeat, (number, prompt), gamma in runs:
                     generator = torch.Generator(device).manual_seed(len(PROMPTS) * repeat + number)
                     steps = passes(target, draft, prompt, params, gamma, generator)
-                    items, first, rest = common.timed(steps, device)
-                    skip = len(items[0].tokens)
-                    row = common.speeds(target, [prompt], length, first, rest, peak, skip)
+                    items, ttft, decode_time = common.timed(steps, device)
+                    first_pass_tokens = len(items[0].tokens)
+                    row = common.throughput_columns(
+                        target, [prompt], length, ttft, decode_time, peak, first_pass_tokens
+                    )
                     if gamma:
                         row |= speculation(items)
                     results.write(
-                        **about | row,
+                        **environment | row,
                         mode=f"gamma {gamma}" if gamma else "target",
                         temperature=params.temperature,
                         prompt=number,
@@ -192,8 +194,8 @@ def plot(summary):
 
 
 def main(argv=None) -> None:
-    about = "Time speculative decoding against its cached target, on beginnings of stories."
-    parser = Parser(description=about)
+    description = "Time speculative decoding against its cached target, on beginnings of stories."
+    parser = Parser(description=description)
     gamma = {"type": common.integer_in_range(1, 16), "default": [2, 3, 4]}
     parser.add_argument("--gamma", **common.LIST, **gamma, help="drafts a pass, 1 to 16")
     temperature = {"type": float, "default": [0.0, 0.8]}

@@ -35,7 +35,7 @@ class Engine(NamedTuple):
 
     package: str  # that it needs, or ""
     dtype: str
-    about: str
+    description: str
 
     @property
     def is_ours(self) -> bool:
@@ -58,7 +58,7 @@ ENGINES = {
     "llama.cpp int8": Engine("llama_cpp", "int8", "the same, of Q8_0"),
 }
 IMPORTS = {
-    "transformers": benchmark_kv_cache.PEER_IMPORTS,
+    "transformers": benchmark_kv_cache.TRANSFORMERS_IMPORTS,
     "ctranslate2": ["ctranslate2"],
     "llama_cpp": ["llama_cpp"],
 }
@@ -111,9 +111,9 @@ def prepare(model, directory: Path, names: list[str]) -> None:
 
         ids = {str(token): token for token in range(model.config.vocab_size)}
         Tokenizer(models.WordLevel(ids, unk_token="0")).save(str(directory / "tokenizer.json"))
-        about = {f"{name}_token": "0" for name in ("unk", "bos", "eos")}
-        about["tokenizer_class"] = "PreTrainedTokenizerFast"
-        (directory / "tokenizer_config.json").write_text(json.dumps(about))
+        config = {f"{name}_token": "0" for name in ("unk", "bos", "eos")}
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        (directory / "tokenizer_config.json").write_text(json.dumps(config))
         logging.disable_progress_bar()
         TransformersConverter(str(directory)).convert(str(directory / "ctranslate2"))
 
@@ -138,7 +138,7 @@ def run_ctranslate2(
     generator, prompts: list[list[int]], length: int, device: str
 ) -> tuple[list, float, float]:
     """Run CTranslate2's Generator, and return what `run` returns."""
-    texts = [[str(token) for token in prompt] for prompt in prompts]
+    token_strings = [[str(token) for token in prompt] for prompt in prompts]
     times = []
 
     def clock(step) -> bool:  # called for each token; False: go on
@@ -147,25 +147,27 @@ def run_ctranslate2(
         return False
 
     options = {"max_length": length, "sampling_topk": 1, "end_token": []}
-    options |= {"include_prompt_in_result": False, "max_batch_size": len(texts)}
+    options |= {"include_prompt_in_result": False, "max_batch_size": len(token_strings)}
     began = common.now(device)
-    results = generator.generate_batch(texts, callback=clock, **options)
+    results = generator.generate_batch(token_strings, callback=clock, **options)
     ended = common.now(device)
-    rows = [[int(token) for token in result.sequences[0]] for result in results]
-    return [list(step) for step in zip(*rows)], times[0] - began, ended - times[0]
+    outputs = [[int(token) for token in result.sequences[0]] for result in results]
+    return [list(step) for step in zip(*outputs)], times[0] - began, ended - times[0]
 
 
-def speeds(
+def throughput_columns(
     name: str, model, prompts: list[list[int]], length: int, device: str, bandwidth: float
 ) -> dict:
     """The columns of one run.
 
     Shares of the roofline are for engines whose bytes are known: ours, with their cache.
     """
-    _, first, rest = run(name, model, prompts, length, device)
+    _, ttft, decode_time = run(name, model, prompts, length, device)
     engine = ENGINES[name]
     known = engine.is_ours and name != "no cache"
-    row = common.speeds(model if known else None, prompts, length, first, rest, bandwidth)
+    row = common.throughput_columns(
+        model if known else None, prompts, length, ttft, decode_time, bandwidth
+    )
     return row | {"library": "" if engine.is_ours else common.library(engine.package)}
 
 
@@ -176,7 +178,7 @@ def run_once(
     run(name, load(name, directory, device), prompts, length, device)
 
 
-class Worker:
+class EngineProcess:
     """A process of its own in which an engine has its model: waiting threads disturb others.
 
     Call it with a function and arguments: function(name, model, *arguments) runs there, and what
@@ -188,7 +190,7 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self.connection, there = context.Pipe()
         state = (there, name, directory, device, torch.get_num_threads())
-        self.process = context.Process(target=serve, args=state, daemon=True)
+        self.process = context.Process(target=run_engine_process, args=state, daemon=True)
         self.process.start()
         there.close()
 
@@ -209,8 +211,8 @@ class Worker:
         self.process.join()
 
 
-def serve(connection, name: str, directory: Path, device: str, threads: int) -> None:
-    """What a worker's process does, until the other end of the connection is closed, or gone."""
+def run_engine_process(connection, name: str, directory: Path, device: str, threads: int) -> None:
+    """What an engine's process does, until the other end of the connection is closed, or gone."""
     # Ctrl-C is for the process that waits for this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
@@ -227,58 +229,60 @@ def serve(connection, name: str, directory: Path, device: str, threads: int) -> 
 
 
 @torch.inference_mode()
-def log_probs(name: str, model, text: list[int]) -> torch.Tensor:
+def log_probs(name: str, model, tokens: list[int]) -> torch.Tensor:
     """Log-probabilities of the token after each position, (T, vocab_size), by that engine."""
     if ENGINES[name].package == "ctranslate2":
         import numpy
 
-        found = model.forward_batch([list(map(str, text))], return_log_probs=True)
+        found = model.forward_batch([list(map(str, tokens))], return_log_probs=True)
         return torch.tensor(numpy.array(found))[0].float()
     if ENGINES[name].package == "llama_cpp":
-        return model.log_probs(text)
-    cache = KVCache(model, 1, len(text))
-    logits = [pass_logits(model, [[token]], [0], cache, 1)[0] for token in text]
+        return model.log_probs(tokens)
+    cache = KVCache(model, 1, len(tokens))
+    logits = [pass_logits(model, [[token]], [0], cache, 1)[0] for token in tokens]
     return torch.cat(logits).log_softmax(dim=-1)
 
 
-def check(workers: dict, prompts: list[list[int]], length: int, device: str) -> None:
+def check(engine_processes: dict, prompts: list[list[int]], length: int, device: str) -> None:
     """Exit unless engines with float32 make the same tokens, others nearly the same log-probs.
 
     Of two tokens that are nearly as probable, as TIES has it, either is the same.
     """
-    texts = {}
-    for name, worker in workers.items():
-        texts[name] = worker(run, prompts, length, device)[0]  # this also warms up
-    exact = [name for name in texts if ENGINES[name].dtype == "float32"]
-    for name, text in texts.items():
-        known = (workers["cache"], prompts, texts["cache"], TIES.get(name, 0.0))
-        if len(text) != length or (name in exact and strays(text, *known)):
+    outputs = {}
+    for name, engine_process in engine_processes.items():
+        outputs[name] = engine_process(run, prompts, length, device)[0]  # this also warms up
+    exact = [name for name in outputs if ENGINES[name].dtype == "float32"]
+    for name, output in outputs.items():
+        known = (engine_processes["cache"], prompts, outputs["cache"], TIES.get(name, 0.0))
+        if len(output) != length or (name in exact and diverges(output, *known)):
             sys.exit(f"{', '.join(exact)} do not make the same tokens: no timing of wrong results")
-    text = prompts[0] + [step[0] for step in texts["cache"][:-1]]
-    expected = workers["cache"](log_probs, text)
-    for name in [name for name in texts if name not in exact]:
-        error = common.divergence(workers[name](log_probs, text), expected)
+    tokens = prompts[0] + [step[0] for step in outputs["cache"][:-1]]
+    expected = engine_processes["cache"](log_probs, tokens)
+    for name in [name for name in outputs if name not in exact]:
+        error = common.kl_divergence(engine_processes[name](log_probs, tokens), expected)
         bound = BOUNDS[ENGINES[name].dtype]
         if not (error.max() <= bound and error.mean() <= bound / 10):  # NaN is an error too
             off = f"{name}: log-probabilities are off by up to {error.max():.3f} nats"
             sys.exit(f"{off}: no timing of wrong results")
 
 
-def strays(text: list, worker, prompts: list[list[int]], expected: list, tie: float) -> bool:
+def diverges(
+    output: list, engine_process, prompts: list[list[int]], expected: list, tie: float
+) -> bool:
     """Whether a row leaves the expected tokens for one that is less probable by more than `tie`.
 
-    text, expected: steps of one token a prompt. worker: for the log-probabilities.
+    output, expected: steps of one token a prompt. engine_process: for the log-probabilities.
     """
-    for prompt, row, ours in zip(prompts, zip(*text), zip(*expected)):
-        if row != ours:
-            at = [token == our for token, our in zip(row, ours)].index(False)
-            found = worker(log_probs, prompt + list(ours[:at]))[-1]
-            if not found[ours[at]] - found[row[at]] <= tie:  # NaN strays too
+    for prompt, sequence, expected_tokens in zip(prompts, zip(*output), zip(*expected)):
+        if sequence != expected_tokens:
+            at = [token == other for token, other in zip(sequence, expected_tokens)].index(False)
+            found = engine_process(log_probs, prompt + list(expected_tokens[:at]))[-1]
+            if not found[expected_tokens[at]] - found[sequence[at]] <= tie:  # NaN diverges too
                 return True
     return False
 
 
-def missing(name: str, device: str) -> str:
+def unavailable_reason(name: str, device: str) -> str:
     """Why an engine cannot run here, or ""."""
     package = ENGINES[name].package
     if package == "native":
@@ -290,7 +294,7 @@ def missing(name: str, device: str) -> str:
     return f"pip install {' '.join(absent)}" if absent else ""
 
 
-def usable(names: list[str], device: str) -> list[str]:
+def available(names: list[str], device: str) -> list[str]:
     """The engines that can run here, `cache` always among them.
 
     A line on stderr says which cannot, and why.
@@ -298,7 +302,7 @@ def usable(names: list[str], device: str) -> list[str]:
     wanted = [name for name in ENGINES if name in ("cache", *names)]
     reasons = {}
     for name in wanted:
-        reasons.setdefault(missing(name, device), []).append(name)
+        reasons.setdefault(unavailable_reason(name, device), []).append(name)
     running = reasons.pop("")
     for reason, left_out in reasons.items():
         print(f"without {', '.join(left_out)}: {reason}", file=sys.stderr)
@@ -310,25 +314,25 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
 
     Raises UserError for bad options.
     """
-    engines = usable(args.engines, device)
+    engines = available(args.engines, device)
     models = common.models_that_fit(args.model, max(args.max_new_tokens) + args.prompt_tokens)
     peaks = {}
     for dtype in (torch.float32, torch.bfloat16):
         peaks[dtype] = common.bandwidth(device, dtype)
     for model_name in models:
         model = load_model(model_name, torch.float32, device)
-        about = common.describe(model_name, model, device)
+        environment = common.describe_environment(model_name, model, device)
         with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
             directory = Path(temporary)
             prepare(model, directory, engines)
-            workers = {}
+            engine_processes = {}
             for name in engines:
-                workers[name] = Worker(name, directory, device)
-                stack.callback(workers[name].close)
+                engine_processes[name] = EngineProcess(name, directory, device)
+                stack.callback(engine_processes[name].close)
             for batch_size, length in itertools.product(args.batch_size, args.max_new_tokens):
                 vocab_size = model.config.vocab_size
                 prompts = common.random_prompts(vocab_size, batch_size, args.prompt_tokens)
-                check(workers, prompts, length, device)
+                check(engine_processes, prompts, length, device)
                 memory = {}
                 for name in engines:
                     alone = (run_once, name, directory, device, prompts, length)
@@ -337,7 +341,9 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
                 for repeat, name in itertools.product(range(args.repeats), engines):
                     dtype = ENGINES[name].dtype
                     peak = peaks[torch.bfloat16 if dtype == "bfloat16" else torch.float32]
-                    row = about | workers[name](speeds, prompts, length, device, peak)
+                    row = environment | engine_processes[name](
+                        throughput_columns, prompts, length, device, peak
+                    )
                     row |= {"mode": name, "dtype": dtype, "temperature": 0.0, "prompt": 0}
                     results.write(**row, repeat=repeat, peak_memory_mb=memory[name])
 
@@ -379,17 +385,19 @@ def draw_engine(panels, name: str, points) -> None:
     line = "-" if ENGINES[name].is_ours else "--"
     colour = dict(zip(ENGINES, COLOURS, strict=True))[name]
     style = {"marker": "o", "capsize": 3, "label": name, "linestyle": line, "color": colour}
-    for axes, texts in zip(panels, (1, sizes)):
-        spread = [(median - low) / texts, (high - median) / texts]
-        axes.errorbar(sizes, median / texts, yerr=spread, **style)
+    for axes, count in zip(panels, (1, sizes)):
+        spread = [(median - low) / count, (high - median) / count]
+        axes.errorbar(sizes, median / count, yerr=spread, **style)
     del style["capsize"]
     for axes, name in zip(panels[2:], ("first_token_s", "peak_memory_mb")):
         axes.plot(sizes, points[name], **style)
 
 
 def main(argv=None) -> None:
-    about = "; ".join(f"{name}: {what}, {dtype}" for name, (_, dtype, what) in ENGINES.items())
-    parser = Parser(description=f"Time greedy decoding of batches by engine. {about}.")
+    description = "; ".join(
+        f"{name}: {what}, {dtype}" for name, (_, dtype, what) in ENGINES.items()
+    )
+    parser = Parser(description=f"Time greedy decoding of batches by engine. {description}.")
     models = {"nargs": "+", "default": [str(STORIES)]}
     parser.add_argument("--model", **models, help="directories, names as in infer.py")
     engines = {"nargs": "+", "default": list(ENGINES), "choices": ENGINES}

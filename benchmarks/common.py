@@ -66,7 +66,7 @@ MEASURED = {
     "tokens_per_pass": "tokens for each pass of the target",
 }
 COLUMNS = SETTING | CONDITIONS | MEASURED
-ABOUT = (  # the columns of every file
+ENVIRONMENT = (  # the columns of every file
     "model",
     "draft",
     "dtype",
@@ -82,7 +82,7 @@ ABOUT = (  # the columns of every file
 
 def columns(own: dict[str, str]) -> dict[str, str]:
     """Return these columns, followed by those that say what ran on what."""
-    return own | {name: COLUMNS[name] for name in ABOUT if name not in own}
+    return own | {name: COLUMNS[name] for name in ENVIRONMENT if name not in own}
 
 
 # Options
@@ -128,9 +128,11 @@ def trace_file(text: str) -> Path:
 
 def add_profile_option(parser: argparse.ArgumentParser, what: str) -> None:
     """Add --profile. what: the run that is profiled."""
-    told = f"Chrome trace of {PROFILED} steps of {what}, not timed; none if not given. A table of"
-    told += " its operations is written beside it, as .txt. Open the trace in ui.perfetto.dev"
-    parser.add_argument("--profile", type=trace_file, metavar="FILE.json", help=told)
+    help_text = (
+        f"Chrome trace of {PROFILED} steps of {what}, not timed; none if not given. A table of"
+    )
+    help_text += " its operations is written beside it, as .txt. Open the trace in ui.perfetto.dev"
+    parser.add_argument("--profile", type=trace_file, metavar="FILE.json", help=help_text)
 
 
 def add_options(
@@ -197,10 +199,10 @@ class ResultsFile:
         self.plot = path.with_suffix(".png")
         self.records = path.with_suffix(".json")
         self.summary_records = self.summary.with_suffix(".json")
-        self.beside = (self.summary, self.plot, self.records, self.summary_records)
+        self.related_files = (self.summary, self.plot, self.records, self.summary_records)
         self.rows = []
         self.lines = []  # what the file has, its header first
-        if taken := [file for file in (path, *self.beside) if file.is_dir()]:
+        if taken := [file for file in (path, *self.related_files) if file.is_dir()]:
             raise UserError(f"--output {path}: {taken[0]} is a directory")
         if path.parent.resolve() == RESULTS:  # any other directory must be there
             RESULTS.mkdir(exist_ok=True)
@@ -255,13 +257,13 @@ class ResultsFile:
         if not self.rows:
             self.part.unlink()
             return False
-        for old in self.beside:
+        for old in self.related_files:
             old.unlink(missing_ok=True)
         self.part.replace(self.path)
         return True
 
 
-class Measures(ResultsFile):
+class MetricsFile(ResultsFile):
     """A CSV file with a row for each value, for a benchmark that measures different things.
 
     Its columns are those in which runs differ, then "measure", "value" and "repeat", and what ran
@@ -269,12 +271,12 @@ class Measures(ResultsFile):
     """
 
     setting: list[str]
-    about = {}  # what ran on what
+    environment = {}  # what ran on what
 
     def add(self, which: str, run: dict, values: dict) -> None:
         """Add the values of a run, measure -> number, and show them on stderr after its name."""
         for measure, value in values.items():
-            self.rows.append(self.about | run | {"measure": measure, "value": value})
+            self.rows.append(self.environment | run | {"measure": measure, "value": value})
             self.append(self.rows[-1] | {"value": four_digits(value)})
         shown = "; ".join(f"{measure} {value:.4g}" for measure, value in values.items())
         print(f"{which}: {shown}", file=sys.stderr)
@@ -324,7 +326,7 @@ def run_benchmark(
 def check_profile(args, results: ResultsFile) -> None:
     """Raise UserError for a --profile that is one of the files of --output."""
     profile = getattr(args, "profile", None)
-    if profile and profile.resolve() in [file.resolve() for file in results.beside]:
+    if profile and profile.resolve() in [file.resolve() for file in results.related_files]:
         raise UserError(f"--profile {profile}: --output writes it; give it another name")
 
 
@@ -398,7 +400,7 @@ def summarise(rows: list[dict], baseline: str | dict):
 # What ran on what
 
 
-def describe(name, model, device: str, draft: str = "") -> dict:
+def describe_environment(name, model, device: str, draft: str = "") -> dict:
     """The columns that say what ran on what."""
     return {
         "model": resolve_source(name).label,
@@ -532,16 +534,16 @@ def bandwidth(device: str, dtype: torch.dtype) -> float:
     return matrix.nbytes / statistics.median(seconds[1:])
 
 
-def speeds(
+def throughput_columns(
     model,
     prompts: list[list[int]],
     length: int,
-    first: float,
-    rest: float,
+    ttft: float,
+    decode_time: float,
     bandwidth: float,
-    skip: int = 1,
+    first_pass_tokens: int = 1,
 ) -> dict:
-    """The columns about `length` new tokens a prompt, of which `skip` took the `first` seconds.
+    """The columns about `length` new tokens a prompt, with `first_pass_tokens` in `ttft` seconds.
 
     model: what each step read, with its cache; None if that is not known, and then neither is the
     roofline.
@@ -550,15 +552,15 @@ def speeds(
     prompt_tokens = len(prompts[0])
     share = None
     if model is not None:
-        share = roofline_share(model, batch_size, prompt_tokens, length, rest, bandwidth)
+        share = roofline_share(model, batch_size, prompt_tokens, length, decode_time, bandwidth)
     return {
         "batch_size": batch_size,
         "prompt_tokens": prompt_tokens,
         "new_tokens": length,
-        "first_token_s": first,
-        "prefill_tokens_per_s": batch_size * prompt_tokens / first,
-        "inter_token_s": rest / (length - skip),
-        "decode_tokens_per_s": batch_size * (length - skip) / rest,
+        "first_token_s": ttft,
+        "prefill_tokens_per_s": batch_size * prompt_tokens / ttft,
+        "inter_token_s": decode_time / (length - first_pass_tokens),
+        "decode_tokens_per_s": batch_size * (length - first_pass_tokens) / decode_time,
         "roofline_share": share,
     }
 
@@ -586,35 +588,35 @@ def roofline_share(
 
 
 @torch.inference_mode()
-def check_half_precision(model, tokens: torch.Tensor, piece: int = 1, peer=None) -> None:
+def check_half_precision(model, tokens: torch.Tensor, pass_size: int = 1, reference=None) -> None:
     """Compare the log-probabilities with a cache and of one pass without it.
 
-    For half precision, where rounding may change greedy tokens. tokens: (B, T). piece: how many
-    tokens a pass with the cache takes. peer: a function of (1, T) tokens that returns
+    For half precision, where rounding may change greedy tokens. tokens: (B, T). pass_size: how many
+    tokens a pass with the cache takes. reference: a function of (1, T) tokens that returns
     (1, T, vocab_size) logits, which are checked too.
     Raises SystemExit if the divergence of a position is above 0.1 nats, or the mean above 0.01.
     """
     cache = KVCache(model, *tokens.shape)
-    pieces = []
-    for new in tokens.split(piece, dim=1):
+    hidden_states = []
+    for new in tokens.split(pass_size, dim=1):
         _, positions, _ = cache.prepare(cache.spans(new.tolist()))
-        pieces.append(model.hidden(new, positions, cache.attend))
+        hidden_states.append(model.hidden(new, positions, cache.attend))
         cache.commit()
-    cached = torch.cat(pieces, dim=1)
+    cached = torch.cat(hidden_states, dim=1)
     # One row at a time: the logits of a batch may be gigabytes.
-    for row, text in enumerate(tokens.split(1)):
-        expected = model(text)[0].float().log_softmax(dim=-1)
+    for row, sequence in enumerate(tokens.split(1)):
+        expected = model(sequence)[0].float().log_softmax(dim=-1)
         found = [model.head(cached[row])]
-        if peer is not None:
-            found.append(peer(text)[0])
+        if reference is not None:
+            found.append(reference(sequence)[0])
         for logits in found:
-            error = divergence(logits.float().log_softmax(dim=-1), expected)
+            error = kl_divergence(logits.float().log_softmax(dim=-1), expected)
             if not (error.max() <= 0.1 and error.mean() <= 0.01):  # NaN is an error too
                 off = f"log-probabilities are off by up to {error.max():.3f} nats"
                 sys.exit(f"{off}: no timing of wrong results")
 
 
-def divergence(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+def kl_divergence(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return the Kullback-Leibler divergence of each position, (T,), of log-probs (T, vocab_size).
 
     Not the largest difference: in a large vocabulary bfloat16 changes log-probs by 0.7

@@ -49,19 +49,19 @@ COLUMNS = {
 }
 COLUMNS = common.columns(COLUMNS)
 SETTING = ["model", "part", "backend", "mode", "rows", "temperature", "measure"]
-MEASURED = "draft model, where it pays"
+ADAPTIVE = "draft model, where it pays"
 STEPS = 50  # of which a median is taken
 PAGE = 16  # positions
 NEW = 8  # tokens after a prompt whose first token is what counts
 BACKENDS = {"torch": torch.float32, "native": torch.float32, "native int8": torch.int8}
-DRAWS = {  # how tokens are chosen
+SAMPLERS = {  # how tokens are chosen
     "greedy": {},
     "temperature 0.8, top-p 0.9": {"temperature": 0.8, "top_p": 0.9},
     "temperature 0.8, top-k 50": {"temperature": 0.8, "top_k": 50},
 }
 
 
-class Results(common.Measures):
+class Results(common.MetricsFile):
     """A CSV file with a row for each value."""
 
     columns = COLUMNS
@@ -72,18 +72,19 @@ class Results(common.Measures):
         part: str,
         backend: str,
         mode: str,
-        rows: int,
+        batch_size: int,
         repeat: int,
         values: dict,
         temperature: float = 0.0,
         library: str = "",
     ) -> None:
         """Add values, measure -> number."""
-        run = {"part": part, "backend": backend, "mode": mode, "rows": rows}
+        run = {"part": part, "backend": backend, "mode": mode, "rows": batch_size}
         run |= {"temperature": temperature, "repeat": repeat, "library": library}
         run["dtype"] = str(BACKENDS[backend]).removeprefix("torch.")
         which = (
-            f"{part}  {mode}, {backend}, {rows} rows  temperature {temperature}  repeat {repeat}"
+            f"{part}  {mode}, {backend}, batch {batch_size}  "
+            f"temperature {temperature}  repeat {repeat}"
         )
         self.add(which, run, values)
 
@@ -106,7 +107,7 @@ def greedy(length: int) -> SamplingParams:
     return SamplingParams(max_new_tokens=length, ignore_eos=True)
 
 
-def requests(bench: Bench, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+def sample_requests(bench: Bench, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     """The first requests of the queue, the same ones each time."""
     draw = random.Random(0)
     prompts = []
@@ -123,7 +124,7 @@ def now(model: Model) -> float:
     return common.now(model.device.type)
 
 
-def steps(engine: Engine) -> Iterator[tuple[float, list[Event]]]:
+def timed_steps(engine: Engine) -> Iterator[tuple[float, list[Event]]]:
     """Step until nothing is left: the seconds of each step, and its events."""
     while engine.busy:
         began = now(engine.model)
@@ -131,30 +132,30 @@ def steps(engine: Engine) -> Iterator[tuple[float, list[Event]]]:
         yield now(engine.model) - began, events
 
 
-def start(engine: Engine, added: list[Request]) -> float:
+def run_prefill(engine: Engine, requests: list[Request]) -> float:
     """Step until all of these requests have their first token: the seconds."""
     total = 0.0
-    for seconds, _ in steps(engine):
+    for seconds, _ in timed_steps(engine):
         total += seconds
-        if all(request.output for request in added):
+        if all(request.output for request in requests):
             break
     return total
 
 
-def decoding(bench: Bench, rows: int, **options) -> Engine:
+def decoding_engine(bench: Bench, batch_size: int, **options) -> Engine:
     """An engine with so many requests that have their first token, and a long way to go."""
     longest = bench.model.config.block_size - bench.args.prompt_tokens[1]
-    engine = Engine(bench.model, page_size=PAGE, **{"max_num_seqs": rows} | options)
-    prompts, _ = requests(bench, rows)
-    start(engine, [engine.add(prompt, greedy(longest)) for prompt in prompts])
+    engine = Engine(bench.model, page_size=PAGE, **{"max_num_seqs": batch_size} | options)
+    prompts, _ = sample_requests(bench, batch_size)
+    run_prefill(engine, [engine.add(prompt, greedy(longest)) for prompt in prompts])
     return engine
 
 
-def check(mode: str, texts: list[list[int]], expected: list[list[int]]) -> None:
+def check(mode: str, outputs: list[list[int]], expected: list[list[int]]) -> None:
     """Exit unless all texts are those expected."""
-    wrong = sum(text != other for text, other in zip(texts, expected, strict=True))
+    wrong = sum(output != other for output, other in zip(outputs, expected, strict=True))
     if wrong:
-        found = f"{mode}: {wrong} of {len(texts)} texts have other tokens"
+        found = f"{mode}: {wrong} of {len(outputs)} texts have other tokens"
         sys.exit(f"{found}: no timing of wrong results")
 
 
@@ -181,31 +182,33 @@ def stopwatch(model: Model, **methods):
 # The whole queue
 
 
-def in_batches(model: Model, size: int, prompts: list, params: list) -> list[list[int]]:
+def run_static_batches(model: Model, size: int, prompts: list, params: list) -> list[list[int]]:
     """The texts of `generate`, in batches as they came, each until its longest text is done."""
-    texts = []
+    outputs = []
     for first in range(0, len(prompts), size):
         batch = slice(first, first + size)
         columns = zip(*generate(model, prompts[batch], params[batch]))
-        texts += [[token for token in column if token is not None] for column in columns]
-    return texts
+        outputs += [[token for token in column if token is not None] for column in columns]
+    return outputs
 
 
-def queued(model: Model, rows: int, prompts: list, params: list) -> tuple[Engine, list[Request]]:
+def engine_with_requests(
+    model: Model, batch_size: int, prompts: list, params: list
+) -> tuple[Engine, list[Request]]:
     """A new engine, and its requests for these prompts."""
-    engine = Engine(model, rows, page_size=PAGE)
+    engine = Engine(model, batch_size, page_size=PAGE)
     return engine, [engine.add(*request) for request in zip(prompts, params)]
 
 
-def in_engine(model: Model, rows: int, prompts: list, params: list) -> list[list[int]]:
+def run_engine(model: Model, batch_size: int, prompts: list, params: list) -> list[list[int]]:
     """The texts of a new engine: one that knew these prompts would not compute them again."""
-    engine, added = queued(model, rows, prompts, params)
+    engine, requests = engine_with_requests(model, batch_size, prompts, params)
     while engine.busy:
         engine.step()
-    return [request.output for request in added]
+    return [request.output for request in requests]
 
 
-def peer(model: Model, rows: int):
+def transformers_engine(model: Model, batch_size: int):
     """A function of prompts and params that returns the texts of transformers' engine.
 
     It is the manager that its `generate_batch` makes, which has one length for all requests.
@@ -216,19 +219,19 @@ def peer(model: Model, rows: int):
 
     # It misses a package that it can do without.
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
-    pages = rows * page_count(model.config.block_size, PAGE)
+    pages = batch_size * page_count(model.config.block_size, PAGE)
     sizes = {"page_size": PAGE, "num_blocks": pages}
-    sizes |= {"max_requests_per_batch": rows, "max_batch_tokens": 512}
+    sizes |= {"max_requests_per_batch": batch_size, "max_batch_tokens": 512}
     plain = {"allow_block_sharing": False, "auto_switch_to_flash": False}
     config = ContinuousBatchingConfig(**sizes, **plain)
     with tempfile.TemporaryDirectory() as directory:
         save_model(model, directory)
         device = model.device.type
-        theirs = benchmark_kv_cache.load("transformers", directory, model.dtype, device)
+        hf_model = benchmark_kv_cache.load("transformers", directory, model.dtype, device)
 
     def run(prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
         settings = GenerationConfig(do_sample=False, eos_token_id=-1)
-        manager = theirs.init_continuous_batching(settings, config)
+        manager = hf_model.init_continuous_batching(settings, config)
         manager.start()
         try:
             names = []
@@ -254,45 +257,49 @@ def peer(model: Model, rows: int):
 def throughput(benches: list[Bench]) -> None:
     """The whole queue, one at a time, in batches, in the engine, and in transformers."""
     args = benches[0].args
-    prompts, params = requests(benches[0], args.requests)
+    prompts, params = sample_requests(benches[0], args.requests)
     short = [greedy(2)] * len(prompts)  # to warm up
     modes = {}
     for bench in benches:
-        alone = functools.partial(in_batches, bench.model, 1)
+        alone = functools.partial(run_static_batches, bench.model, 1)
         modes[bench.backend, "one at a time", 1] = bench, alone
-        for name, function in (("static batches", in_batches), ("engine", in_engine)):
-            for rows in args.rows:
-                run = functools.partial(function, bench.model, rows)
-                modes[bench.backend, name, rows] = bench, run
-    for (_, _, rows), (_, run) in modes.items():
-        run(prompts[:rows], short[:rows])
-    with_torch = benches[0].backend == "torch"  # whose texts the peer's are compared with
+        for name, function in (("static batches", run_static_batches), ("engine", run_engine)):
+            for batch_size in args.batch_size:
+                run = functools.partial(function, bench.model, batch_size)
+                modes[bench.backend, name, batch_size] = bench, run
+    for (_, _, batch_size), (_, run) in modes.items():
+        run(prompts[:batch_size], short[:batch_size])
+    with_torch = benches[0].backend == "torch"  # compared with transformers
     if with_torch and importlib.util.find_spec("transformers"):
         try:
-            run = peer(benches[0].model, max(args.rows))
+            run = transformers_engine(benches[0].model, max(args.batch_size))
             run(prompts[:2], short[:2])
-            modes["torch", "transformers", max(args.rows)] = benches[0], run
-        except Exception as error:  # whatever it cannot do on this device
+            modes["torch", "transformers", max(args.batch_size)] = benches[0], run
+        except Exception as error:  # whatever it cannot do here
             print(f"without transformers: {type(error).__name__}: {error}", file=sys.stderr)
     elif with_torch:
         print("without transformers: pip install transformers", file=sys.stderr)
     for repeat in range(args.repeats):
         rates = {}
         expected = {}  # of each backend
-        for (backend, name, rows), (bench, run) in modes.items():
+        for (backend, name, batch_size), (bench, run) in modes.items():
             began = now(bench.model)
-            texts = run(prompts, params)
-            rate = sum(map(len, texts)) / (now(bench.model) - began)
-            rates[backend, name, rows] = rate
-            check(f"{name}, {backend}, {rows} rows", texts, expected.setdefault(backend, texts))
+            outputs = run(prompts, params)
+            rate = sum(map(len, outputs)) / (now(bench.model) - began)
+            rates[backend, name, batch_size] = rate
+            check(
+                f"{name}, {backend}, batch size {batch_size}",
+                outputs,
+                expected.setdefault(backend, outputs),
+            )
             values = {"tokens/s": rate}
-            for other in (("one at a time", 1), ("static batches", rows)):
+            for other in (("one at a time", 1), ("static batches", batch_size)):
                 if (backend, *other) in rates:
                     values[f"x {other[0]}"] = rate / rates[backend, *other]
-            if backend != "torch" and ("torch", name, rows) in rates:
-                values["x torch"] = rate / rates["torch", name, rows]
+            if backend != "torch" and ("torch", name, batch_size) in rates:
+                values["x torch"] = rate / rates["torch", name, batch_size]
             peers = {"library": common.library(name)} if name == "transformers" else {}
-            bench.write(name, rows, repeat, values, **peers)
+            bench.write(name, batch_size, repeat, values, **peers)
 
 
 # One step, or a few
@@ -300,9 +307,9 @@ def throughput(benches: list[Bench]) -> None:
 
 def overhead(bench: Bench) -> None:
     """Where the time of a step goes while all rows decode."""
-    rows = max(bench.args.rows)
+    batch_size = max(bench.args.batch_size)
     for repeat in range(bench.args.repeats):
-        engine = decoding(bench, rows)
+        engine = decoding_engine(bench, batch_size)
         model = engine.model
         methods = {"compute": (engine, "compute"), "scheduling": (engine.scheduler, "schedule")}
         if isinstance(model.runner, NativeRunner):
@@ -311,7 +318,7 @@ def overhead(bench: Bench) -> None:
             passes = {name: (model, name) for name in ("hidden", "head")}
             methods["plans"] = engine.cache, "prepare"
         with stopwatch(model, **methods, **passes) as seconds:
-            times = [time for time, _ in itertools.islice(steps(engine), STEPS)]
+            times = [time for time, _ in itertools.islice(timed_steps(engine), STEPS)]
         computing = sum(seconds.pop(name) for name in passes)
         # What is left of `compute`.
         choosing = seconds.pop("compute") - computing - seconds.get("plans", 0)
@@ -319,55 +326,63 @@ def overhead(bench: Bench) -> None:
         values["share of the engine"] = 1 - computing / sum(times)
         seconds["choosing"] = choosing
         values |= {f"share of {name}": part / sum(times) for name, part in seconds.items()}
-        bench.write("engine", rows, repeat, values)
+        bench.write("engine", batch_size, repeat, values)
 
 
 def prefix(bench: Bench) -> None:
     """Requests that share their first tokens: computed once or, with salts, for each."""
-    rows = max(bench.args.rows)
+    batch_size = max(bench.args.batch_size)
     ids = range(bench.model.config.vocab_size)
     draw = random.Random(0)
     first = draw.choices(ids, k=bench.args.long_prompt)
-    prompts = [first + draw.choices(ids, k=NEW) for _ in range(rows)]
-    cache_salts = {"not shared": [str(row) for row in range(rows)], "shared": [""] * rows}
+    prompts = [first + draw.choices(ids, k=NEW) for _ in range(batch_size)]
+    cache_salts = {
+        "not shared": [str(seq_index) for seq_index in range(batch_size)],
+        "shared": [""] * batch_size,
+    }
     for repeat in range(bench.args.repeats):
         baseline = None
         for mode, each in cache_salts.items():
-            engine = Engine(bench.model, rows, page_size=PAGE)
-            added = [
+            engine = Engine(bench.model, batch_size, page_size=PAGE)
+            requests = [
                 engine.add(prompt, greedy(NEW), cache_salt)
                 for prompt, cache_salt in zip(prompts, each)
             ]
-            seconds = start(engine, added)
-            list(steps(engine))  # to the end
-            texts = [request.output for request in added]
-            baseline = baseline or (engine.num_computed_tokens, seconds, texts)
-            check(mode, texts, baseline[2])
+            seconds = run_prefill(engine, requests)
+            list(timed_steps(engine))  # to the end
+            outputs = [request.output for request in requests]
+            baseline = baseline or (engine.num_computed_tokens, seconds, outputs)
+            check(mode, outputs, baseline[2])
             values = {
                 "positions computed": engine.num_computed_tokens,
                 "s to all first tokens": seconds,
             }
             values["x fewer positions"] = baseline[0] / engine.num_computed_tokens
             values["x as fast"] = baseline[1] / seconds
-            bench.write(mode, rows, repeat, values)
+            bench.write(mode, batch_size, repeat, values)
 
 
 def chunks(bench: Bench) -> None:
     """A long prompt arrives where others decode: the longest that one of them waits for a token."""
-    rows = bench.args.decoding
+    batch_size = bench.args.decode_batch_size
     ids = range(bench.model.config.vocab_size)
     prompt = random.Random(0).choices(ids, k=bench.args.long_prompt)
     for repeat in range(bench.args.repeats):
-        for budget, name in ((2 * rows, "in chunks"), (rows + len(prompt), "whole prompt")):
-            engine = decoding(bench, rows, max_num_seqs=rows + 1, max_num_batched_tokens=budget)
-            before = itertools.islice(steps(engine), STEPS // 2)
+        for budget, name in (
+            (2 * batch_size, "in chunks"),
+            (batch_size + len(prompt), "whole prompt"),
+        ):
+            engine = decoding_engine(
+                bench, batch_size, max_num_seqs=batch_size + 1, max_num_batched_tokens=budget
+            )
+            before = itertools.islice(timed_steps(engine), STEPS // 2)
             plain = statistics.median(seconds for seconds, _ in before)
             arriving = engine.add(prompt, greedy(NEW))
             time = 0.0
             first = None  # when it had its first token
             last = {}  # when each other one had its last one
             gaps = []
-            for seconds, events in steps(engine):
+            for seconds, events in timed_steps(engine):
                 time += seconds
                 for request in [event.request for event in events]:
                     if request is arriving:
@@ -380,27 +395,27 @@ def chunks(bench: Bench) -> None:
             values = {"plain step, ms": 1000 * plain, "longest gap, ms": 1000 * max(gaps)}
             values["x plain step"] = max(gaps) / plain
             values["first token of the prompt, ms"] = 1000 * first
-            bench.write(f"budget {budget}, {name}", rows, repeat, values)
+            bench.write(f"budget {budget}, {name}", batch_size, repeat, values)
 
 
 def queue(bench: Bench) -> None:
     """Steps with many requests waiting, and with none, in turns."""
-    rows = bench.args.decoding
+    batch_size = bench.args.decode_batch_size
     for repeat in range(bench.args.repeats):
-        engines = {number: decoding(bench, rows) for number in (0, bench.args.waiting)}
+        engines = {number: decoding_engine(bench, batch_size) for number in (0, bench.args.waiting)}
         for number, engine in engines.items():
             for _ in range(number):
                 engine.add([0], greedy(NEW))
         times = {number: [] for number in engines}
         for _ in range(STEPS):
             for number, engine in engines.items():
-                seconds, _ = next(steps(engine))
+                seconds, _ = next(timed_steps(engine))
                 times[number].append(seconds)
         for number in engines:
             median = statistics.median(times[number])
             values = {"step, ms": 1000 * median}
             values["x nobody waiting"] = median / statistics.median(times[0])
-            bench.write(f"{number} waiting", rows, repeat, values)
+            bench.write(f"{number} waiting", batch_size, repeat, values)
 
 
 def waste(bench: Bench) -> None:
@@ -408,11 +423,13 @@ def waste(bench: Bench) -> None:
 
     Time changes nothing here, so it runs once.
     """
-    rows = max(bench.args.rows)
-    engine, _ = queued(bench.model, rows, *requests(bench, bench.args.requests))
+    batch_size = max(bench.args.batch_size)
+    engine, _ = engine_with_requests(
+        bench.model, batch_size, *sample_requests(bench, bench.args.requests)
+    )
     unused = {f"pages of {PAGE}": [], "a whole window each": []}
     paged, whole = unused.values()
-    for _ in steps(engine):
+    for _ in timed_steps(engine):
         for request in engine.scheduler.running:
             if request.output:  # its prompt is computed
                 paged.append(len(request.pages) * PAGE - request.num_computed_tokens)
@@ -420,20 +437,22 @@ def waste(bench: Bench) -> None:
     for mode, each in unused.items():
         values = {"unused positions a request, mean": statistics.mean(each)}
         values["unused, most"] = max(each)
-        bench.write(mode, rows, 0, values)
+        bench.write(mode, batch_size, 0, values)
 
 
 def sampling(bench: Bench) -> None:
     """Steps that draw against greedy ones, in the engine and in `generate`."""
     length = sum(bench.args.new_tokens) // 2
     for repeat in range(bench.args.repeats):
-        for rows in dict.fromkeys((1, max(bench.args.rows))):
-            prompts = [[row] for row in range(rows)]
+        for batch_size in dict.fromkeys((1, max(bench.args.batch_size))):
+            prompts = [[seq_index] for seq_index in range(batch_size)]
             for mode, run in (("engine", engine_steps), ("generate", generate)):
-                for draws, options in DRAWS.items():
+                for sampler, options in SAMPLERS.items():
                     params = []
-                    for row in range(rows):
-                        params.append(SamplingParams(length, ignore_eos=True, seed=row, **options))
+                    for seq_index in range(batch_size):
+                        params.append(
+                            SamplingParams(length, ignore_eos=True, seed=seq_index, **options)
+                        )
                     times = []
                     began = now(bench.model)
                     for _ in run(bench.model, prompts, params):
@@ -441,18 +460,18 @@ def sampling(bench: Bench) -> None:
                         times.append(ended - began)
                         began = ended
                     median = statistics.median(times[1:])  # without the prompts
-                    if draws == "greedy":
+                    if sampler == "greedy":
                         baseline = median
-                    values = {"tokens/s": rows / median}
-                    if draws != "greedy":
+                    values = {"tokens/s": batch_size / median}
+                    if sampler != "greedy":
                         values["x greedy"] = baseline / median
                     temperature = options.get("temperature", 0.0)
-                    bench.write(f"{mode}, {draws}", rows, repeat, values, temperature)
+                    bench.write(f"{mode}, {sampler}", batch_size, repeat, values, temperature)
 
 
 def engine_steps(model: Model, prompts: list, params: list) -> Iterator[list[Event]]:
     """The steps of a new engine that has a row for each prompt."""
-    engine, _ = queued(model, len(prompts), prompts, params)
+    engine, _ = engine_with_requests(model, len(prompts), prompts, params)
     while engine.busy:
         yield engine.step()
 
@@ -465,73 +484,75 @@ def speculation(bench: Bench) -> None:
     args = bench.args
     trials = {}
     length = sum(args.new_tokens) // 2
-    prompts = story_prompts(bench, max(args.draft_rows))
-    past = len(prompts[0]) + length // 2  # on average
+    prompts = story_prompts(bench, max(args.draft_batch_size))
+    context_length = len(prompts[0]) + length // 2  # on average
     for repeat in range(args.repeats):
-        for rows in args.draft_rows:
-            single = pass_seconds(bench.model, rows, 1, past)
-            ratio = pass_seconds(bench.model, rows, args.gamma + 1, past) / single
+        for batch_size in args.draft_batch_size:
+            single = pass_seconds(bench.model, batch_size, 1, context_length)
+            ratio = pass_seconds(bench.model, batch_size, args.gamma + 1, context_length) / single
             values = {"pass, ms": 1000 * single, f"x with {args.gamma + 1} tokens a row": ratio}
-            bench.write("passes", rows, repeat, values)
+            bench.write("passes", batch_size, repeat, values)
             for temperature in args.temperature:
                 params = []
-                for row in range(rows):
-                    seed = repeat * rows + row
+                for seq_index in range(batch_size):
+                    seed = repeat * batch_size + seq_index
                     params.append(SamplingParams(length, True, temperature, seed=seed))
                 # Kept for all repeats, so that not each of them begins with trials.
-                measured = trials.setdefault((rows, temperature), AdaptiveSpeculation())
-                drafter = PagedModelDrafter(bench.draft, bench.model, rows, PAGE)
+                measured = trials.setdefault((batch_size, temperature), AdaptiveSpeculation())
+                drafter = PagedModelDrafter(bench.draft, bench.model, batch_size, PAGE)
                 modes = {"engine": (None, None), "look-up": (PromptLookupDrafter(), None)}
-                modes |= {"draft model": (drafter, None), MEASURED: (drafter, measured)}
+                modes |= {"draft model": (drafter, None), ADAPTIVE: (drafter, measured)}
                 for mode, (drafter, measured) in modes.items():
                     options = {
                         "drafter": drafter,
                         "gamma": args.gamma,
                         "adaptive_speculation": measured,
                     }
-                    engine = Engine(bench.model, rows, page_size=PAGE, **options)
-                    run = decode(engine, prompts[:rows], params)
+                    engine = Engine(bench.model, batch_size, page_size=PAGE, **options)
+                    run = decode(engine, prompts[:batch_size], params)
                     if mode == "engine":
                         alone = run
                     if temperature == 0:
-                        check(mode, run.texts, alone.texts)
+                        check(mode, run.outputs, alone.outputs)
                     values = {"tokens/s": run.rate, "tokens a pass": run.tokens_per_pass}
                     if mode != "engine":
                         values["x engine"] = run.rate / alone.rate
                     if measured:
-                        values["share of steps with drafts"] = run.asked
+                        values["share of steps with drafts"] = run.steps_with_drafts
                         values |= run.acceptance
                     elif mode != "engine":
                         # Few drafts make a pass of few positions.
                         wider = 1 + (ratio - 1) * (run.width - 1) / args.gamma
                         gain = run.tokens_per_pass * single / (wider * single + run.drafting)
-                        same = sum(text == other for text, other in zip(run.texts, alone.texts))
+                        same = sum(
+                            output == other for output, other in zip(run.outputs, alone.outputs)
+                        )
                         values["tokens a row"] = run.width
                         values["drafting, ms a step"] = 1000 * run.drafting
                         values["x engine, predicted"] = gain
-                        values["share of equal texts"] = same / rows
+                        values["share of equal texts"] = same / batch_size
                         values |= run.acceptance
-                    bench.write(mode, rows, repeat, values, temperature)
+                    bench.write(mode, batch_size, repeat, values, temperature)
 
 
 def story_prompts(bench: Bench, count: int) -> list[list[int]]:
     """Beginnings of stories, each with some tokens that the model draws, so that no two agree."""
     encoding = load_encoding(bench.args.model, bench.model.config.vocab_size)
-    texts = [encoding.encode(text) for text in benchmark_speculative.PROMPTS]
-    starts = [texts[row % len(texts)] for row in range(count)]
+    starts = [encoding.encode(text) for text in benchmark_speculative.PROMPTS]
+    starts = [starts[seq_index % len(starts)] for seq_index in range(count)]
     drawn = []
-    for row in range(count):
-        drawn.append(SamplingParams(2 * NEW, ignore_eos=True, temperature=0.8, seed=row))
-    texts = in_engine(bench.model, count, starts, drawn)
-    return [start + text for start, text in zip(starts, texts)]
+    for seq_index in range(count):
+        drawn.append(SamplingParams(2 * NEW, ignore_eos=True, temperature=0.8, seed=seq_index))
+    outputs = run_engine(bench.model, count, starts, drawn)
+    return [start + output for start, output in zip(starts, outputs)]
 
 
 def decode(engine: Engine, prompts: list, params: list) -> SimpleNamespace:
     """Write these texts, and measure the engine from when all of them have their first token."""
-    added = [engine.add(*request) for request in zip(prompts, params)]
+    requests = [engine.add(*request) for request in zip(prompts, params)]
 
     def counts() -> tuple[int, ...]:
-        tokens = sum(len(request.output) for request in added)
+        tokens = sum(len(request.output) for request in requests)
         return (
             engine.num_computed_tokens,
             engine.num_draft_tokens,
@@ -539,43 +560,47 @@ def decode(engine: Engine, prompts: list, params: list) -> SimpleNamespace:
             tokens,
         )
 
-    start(engine, added)
+    run_prefill(engine, requests)
     before = counts()
     methods = {"drafting": (engine.drafter, "propose")} if engine.drafter else {}
     times = []
     passes = 0  # of a row each
-    asked = 0  # steps that had drafts
+    steps_with_drafts = 0  # steps that had drafts
     with stopwatch(engine.model, **methods) as seconds:
         drafted_before = engine.num_draft_tokens
-        for time, events in steps(engine):
+        for time, events in timed_steps(engine):
             times.append(time)
             passes += len(events)
-            asked += engine.num_draft_tokens > drafted_before
+            steps_with_drafts += engine.num_draft_tokens > drafted_before
             drafted_before = engine.num_draft_tokens
     positions, drafted, accepted, tokens = (a - b for a, b in zip(counts(), before))
     return SimpleNamespace(
-        texts=[request.output for request in added],
+        outputs=[request.output for request in requests],
         rate=tokens / sum(times),
         tokens_per_pass=tokens / passes,
         width=positions / passes,
         drafting=seconds.get("drafting", 0) / len(times),
-        asked=asked / len(times),
+        steps_with_drafts=steps_with_drafts / len(times),
         acceptance={"acceptance": accepted / drafted} if drafted else {},
     )
 
 
 @torch.inference_mode()
-def pass_seconds(model: Model, rows: int, count: int, past: int) -> float:
+def pass_seconds(model: Model, batch_size: int, count: int, context_length: int) -> float:
     """The median seconds of a pass of so many tokens a row, with that many positions before."""
-    pages = page_count(past + count, PAGE)
-    cache = PagedCache(model, rows * pages, PAGE)
+    pages = page_count(context_length + count, PAGE)
+    cache = PagedCache(model, batch_size * pages, PAGE)
     spans = []
-    for row in range(rows):
-        spans.append(Span(list(range(row * pages, (row + 1) * pages)), past, [0] * count))
+    for seq_index in range(batch_size):
+        spans.append(
+            Span(
+                list(range(seq_index * pages, (seq_index + 1) * pages)), context_length, [0] * count
+            )
+        )
     times = []
     for _ in range(STEPS // 2):
         began = now(model)
-        model.runner.logits(model, cache, spans, [count] * rows)
+        model.runner.logits(model, cache, spans, [count] * batch_size)
         times.append(now(model) - began)
     return statistics.median(times)
 
@@ -595,8 +620,8 @@ def measure(args, device: str, results: Results) -> None:
         if least > most:
             why = "the first number is the smallest, the second the largest"
             raise UserError(f"--{name.replace('_', '-')}: {why}")
-    queued = args.prompt_tokens[1] + max(args.new_tokens[1], STEPS + 2 * NEW)
-    common.models_that_fit([args.model], max(queued, args.long_prompt + 2 * NEW))
+    longest = args.prompt_tokens[1] + max(args.new_tokens[1], STEPS + 2 * NEW)
+    common.models_that_fit([args.model], max(longest, args.long_prompt + 2 * NEW))
     speculates = "speculation" in args.only
     for name in (args.model, args.draft):
         if speculates and resolve_source(name).type == "random":
@@ -605,12 +630,14 @@ def measure(args, device: str, results: Results) -> None:
     for temperature in args.temperature:
         SamplingParams(temperature=temperature)  # checks it
     benches = []
-    for backend in usable(args.backend, device):
+    for backend in available(args.backend, device):
         model = load(args.model, backend, device)
         draft = load(args.draft, backend, device) if speculates else None
         benches.append(Bench(args, backend, model, draft, None))
-    about = common.describe(args.model, benches[0].model, device, args.draft if speculates else "")
-    results.about = {name: value for name, value in about.items() if name in COLUMNS}
+    environment = common.describe_environment(
+        args.model, benches[0].model, device, args.draft if speculates else ""
+    )
+    results.environment = {name: value for name, value in environment.items() if name in COLUMNS}
     for name, part in PARTS.items():
         if name in args.only:
             each = []
@@ -624,7 +651,7 @@ def measure(args, device: str, results: Results) -> None:
                     part(bench)
 
 
-def usable(backends: list[str], device: str) -> list[str]:
+def available(backends: list[str], device: str) -> list[str]:
     """Those that can compute on this device; a line on stderr says why others cannot.
 
     Raises UserError if none is left.
@@ -673,10 +700,10 @@ def plot(summary):
     return figure
 
 
-def draw(axes, rows, measures: list[str]) -> None:
+def draw(axes, table, measures: list[str]) -> None:
     """Bars of these measures, side by side, of each mode that has all of them."""
     setting = ["backend", "mode", "rows", "temperature"]
-    found = rows[rows["measure"].isin(measures)]
+    found = table[table["measure"].isin(measures)]
     found = found.groupby(setting, sort=False).filter(lambda group: len(group) == len(measures))
     settings = list(found.groupby(setting, sort=False).groups)[::-1]  # the first at the top
     for index, measure in enumerate(measures):
@@ -689,7 +716,7 @@ def draw(axes, rows, measures: list[str]) -> None:
     names = []
     for backend, mode, size, temperature in settings:
         warm = f", temperature {temperature}" if temperature and "temp" not in mode else ""
-        names.append(f"{mode}, {backend}, {size} {'row' if size == 1 else 'rows'}{warm}")
+        names.append(f"{mode}, {backend}, batch size {size}{warm}")
     axes.set_yticks(range(len(names)), names, fontsize="small")
     axes.margins(x=0.12)
     axes.legend(fontsize="x-small")
@@ -698,7 +725,7 @@ def draw(axes, rows, measures: list[str]) -> None:
 NUMBERS = {  # options of one number: the default, and what it is
     "--requests": (64, "in the queue"),
     "--long-prompt": (200, "tokens that are shared, or arrive at once"),
-    "--decoding": (16, "rows where a prompt arrives, or others wait"),
+    "--decode-batch-size": (16, "sequences where a prompt arrives, or others wait"),
     "--waiting": (10_000, "requests behind those that run"),
 }
 PAIRS = {  # the same of two numbers, the least and the most
@@ -706,17 +733,17 @@ PAIRS = {  # the same of two numbers, the least and the most
     "--new-tokens": ([20, 180], "after each of them; EOS is ignored"),
 }
 LISTS = {  # the same of several
-    "--rows": ([8, 32], "of the engine, and of batches"),
-    "--draft-rows": ([1, 4, 16], "rows with drafts"),
+    "--batch-size": ([8, 32], "of the engine, and of batches"),
+    "--draft-batch-size": ([1, 4, 16], "sequences with drafts"),
 }
 
 
 def main(argv=None) -> None:
-    about = []
+    descriptions = []
     for name, part in PARTS.items():
         sentence = part.__doc__.partition(".")[0]
-        about.append(f"{name}: {sentence[0].lower()}{sentence[1:]}")
-    parser = Parser(description=f"Time the engine. {'; '.join(about)}.")
+        descriptions.append(f"{name}: {sentence[0].lower()}{sentence[1:]}")
+    parser = Parser(description=f"Time the engine. {'; '.join(descriptions)}.")
     names = list(PARTS)
     only = {"default": names, "choices": names, "metavar": "PART"}
     parser.add_argument("--only", **common.LIST, **only, help="what to run")

@@ -46,8 +46,8 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     import gguf
 
     config = model.config
-    kind = name_of_architecture(config)
-    writer = gguf.GGUFWriter(path, kind)
+    architecture = gguf_architecture(config)
+    writer = gguf.GGUFWriter(path, architecture)
     if tokenizer:
         add_vocabulary(writer, tokenizer, config)
     else:
@@ -57,30 +57,30 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     for name, token in zip(EOS_KEYS, config.eos_token_ids):
         writer.add_uint32(name, token)
     # llama.cpp reads a Gemma's windows only. Texts that fit into the others do not need them.
-    limits = () if kind == "gemma3" else filter(None, config.sliding_windows)
+    limits = () if architecture == "gemma3" else filter(None, config.sliding_windows)
     writer.add_context_length(min([config.block_size, *limits]))
     writer.add_block_count(config.n_layer)
     writer.add_head_count(config.n_head)
     writer.add_head_count_kv(config.n_kv_head)
     writer.add_embedding_length(config.n_embd)
     writer.add_feed_forward_length(config.n_inner)
-    if kind != "gpt2":
+    if architecture != "gpt2":
         writer.add_layer_norm_rms_eps(config.norm_eps)
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
         writer.add_rope_dimension_count(config.head_dim)
         writer.add_rope_freq_base(config.rope_theta)
-        if kind == "llama":  # in the others llama.cpp refuses it
-            writer.add_tensor("rope_freqs.weight", slowness(config).numpy())
+        if architecture == "llama":  # in the others llama.cpp refuses it
+            writer.add_tensor("rope_freqs.weight", rope_freq_factors(config).numpy())
     else:
         writer.add_layer_norm_eps(config.norm_eps)
-    if kind == "gemma3":
+    if architecture == "gemma3":
         add_gemma(writer, config)
-    if kind != "gpt2" and config.experts:
+    if architecture != "gpt2" and config.experts:
         writer.add_expert_count(config.experts.num_experts)
         writer.add_expert_used_count(config.experts.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.experts.n_inner)
-    heads = {"query": config.n_head, "key": config.n_kv_head} if kind == "llama" else {}
+    heads = {"query": config.n_head, "key": config.n_kv_head} if architecture == "llama" else {}
     q8_0 = gguf.GGMLQuantizationType.Q8_0
     stacks = {}
     for key, weight in model.named_parameters():
@@ -89,8 +89,8 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
         # Experts: (count, out, in).
         weight = torch.stack(weights) if role.startswith("expert_") else weights[0]
         if role in heads:
-            weight = pairs_together(weight, heads[role])
-        if base := norm_weight_offset(kind, role):
+            weight = permute(weight, heads[role])
+        if base := norm_weight_offset(architecture, role):
             weight = weight + base
         values = weight.contiguous().numpy()
         has_blocks = weight.dim() > 1 and weight.shape[-1] % 32 == 0
@@ -104,7 +104,7 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     writer.close()
 
 
-def name_of_architecture(config) -> str:
+def gguf_architecture(config) -> str:
     """What llama.cpp calls this kind of model. Raises UserError for one that it reads wrongly."""
     if not isinstance(config, LlamaConfig):
         return "gpt2"
@@ -164,20 +164,20 @@ def add_vocabulary(writer, tokenizer: Path, config) -> None:
     special = {token["content"] for token in listed if token.get("special")}
     ids = raw["model"]["vocab"] | added
     tokens = [f"<unused {token}>" for token in range(config.vocab_size)]
-    kinds = [gguf.TokenType.UNUSED] * config.vocab_size
+    token_types = [gguf.TokenType.UNUSED] * config.vocab_size
     for text, token in ids.items():
         tokens[token] = text
         if text in special:
-            kinds[token] = gguf.TokenType.CONTROL
+            token_types[token] = gguf.TokenType.CONTROL
         elif text in added:
-            kinds[token] = gguf.TokenType.USER_DEFINED
+            token_types[token] = gguf.TokenType.USER_DEFINED
         else:
-            kinds[token] = gguf.TokenType.NORMAL
+            token_types[token] = gguf.TokenType.NORMAL
     merges = raw["model"]["merges"]
     writer.add_tokenizer_model("gpt2")  # BPE of bytes
-    writer.add_tokenizer_pre(split_name(tokenizer, raw["pre_tokenizer"]))
+    writer.add_tokenizer_pre(pre_tokenizer_name(tokenizer, raw["pre_tokenizer"]))
     writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
+    writer.add_token_types(token_types)
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
     writer.add_add_bos_token(bool(encoding.prefix_ids))
     named = {}
@@ -189,7 +189,7 @@ def add_vocabulary(writer, tokenizer: Path, config) -> None:
         writer.add_chat_template(templates if len(named) > 1 else named["default"])
 
 
-def split_name(file: Path, step: dict) -> str:
+def pre_tokenizer_name(file: Path, step: dict) -> str:
     """What llama.cpp calls the split of a pre_tokenizer. Raises UserError where it has no name."""
     level = {"type": "ByteLevel", "add_prefix_space": False}
     steps = [part.copy() for part in step.get("pretokenizers", [step])]
@@ -204,7 +204,7 @@ def split_name(file: Path, step: dict) -> str:
     raise UserError(f"{file}: GGUF files have no name for the split of this pre_tokenizer")
 
 
-def pairs_together(weight: torch.Tensor, heads: int) -> torch.Tensor:
+def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """The rows that make queries or keys, in llama.cpp's order, which is that of Meta's files.
 
     What `llama.apply_rotary_emb` has in a head's two halves, the coordinates of a point, are
@@ -213,7 +213,7 @@ def pairs_together(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-def slowness(config: LlamaConfig) -> torch.Tensor:
+def rope_freq_factors(config: LlamaConfig) -> torch.Tensor:
     """What llama.cpp divides each frequency of a rotation by, (head_dim / 2): 1 but in Llama 3."""
     if config.rope_freq_factors:
         return torch.tensor(config.rope_freq_factors)

@@ -37,12 +37,12 @@ class Assumed(NamedTuple):
     memory: float
     bandwidth: float
     flops: float
-    reached: float
+    efficiency: float
     link: float
     latency: float
     kernel: float
     leader: float
-    door: float
+    ingress: float
     failures: float
 
 
@@ -50,12 +50,12 @@ ASSUMED = {  # an H200 where it says so
     "memory": (141e9, "bytes of a GPU; an H200's"),
     "bandwidth": (4.8e12, "bytes a second that it reads; an H200's"),
     "flops": (9.9e14, "operations a second in bfloat16, dense; an H200's"),
-    "reached": (0.7, "the share of these two that kernels reach, at most 1"),
+    "efficiency": (0.7, "the share of these two that kernels reach, at most 1"),
     "link": (4.5e11, "bytes a second from a GPU to others of its machine, one way; an H200's"),
     "latency": (1.5e-5, "seconds that a collective takes besides"),
     "kernel": (3e-6, "seconds from one kernel to the next, of ten a layer"),
     "leader": (1e-3, "seconds of scheduling and draws, before a step"),
-    "door": (6e-4, "seconds of a core for each token, where clients come in"),
+    "ingress": (6e-4, "seconds of a core for each token, where clients come in"),
     "failures": (0.004, "how often a machine fails in a day"),
 }
 
@@ -65,69 +65,71 @@ class Case(NamedTuple):
 
     way: str
     ranks: int
-    texts: int  # of a replica
+    num_seqs: int  # of a replica
     memory: float  # bytes of a GPU
     step: float  # seconds
     meeting: float  # seconds of it
 
 
-def step_of(assumed: Assumed, texts: int, positions: int) -> Step:
+def step_of(assumed: Assumed, num_seqs: int, positions: int) -> Step:
     """Where the seconds of a step would go on one GPU: what is slower, reading or multiplying."""
     whole = predict.part_of(LLAMA, 0, 1, "reduce")
     numbers = predict.multiplied(whole)
-    read = assumed.bandwidth * assumed.reached
-    computed = assumed.flops * assumed.reached
-    products = max(ITEM * numbers / read, 2 * numbers * texts / computed)
-    attention = predict.cache_bytes(whole, texts, positions, ITEM) / read
+    read = assumed.bandwidth * assumed.efficiency
+    computed = assumed.flops * assumed.efficiency
+    products = max(ITEM * numbers / read, 2 * numbers * num_seqs / computed)
+    attention = predict.cache_bytes(whole, num_seqs, positions, ITEM) / read
     each = assumed.kernel * KERNELS * LLAMA.n_layer
     return Step(assumed.leader, each, products, attention)
 
 
-def cases(assumed: Assumed, gpus: int, texts: int, positions: int) -> Iterator[Case]:
-    """The ways to divide a machine among replicas. texts: of the machine."""
+def cases(assumed: Assumed, gpus: int, num_seqs: int, positions: int) -> Iterator[Case]:
+    """The ways to divide a machine among replicas. num_seqs: of the machine."""
     for ranks in (size for size in range(1, gpus + 1) if gpus % size == 0):
-        own = texts * ranks // gpus
-        if not own:
+        seqs_per_replica = num_seqs * ranks // gpus
+        if not seqs_per_replica:
             continue  # more replicas than texts
         for way in WAYS if ranks > 1 else ("-",):
             memory = 0
             for rank in range(ranks):
                 part = predict.part_of(LLAMA, rank, ranks, way)
                 held = predict.weights(part, ITEM)
-                held += predict.cache_bytes(part, own, positions, ITEM)
+                held += predict.cache_bytes(part, seqs_per_replica, positions, ITEM)
                 memory = max(memory, held)
             meeting = 0.0
             if ranks > 1:
-                for each in predict.meetings(LLAMA, ranks, way, own, ITEM):
+                for each in predict.meetings(LLAMA, ranks, way, seqs_per_replica, ITEM):
                     meeting += assumed.latency + predict.crossing(each, ranks) / assumed.link
             share = predict.shares(LLAMA, ranks, way)
-            step = predict.step_seconds(step_of(assumed, own, positions), share, 1, meeting)
-            yield Case(way, ranks, own, memory, step, meeting)
+            step = predict.step_seconds(
+                step_of(assumed, seqs_per_replica, positions), share, 1, meeting
+            )
+            yield Case(way, ranks, seqs_per_replica, memory, step, meeting)
 
 
 def run(args) -> None:
     """Print what a machine makes, and what many do. Raises UserError where nothing fits."""
     assumed = Assumed(*(getattr(args, name) for name in Assumed._fields))
-    if assumed.reached > 1:
-        raise UserError(f"--reached {assumed.reached:g}: it must be at most 1")
-    print("ranks  join    texts  GB a GPU  step, ms  meeting  tokens/s: a text  a machine")
+    if assumed.efficiency > 1:
+        raise UserError(f"--efficiency {assumed.efficiency:g}: it must be at most 1")
+    print("ranks  join     seqs  GB a GPU  step, ms  meeting  tokens/s: a text  a machine")
     best = 0.0
-    for case in cases(assumed, args.gpus, args.texts, args.positions):
-        line = f"{case.ranks:5}  {case.way:6}{case.texts:7}{case.memory / 1e9:10.1f}"
+    for case in cases(assumed, args.gpus, args.num_seqs, args.positions):
+        line = f"{case.ranks:5}  {case.way:6}{case.num_seqs:7}{case.memory / 1e9:10.1f}"
         if case.memory > assumed.memory:
             print(f"{line}  does not fit")
             continue
-        rate = args.gpus // case.ranks * case.texts / case.step
+        rate = args.gpus // case.ranks * case.num_seqs / case.step
         best = max(best, rate)
         times = f"{1000 * case.step:10.2f}{1000 * case.meeting:9.2f}"
         print(f"{line}{times}{1 / case.step:18.1f}{rate:11,.0f}")
     if not best:
         raise UserError(f"nothing fits into GPUs of {assumed.memory / 1e9:g} GB")
     total = args.machines * best
-    lost = args.machines * assumed.failures * args.texts
+    lost = args.machines * assumed.failures * args.num_seqs
     print(f"{args.machines} machines: {total:,.0f} tokens/s")
-    print(f"cores where clients come in: {total * assumed.door:,.0f}")
-    print(f"texts that end with an error: {lost:,.0f} a day")
+    print(f"cores where clients come in: {total * assumed.ingress:,.0f}")
+    print(f"sequences that end with an error: {lost:,.0f} a day")
 
 
 def main(argv=None) -> None:
@@ -136,7 +138,7 @@ def main(argv=None) -> None:
     number = {"type": integer_in_range(1)}
     parser.add_argument("--gpus", type=integer_in_range(1, 64), default=8, help="of a machine")
     parser.add_argument("--machines", **number, default=1000, help="how many")
-    parser.add_argument("--texts", **number, default=512, help="at once on a machine")
+    parser.add_argument("--num-seqs", **number, default=512, help="at once on a machine")
     window = {"type": integer_in_range(1, LLAMA.block_size), "default": 2000}
     parser.add_argument("--positions", **window, help="of each text, in the cache")
     for name, (value, about) in ASSUMED.items():

@@ -1,4 +1,4 @@
-"""llama.cpp as a peer of benchmarks.batching and benchmarks.quality."""
+"""llama.cpp as a reference for benchmarks.batching and benchmarks.quality."""
 
 import contextlib
 import logging
@@ -44,28 +44,30 @@ class LlamaCpp:
         with self.decoder(len(prompts), len(prompts[0]) + length) as decode:
             return common.timed(greedy(decode, prompts, length), device)
 
-    def log_probs(self, text: list[int]) -> torch.Tensor:
+    def log_probs(self, tokens: list[int]) -> torch.Tensor:
         """Log-probabilities, as of `benchmarks.batching.log_probs`, one token at a time."""
-        with self.decoder(1, len(text)) as decode:
-            logits = [torch.tensor(decode([[token]], at)) for at, token in enumerate(text)]
+        with self.decoder(1, len(tokens)) as decode:
+            logits = [torch.tensor(decode([[token]], at)) for at, token in enumerate(tokens)]
         return torch.cat(logits).log_softmax(dim=-1)
 
-    def logits(self, text: list[int], piece: int) -> Iterator[torch.Tensor]:
-        """The logits after each token, (n, vocab_size), of `piece` tokens at a time.
+    def logits(self, tokens: list[int], pass_size: int) -> Iterator[torch.Tensor]:
+        """The logits after each token, (n, vocab_size), of `pass_size` tokens at a time.
 
         The cache is float32, so that what is off comes from the weights and their products.
         """
-        with self.decoder(1, len(text), exact_cache=True) as decode:
-            for start in range(0, len(text), piece):
-                yield torch.tensor(decode([text[start : start + piece]], start, every=True))
+        with self.decoder(1, len(tokens), exact_cache=True) as decode:
+            for start in range(0, len(tokens), pass_size):
+                yield torch.tensor(
+                    decode([tokens[start : start + pass_size]], start, all_logits=True)
+                )
 
     @contextlib.contextmanager
-    def decoder(self, rows: int, positions: int, exact_cache: bool = False):
-        """A function that decodes so many rows, of at most so many positions, with a new cache.
+    def decoder(self, num_seqs: int, positions: int, exact_cache: bool = False):
+        """A function that decodes so many sequences of at most so many positions with a new cache.
 
-        decode(new, position, every=False): new tokens of each row, the first of them at that
-        position, to the logits after the last, (rows, vocab_size), which the next call overwrites.
-        every: after each of them, (rows * tokens, vocab_size).
+        decode(new, position, all_logits=False): new tokens of each row, the first of them at that
+        position, to the logits after the last, (num_seqs, vocab_size), until the next call.
+        all_logits: after each of them, (num_seqs * tokens, vocab_size).
         exact_cache: it is float32, and attention is not llama.cpp's flash attention.
         Raises UserError if llama.cpp refuses so much.
         """
@@ -73,9 +75,9 @@ class LlamaCpp:
 
         api = self.api
         options = api.llama_context_default_params()
-        options.n_seq_max = rows
-        options.n_ctx = rows * positions
-        options.n_batch = rows * positions
+        options.n_seq_max = num_seqs
+        options.n_ctx = num_seqs * positions
+        options.n_batch = num_seqs * positions
         options.n_threads = torch.get_num_threads()
         options.n_threads_batch = torch.get_num_threads()
         if exact_cache:
@@ -84,25 +86,25 @@ class LlamaCpp:
             options.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED
         context = api.llama_init_from_model(self.model, options)
         if not context:
-            raise UserError(f"llama.cpp takes no {rows} texts of {positions} tokens at once")
-        batch = api.llama_batch_init(rows * positions, 0, 1)
+            raise UserError(f"llama.cpp takes no {num_seqs} texts of {positions} tokens at once")
+        batch = api.llama_batch_init(num_seqs * positions, 0, 1)
 
-        def decode(new: list[list[int]], position: int, every: bool = False):
+        def decode(new: list[list[int]], position: int, all_logits: bool = False):
             batch.n_tokens = 0
-            for row, tokens in enumerate(new):
+            for seq_id, tokens in enumerate(new):
                 for at, token in enumerate(tokens, start=position):
                     index = batch.n_tokens
                     batch.token[index] = token
                     batch.pos[index] = at
                     batch.n_seq_id[index] = 1
-                    batch.seq_id[index][0] = row
-                    batch.logits[index] = every
+                    batch.seq_id[index][0] = seq_id
+                    batch.logits[index] = all_logits
                     batch.n_tokens += 1
                 batch.logits[index] = True
             if error := api.llama_decode(context, batch):
                 raise RuntimeError(f"llama_decode: {error}")
             logits = api.llama_get_logits(context)
-            shape = batch.n_tokens if every else rows, self.vocab_size
+            shape = batch.n_tokens if all_logits else num_seqs, self.vocab_size
             return numpy.ctypeslib.as_array(logits, shape=shape)
 
         try:

@@ -65,11 +65,11 @@ def multiplied(model: Model) -> int:
     return sum(layer.weight.numel() for layer in layers)
 
 
-def cache_bytes(model: Model, texts: int, positions: int, itemsize: int = FLOAT) -> int:
+def cache_bytes(model: Model, num_seqs: int, positions: int, itemsize: int = FLOAT) -> int:
     """Bytes of the keys and values in this part of a model."""
     config = model.config
     numbers = 2 * config.n_layer * model.n_kv_head * config.head_dim
-    return itemsize * texts * positions * numbers
+    return itemsize * num_seqs * positions * numbers
 
 
 def shares(config, size: int, way: str) -> tuple[float, float]:
@@ -118,10 +118,10 @@ def step_seconds(step: Step, share: tuple[float, float], turns: int, meeting: fl
     return step.leader + turns * own + meeting
 
 
-def replica_rate(one: float, busy: float, door: float, count: int, cores: int) -> float:
+def replica_rate(one: float, busy: float, ingress: float, count: int, cores: int) -> float:
     """Tokens/s of so many replicas. one: of one.
 
-    busy: seconds of a core that a token takes in all processes; door: in the busiest of those
+    busy: seconds of a core that a token takes in all processes; ingress: in the busiest of those
     through which all tokens pass.
     """
-    return min(count * one, cores / busy, 1 / door)
+    return min(count * one, cores / busy, 1 / ingress)

@@ -53,14 +53,14 @@ STEPS = (  # the lessons that change the speed: slug, texts, script, options
 SLUGS = list(dict.fromkeys(slug for slug, *_ in STEPS))
 
 
-class Results(common.Measures):
+class Results(common.MetricsFile):
     """A CSV file with a row for each value."""
 
     columns = common.columns(COLUMNS)
     setting = ["lesson", "run", "texts", "measure"]
 
 
-def run(lesson: str, tree: Path, command: list, texts: int) -> tuple[str, float]:
+def run(lesson: str, tree: Path, command: list, batch_size: int) -> tuple[str, float]:
     """Run a script in a lesson's checkout: what it wrote, and tokens/s after the first ones.
 
     Raises UserError if it fails.
@@ -72,7 +72,7 @@ def run(lesson: str, tree: Path, command: list, texts: int) -> tuple[str, float]
         said = ended.stderr.strip().splitlines()[-1:] or ["it ended without a word"]
         raise UserError(f"{lesson}: {command[0]}: {said[0]}")
     tokens, rate, first = map(float, found.groups())
-    return ended.stdout, (tokens - texts) / (tokens / rate - first)
+    return ended.stdout, (tokens - batch_size) / (tokens / rate - first)
 
 
 def measure(args, device: str, results: Results) -> None:
@@ -83,7 +83,7 @@ def measure(args, device: str, results: Results) -> None:
         raise UserError(f"--lessons {' '.join(args.lessons)}: {refusal}")
     if refusal:
         print(f"without lessons in C: {refusal}", file=sys.stderr)
-    results.about = common.describe(STORIES, load_model(STORIES), device)
+    results.environment = common.describe_environment(STORIES, load_model(STORIES), device)
     if args.threads:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)  # of the scripts
     with contextlib.ExitStack() as stack:
@@ -96,20 +96,22 @@ def measure(args, device: str, results: Results) -> None:
             raise UserError(str(error)) from None
         file = Path(enter(tempfile.TemporaryDirectory()), "prompts")
         file.write_text("\n".join(itertools.islice(itertools.cycle(PROMPTS), BATCH)))
-        firsts = {}  # repeat, number of texts -> the first lesson's
-        for repeat, (slug, texts, script, options) in itertools.product(range(args.repeats), steps):
+        baselines = {}  # repeat, number of texts -> the first lesson's
+        for repeat, (slug, batch_size, script, options) in itertools.product(
+            range(args.repeats), steps
+        ):
             command = [script, *options.split(), "--device", device]
-            command += ["--prompt", PROMPTS[0]] if texts == 1 else ["--prompt-file", file]
+            command += ["--prompt", PROMPTS[0]] if batch_size == 1 else ["--prompt-file", file]
             command += ["--max-new-tokens", args.new_tokens]
             if slug != "greedy-decoding":  # whose texts do not end at EOS
                 command.append("--ignore-eos")
             lesson = found[slug]
-            written, rate = run(lesson.id, trees[slug], command, texts)
-            first, first_rate = firsts.setdefault((repeat, texts), (written, rate))
+            written, rate = run(lesson.id, trees[slug], command, batch_size)
+            first, first_rate = baselines.setdefault((repeat, batch_size), (written, rate))
             values = {"tokens/s": rate, "x first": rate / first_rate}
             values["same texts"] = float(written == first)
             line = f"{script} {options}".strip()
-            which = {"lesson": lesson.id, "run": line, "texts": texts, "repeat": repeat}
+            which = {"lesson": lesson.id, "run": line, "texts": batch_size, "repeat": repeat}
             dtype = options.partition("--dtype ")[2] or "float32"
             which |= {"commit": lesson.commit[:7], "dtype": dtype}
             results.add(f"{lesson.id}  {line}  repeat {repeat}", which, values)
@@ -122,7 +124,7 @@ def plot(summary):
     groups = list(summary[summary["measure"] == "tokens/s"].groupby("texts", sort=False))
     most = max(len(rows) for _, rows in groups)
     figure = Figure(figsize=(7.5 * len(groups), 1.5 + 0.35 * most), layout="constrained")
-    for axes, (texts, rows) in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups):
+    for axes, (batch_size, rows) in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups):
         dtypes = rows["run"].str.partition("--dtype ")[2].replace("", "float32")
         colours = rows["run"].str.contains(NATIVE).map({False: "C0", True: "C2"})
         median = rows["median"]
@@ -131,7 +133,7 @@ def plot(summary):
         drawn = axes.barh(at, median, xerr=error, capsize=2, color=colours)
         axes.bar_label(drawn, fmt="%.4g", padding=4, fontsize="small")
         axes.set_yticks(at, rows["lesson"] + ", " + dtypes, fontsize="small")
-        axes.set(title="one text" if texts == 1 else f"{texts} texts", xlabel="tokens/s")
+        axes.set(title="one text" if batch_size == 1 else f"{batch_size} texts", xlabel="tokens/s")
         axes.margins(x=0.15)
     figure.suptitle("Lesson by lesson: median, min and max (green: in C)")
     return figure

@@ -25,7 +25,7 @@ from loading.tokenizer import load_encoding
 from native import use_native
 
 TEXTS = Path(__file__).resolve().parent / "texts"  # written for this, so in no training data
-PIECE = 128  # positions of a pass: the logits of all of them are in memory at once
+PASS_SIZE = 128  # positions of a pass: the logits of all of them are in memory at once
 LENGTH = 512  # tokens of a chunk, where the window holds them
 FLOOR = 1e-8  # of the plot: rounding makes float32 in C differ by less
 BACKENDS = ("torch", "native")
@@ -43,8 +43,8 @@ MEASURED = {
 }
 COLUMNS = {
     "model": common.COLUMNS["model"],
-    "dtype": "of the weights; of the cache, if that is named; the name of a peer's file",
-    "backend": "torch; native: the C code; llama.cpp: a peer",
+    "dtype": "of the weights; of the cache, if that is named; the name of a GGUF file",
+    "backend": "torch; native: the C code; llama.cpp: a GGUF file",
     **MEASURED,
     "weight_bytes": "of all weights, scales and whatever else their format has",
     "predictions": "tokens that were predicted: all but the first of each chunk",
@@ -56,7 +56,7 @@ Logits = Callable[[list[int]], Iterator[torch.Tensor]]  # those after each token
 
 
 class Results(common.ResultsFile):
-    """A CSV file with a row for each dtype and backend, or peer."""
+    """A CSV file with a row for each dtype and backend, or GGUF file."""
 
     columns = COLUMNS
 
@@ -79,11 +79,11 @@ class Results(common.ResultsFile):
 # One text
 
 
-def our_logits(model, text: list[int], cache_dtype=None) -> Iterator[torch.Tensor]:
-    """The logits after each token, (n, vocab_size), of PIECE tokens at a time."""
-    cache = KVCache(model, 1, len(text), cache_dtype)
-    for start in range(0, len(text), PIECE):
-        new = text[start : start + PIECE]
+def model_logits(model, tokens: list[int], cache_dtype=None) -> Iterator[torch.Tensor]:
+    """The logits after each token, (n, vocab_size), of PASS_SIZE tokens at a time."""
+    cache = KVCache(model, 1, len(tokens), cache_dtype)
+    for start in range(0, len(tokens), PASS_SIZE):
+        new = tokens[start : start + PASS_SIZE]
         yield pass_logits(model, [new], [0], cache, len(new))[0]
 
 
@@ -112,7 +112,7 @@ def quality(logits: Logits, reference: Logits, chunks: list[list[int]]) -> dict:
     parts = []
     for chunk in chunks:
         seen = chunk[:-1]
-        targets = torch.tensor(chunk[1:]).split(PIECE)
+        targets = torch.tensor(chunk[1:]).split(PASS_SIZE)
         parts += map(compare, logits(seen), reference(seen), targets)
     kl, same, loss = torch.cat(parts, dim=1)
     return {
@@ -147,7 +147,7 @@ def read_chunks(args, vocab_size: int) -> list[list[int]]:
     return [tokens[start : start + args.length] for start in starts]
 
 
-def load_way(name, dtype: str, backend: str, device: str):
+def load_backend(name, dtype: str, backend: str, device: str):
     """A model as that backend computes it, and the bytes of its weights.
 
     Raises UserError where that cannot be.
@@ -165,55 +165,55 @@ def load_way(name, dtype: str, backend: str, device: str):
     return model, sum(tensors.values())
 
 
-def check_peers(files: list[Path], device: str) -> None:
+def check_gguf_files(files: list[Path], device: str) -> None:
     """Raise UserError where llama.cpp cannot compute these files."""
     if files and not importlib.util.find_spec("llama_cpp"):
-        raise UserError("--peers: pip install llama-cpp-python")
+        raise UserError("--gguf: pip install llama-cpp-python")
     if files and device != "cpu":
-        raise UserError(f"--peers: for the CPU only, not {device}")
+        raise UserError(f"--gguf: for the CPU only, not {device}")
     if missing := [file for file in files if not file.is_file()]:
-        raise UserError(f"--peers {missing[0]}: no such file")
+        raise UserError(f"--gguf {missing[0]}: no such file")
 
 
 def measure(args, device: str, results: Results) -> None:
-    """Compare each dtype on each backend, then each peer.
+    """Compare each dtype on each backend, then each GGUF file.
 
     Raises UserError for bad options, also if nothing can be computed.
     """
     common.models_that_fit([args.model], args.length or 1)
-    check_peers(args.peers, device)
+    check_gguf_files(args.gguf, device)
     model = load_model(args.model, torch.float32, device)
     config = model.config
     args.length = args.length or min(LENGTH, config.block_size)
     chunks = read_chunks(args, config.vocab_size)
-    about = common.describe(args.model, model, device)
-    about |= {"text": args.text.name, "length": args.length, "library": ""}
-    reference = functools.partial(our_logits, model)
+    environment = common.describe_environment(args.model, model, device)
+    environment |= {"text": args.text.name, "length": args.length, "library": ""}
+    reference = functools.partial(model_logits, model)
 
     def add(dtype: str, backend: str, logits: Logits, size: int, **more) -> None:
-        row = about | {"dtype": dtype, "backend": backend, **more}
-        row |= {"weight_bytes": size, "bytes_per_weight": size / about["parameters"]}
+        row = environment | {"dtype": dtype, "backend": backend, **more}
+        row |= {"weight_bytes": size, "bytes_per_weight": size / environment["parameters"]}
         results.write(**row, **quality(logits, reference, chunks))
 
     for dtype, backend in itertools.product(args.dtype, args.backend):
         try:
-            other, size = load_way(args.model, dtype, backend, device)
+            other, size = load_backend(args.model, dtype, backend, device)
         except UserError as error:
             print(f"without {dtype} {backend}: {error}", file=sys.stderr)
         else:
             for name in args.cache_dtype:
-                logits = functools.partial(our_logits, other, cache_dtype=CACHE_DTYPES[name])
+                logits = functools.partial(model_logits, other, cache_dtype=CACHE_DTYPES[name])
                 label = dtype if name == "auto" else f"{dtype}, {name} cache"
                 add(label, backend, logits, size)
             del other, logits  # before the next is loaded
-    for file in args.peers:
-        with contextlib.closing(LlamaCpp(file)) as peer:
-            if peer.vocab_size != config.vocab_size:
-                sizes = f"{peer.vocab_size} tokens, and {args.model} {config.vocab_size}"
-                raise UserError(f"--peers {file}: it has {sizes}")
-            logits = functools.partial(peer.logits, piece=PIECE)
+    for file in args.gguf:
+        with contextlib.closing(LlamaCpp(file)) as llama_cpp:
+            if llama_cpp.vocab_size != config.vocab_size:
+                sizes = f"{llama_cpp.vocab_size} tokens, and {args.model} {config.vocab_size}"
+                raise UserError(f"--gguf {file}: it has {sizes}")
+            logits = functools.partial(llama_cpp.logits, pass_size=PASS_SIZE)
             library = common.library("llama_cpp")
-            add(file.stem, "llama.cpp", logits, peer.weight_bytes, library=library)
+            add(file.stem, "llama.cpp", logits, llama_cpp.weight_bytes, library=library)
     if not results.rows:
         which = f"none of --dtype {' '.join(args.dtype)} can be computed"
         raise UserError(f"--backend {' '.join(args.backend)}: {which}")
@@ -236,8 +236,8 @@ def plot(summary):
             same = os.path.commonprefix(names)
             names = [name.removeprefix(same) or name for name in names]
         for name, x, y, top_1 in zip(names, rows["bytes_per_weight"], mean, rows["top_1"]):
-            place = {"textcoords": "offset points", "fontsize": "x-small", **SIDES[backend]}
-            axes.annotate(f"{name} ({top_1:.3f})", (x, y), **place)
+            offset = {"textcoords": "offset points", "fontsize": "x-small", **SIDES[backend]}
+            axes.annotate(f"{name} ({top_1:.3f})", (x, y), **offset)
     axes.set(xscale="log", yscale="log", xlabel="bytes per weight")
     axes.set_ylabel(f"KL to float32, in nats (less than {FLOOR:g}: drawn there)")
     axes.set_xlim(0.4, 7)
@@ -264,8 +264,10 @@ def default_text(name: str) -> Path:
 
 
 def main(argv=None) -> None:
-    about = "each dtype, backend and peer against float32 in torch, on the same tokens of a text"
-    parser = Parser(description=f"Measure quality: {about}.")
+    description = (
+        "each dtype, backend and GGUF file against float32 in torch, on the same tokens of a text"
+    )
+    parser = Parser(description=f"Measure quality: {description}.")
     model = "as in infer.py; smollm2 if not given, or stories-llama where that is not installed"
     parser.add_argument("--model", help=model)
     dtypes = {"default": list(DTYPES), "choices": DTYPES, "help": "of the weights"}
@@ -274,8 +276,8 @@ def main(argv=None) -> None:
     parser.add_argument("--cache-dtype", **common.LIST, **caches)
     backends = {"default": list(BACKENDS), "choices": BACKENDS, "help": "what computes"}
     parser.add_argument("--backend", **common.LIST, **backends)
-    peers = "GGUF files of the same model, which llama.cpp computes with a float32 cache"
-    parser.add_argument("--peers", **common.LIST, type=Path, metavar="FILE", default=[], help=peers)
+    gguf = "GGUF files of the same model, which llama.cpp computes with a float32 cache"
+    parser.add_argument("--gguf", **common.LIST, type=Path, metavar="FILE", default=[], help=gguf)
     text = "a text in UTF-8; one beside this script if not given: stories, or English of many kinds"
     parser.add_argument("--text", type=Path, help=text)
     chunks = {"type": common.integer_in_range(1), "default": 2}

@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 
 from benchmarks import common
-from benchmarks.engine import start, steps, stopwatch
+from benchmarks.engine import run_prefill, stopwatch, timed_steps
 from engine.engine import Engine
 from loading.load import load_model
 from native import use_native
@@ -49,7 +49,9 @@ def decode(job: dict, ranks: Ranks | None) -> dict | None:
     if ranks:
         join_vocabulary(model)
     # All prompts are read in one step, so that all rows decode in all others.
-    engine = Engine(model, job["rows"], max_num_batched_tokens=job["rows"] * job["prompt"])
+    engine = Engine(
+        model, job["max_num_seqs"], max_num_batched_tokens=job["max_num_seqs"] * job["prompt"]
+    )
     # Large ones later: they would be in the peak of memory.
     links = [links_of(ranks, SIZES[:-1])] if ranks else []
     found = None
@@ -75,9 +77,9 @@ def lead(engine: Engine, job: dict) -> dict:
     model = engine.model
     ranks = model.runner.ranks
     params = SamplingParams(max_new_tokens=job["tokens"], ignore_eos=True)
-    prompts = common.random_prompts(model.config.vocab_size, job["rows"], job["prompt"])
+    prompts = common.random_prompts(model.config.vocab_size, job["max_num_seqs"], job["prompt"])
     requests = [engine.add(prompt, params) for prompt in prompts]
-    start(engine, requests)
+    run_prefill(engine, requests)
     engine.step()  # the first one that only decodes
     methods = {}
     if job["parts"]:
@@ -89,7 +91,7 @@ def lead(engine: Engine, job: dict) -> dict:
         ranks.collectives, ranks.traffic, ranks.seconds = 0, 0, 0.0
     cheap = SimpleNamespace(device=model.device)  # to ask a model takes several microseconds
     with stopwatch(cheap, **methods) as seconds:
-        times = [took for took, _ in steps(engine)]
+        times = [took for took, _ in timed_steps(engine)]
     found = {"outputs": [request.output for request in requests], "step": statistics.mean(times)}
     if ranks:
         of_all = {"collectives": ranks.collectives, "sent": ranks.traffic}

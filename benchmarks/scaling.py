@@ -48,10 +48,10 @@ NEW = (20, 60)  # tokens of its answer
 LIMIT = 600  # seconds for a group of processes
 PARTS = ("step", "hidden", "head", "products", "attention", "meeting", "tell")
 REPLICA = "ServeReplica:default:Replica"  # as Ray calls its processes
-DOORS = ("ServeReplica:default:Door", "ProxyActor")  # all tokens pass both
+INGRESS_PROCESSES = ("ServeReplica:default:Door", "ProxyActor")  # all tokens pass both
 
 
-class Results(common.Measures):
+class Results(common.MetricsFile):
     """A CSV file with a row for each value."""
 
     columns = COLUMNS
@@ -60,7 +60,7 @@ class Results(common.Measures):
     def write(self, mode: str, processes: int, repeat: int, values: dict, threads: int = 1) -> None:
         """Add values, measure -> number."""
         run = {"mode": mode, "processes": processes, "repeat": repeat, "threads": threads}
-        self.add(f"{self.about['model']}  {mode}  {processes}  repeat {repeat}", run, values)
+        self.add(f"{self.environment['model']}  {mode}  {processes}  repeat {repeat}", run, values)
 
 
 def both(name: str, measured: float, predicted: float) -> dict[str, float]:
@@ -72,7 +72,7 @@ def both(name: str, measured: float, predicted: float) -> dict[str, float]:
 # Ranks
 
 
-def group(directory: Path, job: dict, size: int, times: int = 1) -> list[dict]:
+def run_group(directory: Path, job: dict, size: int, times: int = 1) -> list[dict]:
     """What benchmarks.ranks finds in so many processes; several such groups at a time.
 
     Raises UserError if one of them fails.
@@ -145,27 +145,32 @@ def measure_ranks(args, directory: Path, config, repeat: int, results: Results) 
     """An engine on one process, and on several ranks."""
     threads = args.threads or args.cores
     job = {"model": str(directory), "join": None, "threads": threads, "parts": False}
-    job |= {"native": args.native, "rows": args.rows, "prompt": PROMPT, "tokens": args.new_tokens}
-    (found,) = group(directory, job, 1)
+    job |= {
+        "native": args.native,
+        "max_num_seqs": args.max_num_seqs,
+        "prompt": PROMPT,
+        "tokens": args.new_tokens,
+    }
+    (found,) = run_group(directory, job, 1)
     expected = found["outputs"]
-    values = {"tokens/s": args.rows / found["step"], "memory, MB": found["memory"][0] / 1e6}
+    values = {"tokens/s": args.max_num_seqs / found["step"], "memory, MB": found["memory"][0] / 1e6}
     results.write("one process", 1, repeat, values, threads)
     job["threads"] = 1
     for join in args.join:
         job["join"] = join
-        (one,) = group(directory, job, 1)
+        (one,) = run_group(directory, job, 1)
         check(f"{join}, 1 rank", one["outputs"], expected)
-        values = {"tokens/s": args.rows / one["step"], "memory, MB": one["memory"][0] / 1e6}
+        values = {"tokens/s": args.max_num_seqs / one["step"], "memory, MB": one["memory"][0] / 1e6}
         results.write(join, 1, repeat, values)
         busy = {}  # so many at a time -> a Step
         for size in args.ranks:
             beside = min(size, args.cores)
             if beside not in busy:
-                busy[beside] = step_of(group(directory, job | {"parts": True}, 1, beside))
+                busy[beside] = step_of(run_group(directory, job | {"parts": True}, 1, beside))
                 parts = busy[beside]._asdict().items()
                 values = {f"{name}, ms": 1000 * value for name, value in parts}
                 results.write(f"busy {join}", beside, repeat, values)
-            (found,) = group(directory, job, size)
+            (found,) = run_group(directory, job, size)
             if join == "gather":
                 check(f"{join}, {size} ranks", found["outputs"], expected)
             values = rank_values(args, config, join, size, one, busy[beside], found)
@@ -176,14 +181,14 @@ def measure_ranks(args, directory: Path, config, repeat: int, results: Results) 
 
 def rank_values(args, config, join: str, size: int, one: dict, busy: Step, found: dict) -> dict:
     """What ranks are measured and predicted to make and take. one, busy: of one rank."""
-    meetings = predict.meetings(config, size, join, args.rows)
+    meetings = predict.meetings(config, size, join, args.max_num_seqs)
     links = found["links"]
     meeting = sum(cost(links, meeting.kind, meeting.size) for meeting in meetings)
     tell = cost(links, "tell", SIZES[0])
     share = predict.shares(config, size, join)
     turns = math.ceil(size / args.cores)
     step = predict.step_seconds(busy, share, turns, meeting + tell)
-    values = both("tokens/s", args.rows / found["step"], args.rows / step)
+    values = both("tokens/s", args.max_num_seqs / found["step"], args.max_num_seqs / step)
     values["collectives a step"] = found["collectives"]
     values["bytes sent a step"] = found["sent"]
     sent = sum(predict.sent(meeting, size) for meeting in meetings)
@@ -195,7 +200,7 @@ def rank_values(args, config, join: str, size: int, one: dict, busy: Step, found
     held = []
     for of in (1, size):
         part = predict.part_of(config, 0, of, join)
-        held.append(predict.weights(part) + predict.cache_bytes(part, args.rows, positions))
+        held.append(predict.weights(part) + predict.cache_bytes(part, args.max_num_seqs, positions))
     memory = one["memory"][0] - held[0] + held[1]
     values |= both("memory of rank 0, MB", found["memory"][0] / 1e6, memory / 1e6)
     for kind, length in itertools.product(links[0], SIZES):
@@ -213,42 +218,45 @@ def measure_replicas(args, model: str, repeat: int, results: Results) -> None:
     for count in [1, *args.replicas]:
         line = [common.ROOT / "serve_ray.py", "--model", model, "--replicas", count]
         cpus = min(1.0, math.floor(1e4 * args.cores / count) / 1e4)  # as exactly as Ray counts
-        line += ["--cpus", cpus, "--device", "cpu", "--max-num-seqs", args.rows]
+        line += ["--cpus", cpus, "--device", "cpu", "--max-num-seqs", args.max_num_seqs]
         line += ["--backend", "native" if args.native else "torch"]
         with server(line, threads=1) as url:
-            texts = [output.text for output in ask(args, url, "texts", max(args.replicas)).outputs]
+            texts = [
+                output.text
+                for output in run_clients(args, url, "texts", max(args.replicas)).outputs
+            ]
             expected = expected or texts
             if texts != expected:
                 sys.exit(f"{count} replicas: other texts: no timing of wrong results")
-            before = [processor_seconds(name) for name in ("", *DOORS)]
-            load = ask(args, url, f"{count} {repeat}", count, args.seconds)
-            after = [processor_seconds(name) for name in ("", *DOORS)]
+            before = [processor_seconds(name) for name in ("", *INGRESS_PROCESSES)]
+            load = run_clients(args, url, f"{count} {repeat}", count, args.seconds)
+            after = [processor_seconds(name) for name in ("", *INGRESS_PROCESSES)]
             memory = memory_of(REPLICA)
         values = client.calculate_metrics(load, math.inf, math.inf)
         now = {"tokens/s": values["tokens/s"]}
         tokens = sum(output.tokens for output in load.outputs)
         if after[0]:
-            busy, *doors = [1000 * (new - old) / tokens for new, old in zip(after, before)]
-            now |= {"core ms a token": busy, "of them at the door": sum(doors)}
-            now["of them in its busiest process"] = max(doors)
+            busy, *ingress = [1000 * (new - old) / tokens for new, old in zip(after, before)]
+            now |= {"core ms a token": busy, "of them at the door": sum(ingress)}
+            now["of them in its busiest process"] = max(ingress)
             now["memory of replicas, MB"] = memory / 1e6
         one = one or now
         if count > 1 and "core ms a token" in one:
             busy = one["core ms a token"] / 1000
-            door = one["of them in its busiest process"] / 1000
-            rate = predict.replica_rate(one["tokens/s"], busy, door, count, args.cores)
+            busiest_ingress = one["of them in its busiest process"] / 1000
+            rate = predict.replica_rate(one["tokens/s"], busy, busiest_ingress, count, args.cores)
             now |= both("tokens/s", now["tokens/s"], rate)
             name = "memory of replicas, MB"
             now |= both(name, now[name], count * one[name])
         results.write("replicas", count, repeat, now)
 
 
-def ask(args, url: str, seed: str, count: int, seconds: float = 0) -> client.LoadResult:
+def run_clients(args, url: str, seed: str, count: int, seconds: float = 0) -> client.LoadResult:
     """Put so many replicas under load; no seconds: a request of each client.
 
     Raises UserError if one fails.
     """
-    clients = count * args.rows
+    clients = count * args.max_num_seqs
     request_bodies = client.request_bodies(seed, WORDS, NEW)
     exchanges = (client.Exchange(url, body | client.EXTRA_BODY) for body in request_bodies)
     if not seconds:
@@ -259,7 +267,7 @@ def ask(args, url: str, seed: str, count: int, seconds: float = 0) -> client.Loa
     return load
 
 
-def family(name: str) -> list[Path]:
+def process_tree(name: str) -> list[Path]:
     """Where Linux tells of this process and all that it has started; nothing elsewhere.
 
     name: a regular expression, found in their command lines.
@@ -287,7 +295,7 @@ def read(file: Path) -> str:
 def processor_seconds(name: str = "") -> float:
     """That these processes have computed."""
     total = 0
-    for process in family(name):
+    for process in process_tree(name):
         fields = read(process / "stat").rpartition(")")[2].split()
         total += sum(map(int, fields[11:13]))
     return total / os.sysconf("SC_CLK_TCK")
@@ -295,7 +303,7 @@ def processor_seconds(name: str = "") -> float:
 
 def memory_of(name: str) -> int:
     """Bytes that these processes have each for itself; not what they share, such as libraries."""
-    lines = "".join(read(process / "smaps_rollup") for process in family(name))
+    lines = "".join(read(process / "smaps_rollup") for process in process_tree(name))
     return sum(1024 * int(size) for size in re.findall(r"^Private_\w+: +(\d+)", lines, re.M))
 
 
@@ -319,8 +327,14 @@ def measure(args, device: str, results: Results) -> None:
             model = load_model(name)
             copy = Path(directory, str(number))
             save_model(model, copy)
-            about = vars(args) | common.describe(name, model, device)
-            results.about = {name: about[name] for name in COLUMNS if name in about}
+            environment = (
+                vars(args)
+                | {"rows": args.max_num_seqs}
+                | common.describe_environment(name, model, device)
+            )
+            results.environment = {
+                name: environment[name] for name in COLUMNS if name in environment
+            }
             config = model.config
             del model
             for repeat in range(args.repeats):
@@ -353,8 +367,8 @@ def plot(summary):
 
 def main(argv=None) -> None:
     parser = Parser(description="Measure several processes, and predict them.")
-    about = "the first one is served by replicas, too"
-    parser.add_argument("--model", **common.LIST, default=[STORIES], help=about)
+    served = "the first one is served by replicas, too"
+    parser.add_argument("--model", **common.LIST, default=[STORIES], help=served)
     number = {"type": common.integer_in_range(2)}
     parser.add_argument("--ranks", **common.LIST, **number, default=[2, 3, 4], help="how many")
     joins = {"default": ["gather", "reduce"], "choices": ["gather", "reduce"]}
@@ -363,7 +377,7 @@ def main(argv=None) -> None:
         "--replicas", nargs="*", action=common.Unique, **number, default=[2, 3], help="how many"
     )
     number = {"type": common.integer_in_range(1)}
-    parser.add_argument("--rows", **number, default=32, help="texts of an engine at once")
+    parser.add_argument("--max-num-seqs", **number, default=32, help="texts of an engine at once")
     tokens = {"type": common.integer_in_range(3), "default": 40}
     parser.add_argument("--new-tokens", **tokens, help="of each, on ranks")
     seconds = {"type": client.positive_float, "default": 5.0}

@@ -23,7 +23,7 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks import client, common
-from benchmarks.batching import ENGINES, NEEDS, Worker, missing
+from benchmarks.batching import ENGINES, NEEDS, EngineProcess, unavailable_reason
 from benchmarks.export_gguf import write_gguf
 from command_line import STORIES, Parser
 from engine.engine import Engine
@@ -64,7 +64,7 @@ LONG = 9  # requests with long prompts
 STARTUP_TIMEOUT = 120  # seconds for a server to start
 
 
-class Results(common.Measures):
+class Results(common.MetricsFile):
     """A CSV file with a row for each value."""
 
     columns = COLUMNS
@@ -159,7 +159,7 @@ class Bench(NamedTuple):
     args: argparse.Namespace
     mode: str
     url: str
-    worker: Worker | None  # the same engine without a server, if it is ours
+    engine_process: EngineProcess | None  # the same engine without a server, if it is ours
 
     def exchanges(self, seed: str, *sizes) -> Iterator[client.Exchange]:
         """Requests in its own words. sizes: arguments of `client.request_bodies`."""
@@ -236,8 +236,8 @@ def run_loads(bench: Bench, repeat: int, write) -> None:
     busy = f"{args.clients} clients"
     seed = f"{busy} {repeat}"
     baseline = {}
-    if bench.worker:
-        baseline = bench.worker(engine_alone, args, max_num_seqs_of(bench.mode, args), seed)
+    if bench.engine_process:
+        baseline = bench.engine_process(engine_alone, args, max_num_seqs_of(bench.mode, args), seed)
         write(bench.mode, "engine alone", repeat, baseline)
     exchanges = bench.exchanges(seed, args.prompt_words, args.new_tokens)
     load = client.run(client.closed_loop(exchanges, args.clients, args.seconds))
@@ -274,8 +274,8 @@ def measure(args, device: str, results: Results) -> None:
     longest = max(args.prompt_words[1] + args.new_tokens[1], args.long_prompt + 2 * NEW)
     common.models_that_fit([args.model], longest)
     model = load_model(args.model, torch.float32, device)
-    about = common.describe(args.model, model, device)
-    results.about = {name: about[name] for name in COLUMNS if name in about}
+    environment = common.describe_environment(args.model, model, device)
+    results.environment = {name: environment[name] for name in COLUMNS if name in environment}
     benches = []
     expected = None  # texts of the first server
     exact = None  # the first one in float32 that is ours, and its texts
@@ -284,7 +284,7 @@ def measure(args, device: str, results: Results) -> None:
         for mode in args.modes:
             engine = ENGINES[MODES[mode]]
             try:
-                if reason := missing(MODES[mode], device):
+                if reason := unavailable_reason(MODES[mode], device):
                     raise UserError(reason)
                 with contextlib.ExitStack() as startup:  # a server that fails is stopped at once
                     url = startup.enter_context(
@@ -302,11 +302,11 @@ def measure(args, device: str, results: Results) -> None:
                 if texts != exact[1]:
                     sys.exit(f"{mode}: other texts than {exact[0]}: no timing of wrong results")
             results.write(mode, "texts", 0, {"share that the first server writes too": same})
-            worker = None
+            engine_process = None
             if engine.is_ours:
-                worker = Worker(MODES[mode], args.model, device)
-                stack.callback(worker.close)
-            benches.append(Bench(args, mode, url, worker))
+                engine_process = EngineProcess(MODES[mode], args.model, device)
+                stack.callback(engine_process.close)
+            benches.append(Bench(args, mode, url, engine_process))
         if not benches:
             raise UserError("no server is left")
         for repeat, bench in itertools.product(range(args.repeats), benches):

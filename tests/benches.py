@@ -23,16 +23,16 @@ def near(value):
 class Bench:
     """Runs a script with these options and those of the call: exit code, rows and stderr.
 
-    alone: jobs for processes of their own, which take seconds and are not run.
+    memory_jobs: jobs for processes of their own, which take seconds and are not run.
     draws: whether the plot is drawn, which takes a while. figures: what was drawn.
     """
 
-    def __init__(self, request, script, *given):
+    def __init__(self, request, script, *default_args):
         self.run_main = request.getfixturevalue("run_main")
         self.directory = request.getfixturevalue("tmp_path")
         self.script = script
-        self.given = given
-        self.alone = []
+        self.default_args = default_args
+        self.memory_jobs = []
         self.draws = False
         self.figures = []
         self.plot = script.plot
@@ -43,7 +43,9 @@ class Bench:
 
     def __call__(self, *args):
         output = self.directory / "run.csv"
-        code, _, err = self.run_main(self.script.main, "--output", output, *self.given, *args)
+        code, _, err = self.run_main(
+            self.script.main, "--output", output, *self.default_args, *args
+        )
         return code, pandas.read_csv(output) if output.exists() else None, err
 
     def rows(self, *args, says: str = ""):
@@ -87,8 +89,8 @@ class Bench:
         return calls
 
     def in_own_process(self, *job):
-        self.alone.append(job)
-        return 1e6 * len(self.alone)
+        self.memory_jobs.append(job)
+        return 1e6 * len(self.memory_jobs)
 
     def draw(self, summary):
         self.figures.append(self.plot(summary) if self.draws else Figure())

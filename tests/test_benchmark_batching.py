@@ -13,11 +13,11 @@ from conftest import passed_widths
 
 pytestmark = pytest.mark.usefixtures("compiled")
 OURS = ["no cache", "cache", "bfloat16", "int8", "native", "native int8", "native blocks"]
-PEER = ["transformers"]
+TRANSFORMERS = ["transformers"]
 
 
 class Here:
-    """A Worker without a process, which would take seconds to start."""
+    """An EngineProcess without a process, which would take seconds to start."""
 
     def __init__(self, name, directory, device):
         from benchmarks import batching
@@ -35,7 +35,7 @@ class Here:
 def bench(request, checkpoint, monkeypatch):
     from benchmarks import batching as script
 
-    monkeypatch.setattr(script, "Worker", Here)
+    monkeypatch.setattr(script, "EngineProcess", Here)
     small = ("--repeats", 2, "--max-new-tokens", 6, "--prompt-tokens", 5, "--batch-size", 2)
     bench = Bench(request, script, "--model", checkpoint, *small)
     bench.installed(ctranslate2=False, llama_cpp=False, gguf=False)
@@ -46,24 +46,24 @@ def bench(request, checkpoint, monkeypatch):
 def ctranslate2(monkeypatch, bench):
     """A package of that name that runs our own model: what it was called with."""
     script = bench.script
-    calls = types.SimpleNamespace(loaded=[], texts=[])
+    calls = types.SimpleNamespace(loaded=[], prompts=[])
 
     class Generator:
         def __init__(self, directory, **options):
             calls.loaded.append(options)
             self.model = script.load_model(directory.removesuffix("/ctranslate2"))
 
-        def generate_batch(self, texts, callback, **options):
-            calls.texts.append((texts, options))
-            prompts = [[int(token) for token in text] for text in texts]
+        def generate_batch(self, token_strings, callback, **options):
+            calls.prompts.append((token_strings, options))
+            prompts = [[int(token) for token in prompt] for prompt in token_strings]
             steps, *_ = script.run("cache", self.model, prompts, options["max_length"], "cpu")
             assert not any(callback(None) for step in steps for _ in step)
             rows = [list(map(str, row)) for row in zip(*steps)]
             return [types.SimpleNamespace(sequences=[row]) for row in rows]
 
-        def forward_batch(self, texts, return_log_probs):
+        def forward_batch(self, token_strings, return_log_probs):
             assert return_log_probs
-            tokens = torch.tensor([[int(token) for token in texts[0]]])
+            tokens = torch.tensor([[int(token) for token in token_strings[0]]])
             return self.model(tokens).log_softmax(-1).detach().numpy()
 
     class Converter:
@@ -91,13 +91,13 @@ def test_a_row_for_each_run_of_each_engine(bench):
     assert "without CTranslate2, CTranslate2 int8: pip install ctranslate2\n" in err
     assert "without llama.cpp, llama.cpp int8: pip install llama-cpp-python gguf\n" in err
     assert len(rows) == 2 * 2 * 8
-    assert list(rows["mode"][:16]) == (OURS + PEER) * 2  # in turns
+    assert list(rows["mode"][:16]) == (OURS + TRANSFORMERS) * 2  # in turns
     assert list(rows["batch_size"]) == 16 * [1] + 16 * [3]
     assert list(rows["repeat"][:16]) == 8 * [0] + 8 * [1]
     dtypes = ["float32", "float32", "bfloat16", "int8", "float32", "int8", "blocks", "float32"]
     assert list(rows["dtype"][:8]) == dtypes
     assert list(rows["peak_memory_mb"][:16]) == [1, 2, 3, 4, 5, 6, 7, 8] * 2
-    assert [job[2].__name__ for job in bench.alone] == 16 * ["run_once"]
+    assert [job[2].__name__ for job in bench.memory_jobs] == 16 * ["run_once"]
     assert rows["roofline_share"].notna().equals(~rows["mode"].isin(["no cache", "transformers"]))
     assert rows["library"].notna().equals(rows["mode"] == "transformers")
     read = rows.assign(bytes=rows["roofline_share"] / rows["decode_tokens_per_s"])
@@ -109,13 +109,13 @@ def test_a_row_for_each_run_of_each_engine(bench):
     assert list(cached["speedup_median"]) == [1, 1]
     assert summary["speedup_median"].notna().all()  # of every dtype, against the same rows
     together, each, first, memory = bench.figures[0].axes
-    assert together.get_legend_handles_labels()[1] == OURS + PEER
+    assert together.get_legend_handles_labels()[1] == OURS + TRANSFORMERS
     assert together.get_ylabel() == "tokens/s of all texts together"
     assert each.get_ylabel() == "tokens/s of each text"
     rate = cached[cached["batch_size"] == 3]["decode_tokens_per_s_median"].item()
-    for axes, texts in ((together, 1), (each, 3)):
+    for axes, count in ((together, 1), (each, 3)):
         line = axes.containers[1].lines[0]
-        assert line.get_ydata()[1] == pytest.approx(rate / texts)
+        assert line.get_ydata()[1] == pytest.approx(rate / count)
     for axes, column in ((first, "first_token_s"), (memory, "peak_memory_mb")):
         assert list(axes.lines[1].get_ydata()) == list(cached[column])
         assert list(axes.get_xticks()) == [1, 3]
@@ -139,8 +139,8 @@ def test_ctranslate2_gets_the_same_prompts_and_ignores_eos(bench, ctranslate2):
     kinds = [options["compute_type"] for options in ctranslate2.loaded]
     assert kinds == ["float32", "int8"]
     assert ctranslate2.loaded[0]["intra_threads"] == torch.get_num_threads()
-    texts, options = ctranslate2.texts[0]
-    assert [len(text) for text in texts] == [5, 5]
+    prompts, options = ctranslate2.prompts[0]
+    assert [len(prompt) for prompt in prompts] == [5, 5]
     known = {"max_length": 6, "max_batch_size": 2, "sampling_topk": 1, "end_token": []}
     assert known.items() <= options.items()
     assert rows["roofline_share"].notna().tolist() == [True, False, False] * 2
@@ -162,8 +162,8 @@ def test_llama_cpp_gets_a_file_of_each_dtype(bench, monkeypatch):
         def run(self, *args):
             return script.run("cache", self.model, *args)
 
-        def log_probs(self, text):
-            return script.log_probs("cache", self.model, text)
+        def log_probs(self, tokens):
+            return script.log_probs("cache", self.model, tokens)
 
     monkeypatch.setitem(sys.modules, "llama_cpp", types.SimpleNamespace(__version__="0.3"))
     monkeypatch.setattr(script, "LlamaCpp", LlamaCpp)
@@ -174,7 +174,7 @@ def test_llama_cpp_gets_a_file_of_each_dtype(bench, monkeypatch):
     assert list(rows["dtype"][:3]) == ["float32", "float32", "int8"]
     assert loaded == ["float32", "int8"]
     assert rows["library"].dropna().tolist() == ["llama_cpp 0.3"] * 4
-    assert [imports for _, imports, *_ in bench.alone] == [[], ["llama_cpp"], ["llama_cpp"]]
+    assert [imports for _, imports, *_ in bench.memory_jobs] == [[], ["llama_cpp"], ["llama_cpp"]]
 
 
 def test_llama_cpp_decodes_the_prompts_and_then_its_own_tokens():
@@ -246,32 +246,32 @@ def test_an_engine_that_cannot_run_is_left_out(bench, monkeypatch):
     rows = bench.rows("--engines", *engines, says=words)
     assert list(rows["mode"][:2]) == ["cache", "int8"]
     bench.installed(llama_cpp=True)
-    assert script.missing("llama.cpp", "cpu") == "pip install gguf"
+    assert script.unavailable_reason("llama.cpp", "cpu") == "pip install gguf"
     only_cpu = ["native", "CTranslate2", "llama.cpp"]
-    assert script.usable(["int8", *only_cpu], "cuda") == ["cache", "int8"]
+    assert script.available(["int8", *only_cpu], "cuda") == ["cache", "int8"]
 
 
-def test_a_worker_is_a_process_of_its_own(checkpoint, monkeypatch):
-    from benchmarks.batching import UserError, Worker
+def test_an_engine_is_a_process_of_its_own(checkpoint, monkeypatch):
+    from benchmarks.batching import EngineProcess, UserError
 
-    worker = Worker("native", checkpoint, "cpu")
-    name, positions, threads, process = worker(what_it_is, 7)
+    engine_process = EngineProcess("native", checkpoint, "cpu")
+    name, positions, threads, process = engine_process(what_it_is, 7)
     assert (name, positions, threads) == ("native", 64 + 7, torch.get_num_threads())
     assert process != os.getpid()
     with pytest.raises(ZeroDivisionError):
-        worker(divide, 0)
-    assert worker(divide, 4) == 2  # it goes on
+        engine_process(divide, 0)
+    assert engine_process(divide, 4) == 2  # it goes on
     os.kill(process, signal.SIGINT)  # Ctrl-C reaches each process of a terminal
-    assert worker(divide, 2) == 4
-    worker.connection.close()  # as when the process that waits is killed
-    worker.process.join(timeout=60)
-    assert worker.process.exitcode == 0
+    assert engine_process(divide, 2) == 4
+    engine_process.connection.close()  # as when the process that waits is killed
+    engine_process.process.join(timeout=60)
+    assert engine_process.process.exitcode == 0
     fork = multiprocessing.get_context("fork")  # one more, which need not import torch
     monkeypatch.setattr(multiprocessing, "get_context", lambda how: fork)
-    worker = Worker("native", checkpoint, "cpu")
+    engine_process = EngineProcess("native", checkpoint, "cpu")
     with pytest.raises(UserError, match="the process of native ended"):
-        worker(end_it)
-    worker.close()
+        engine_process(end_it)
+    engine_process.close()
 
 
 def divide(name, model, number):
@@ -287,13 +287,13 @@ def end_it(name, model):
     os._exit(1)
 
 
-def test_a_worker_computes_with_the_threads_of_who_started_it(monkeypatch):
-    from benchmarks.batching import serve
+def test_an_engine_computes_with_the_threads_of_who_started_it(monkeypatch):
+    from benchmarks.batching import run_engine_process
 
     counts = []
     monkeypatch.setattr(torch, "set_num_threads", counts.append)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     here, there = multiprocessing.Pipe()
     there.close()
-    serve(here, "native", None, "cpu", 3)
+    run_engine_process(here, "native", None, "cpu", 3)
     assert counts == [3]

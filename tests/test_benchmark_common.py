@@ -77,21 +77,23 @@ def test_the_roofline_counts_weights_once_and_the_cache(tiny):
 
 def test_speeds_leave_the_prefill_out_and_count_all_texts(tiny):
     model = tiny()
-    row = common.speeds(model, [[1, 2]] * 3, 9, first=100.0, rest=4.0, bandwidth=50.0)
+    row = common.throughput_columns(
+        model, [[1, 2]] * 3, 9, ttft=100.0, decode_time=4.0, bandwidth=50.0
+    )
     assert row["decode_tokens_per_s"] == 3 * 8 / 4
     assert row["first_token_s"] == 100
     assert row["prefill_tokens_per_s"] == 3 * 2 / 100
     assert row["inter_token_s"] == 4 / 8  # of each text, however many there are
     assert (row["batch_size"], row["prompt_tokens"], row["new_tokens"]) == (3, 2, 9)
     assert row["roofline_share"] == common.roofline_share(model, 3, 2, 9, 4.0, 50.0)
-    skipped = common.speeds(model, [[1]], 9, 100.0, 4.0, 50.0, skip=3)
+    skipped = common.throughput_columns(model, [[1]], 9, 100.0, 4.0, 50.0, first_pass_tokens=3)
     assert (skipped["decode_tokens_per_s"], skipped["inter_token_s"]) == (6 / 4, 4 / 6)
-    unknown = common.speeds(None, [[1, 2]] * 3, 9, 100.0, 4.0, 50.0)
+    unknown = common.throughput_columns(None, [[1, 2]] * 3, 9, 100.0, 4.0, 50.0)
     assert unknown == row | {"roofline_share": None}
 
 
-@pytest.mark.parametrize("piece", [1, 3])
-def test_half_precision_is_checked_in_each_row(tiny, monkeypatch, piece):
+@pytest.mark.parametrize("pass_size", [1, 3])
+def test_half_precision_is_checked_in_each_row(tiny, monkeypatch, pass_size):
     model = tiny(dtype=torch.bfloat16)
     tokens = torch.arange(24).view(2, 12)
     sizes = []
@@ -102,8 +104,8 @@ def test_half_precision_is_checked_in_each_row(tiny, monkeypatch, piece):
         return prepare(self, spans)
 
     monkeypatch.setattr(KVCache, "prepare", counted)
-    common.check_half_precision(model, tokens, piece)
-    assert sizes == 12 // piece * [piece]
+    common.check_half_precision(model, tokens, pass_size)
+    assert sizes == 12 // pass_size * [pass_size]
 
     def wrong(self, spans):
         tokens, positions, ends = prepare(self, spans)
@@ -113,7 +115,7 @@ def test_half_precision_is_checked_in_each_row(tiny, monkeypatch, piece):
 
     monkeypatch.setattr(KVCache, "prepare", wrong)
     with pytest.raises(SystemExit, match="off by"):
-        common.check_half_precision(model, tokens, piece)
+        common.check_half_precision(model, tokens, pass_size)
 
 
 LARGE = torch.zeros(1, 12, 61)
@@ -131,27 +133,27 @@ SMALL = 0.3 * torch.randn(1, 12, 61, generator=torch.Generator().manual_seed(0))
     ],
     ids=["scaled", "nan", "one large error", "many small errors"],
 )
-def test_the_peer_is_checked_in_half_precision(tiny, wrong, said):
+def test_the_reference_is_checked_in_half_precision(tiny, wrong, said):
     model = tiny(dtype=torch.bfloat16)
     tokens = torch.arange(24).view(2, 12)
-    common.check_half_precision(model, tokens, peer=model)
+    common.check_half_precision(model, tokens, reference=model)
 
     def wrong_in_the_second_row(text):
         return wrong(model(text)) if text[0, 0] == 12 else model(text)
 
     with pytest.raises(SystemExit, match=f"off by up to {said}"):
-        common.check_half_precision(model, tokens, peer=wrong_in_the_second_row)
+        common.check_half_precision(model, tokens, reference=wrong_in_the_second_row)
 
 
 def test_what_bfloat16_does_to_an_improbable_token_is_no_error():
     expected = torch.tensor([[0.0, -15.0, -2.0]]).log_softmax(dim=-1)
     found = torch.tensor([[0.0, -14.0, -2.0]]).log_softmax(dim=-1)
-    assert 0 < common.divergence(found, expected).item() < 1e-6
+    assert 0 < common.kl_divergence(found, expected).item() < 1e-6
     other = torch.tensor([[0.0, -15.0, -1.0]]).log_softmax(dim=-1)
-    assert common.divergence(other, expected).item() > 0.05
+    assert common.kl_divergence(other, expected).item() > 0.05
     p, q = expected.double().exp(), other.double().exp()
     by_hand = (p * (p / q).log()).sum(dim=-1)
-    assert torch.allclose(common.divergence(other, expected).double(), by_hand, atol=1e-6)
+    assert torch.allclose(common.kl_divergence(other, expected).double(), by_hand, atol=1e-6)
 
 
 def test_rows_are_there_as_they_are_measured_and_measured_numbers_are_rounded(tmp_path, capsys):
@@ -195,9 +197,9 @@ def test_help_explains_each_column_and_what_happens_to_the_file():
 @pytest.mark.parametrize("name", ["engine", "quality", "scaling", "serving"])
 def test_each_file_says_what_ran_on_what(name):
     script = importlib.import_module(f"benchmarks.{name}")
-    assert set(common.ABOUT) <= set(script.COLUMNS)
+    assert set(common.ENVIRONMENT) <= set(script.COLUMNS)
     assert script.Results.columns is script.COLUMNS
-    assert set(common.ABOUT) <= set(common.COLUMNS)  # of the others
+    assert set(common.ENVIRONMENT) <= set(common.COLUMNS)  # of the others
 
 
 def test_speedup_is_the_median_of_paired_ratios():
@@ -247,17 +249,17 @@ def test_what_ran_on_what(tiny, tmp_path, monkeypatch):
     (tmp_path / "x").mkdir()
     monkeypatch.chdir(tmp_path / "x")
     model = tiny(dtype=torch.bfloat16)
-    about = common.describe(".", model, "cpu", "..")
-    assert about["model"] == str(tmp_path / "x")
-    assert about["draft"] == str(tmp_path)
-    assert about["commit"] == "abc"
-    assert about["parameters"] == 61 * 16 + 16 * 16 + 2 * (12 * 16 * 16 + 13 * 16) + 2 * 16
-    assert about["dtype"] == "bfloat16"
-    assert about["device"].startswith("cpu ")
-    assert about["torch"] == torch.__version__
-    assert about["threads"] == torch.get_num_threads()
+    environment = common.describe_environment(".", model, "cpu", "..")
+    assert environment["model"] == str(tmp_path / "x")
+    assert environment["draft"] == str(tmp_path)
+    assert environment["commit"] == "abc"
+    assert environment["parameters"] == 61 * 16 + 16 * 16 + 2 * (12 * 16 * 16 + 13 * 16) + 2 * 16
+    assert environment["dtype"] == "bfloat16"
+    assert environment["device"].startswith("cpu ")
+    assert environment["torch"] == torch.__version__
+    assert environment["threads"] == torch.get_num_threads()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
-    assert common.describe("random:gpt2", model, "cuda")["device"] == "GPU"
+    assert common.describe_environment("random:gpt2", model, "cuda")["device"] == "GPU"
 
 
 def test_memory_is_what_linux_says(monkeypatch):

@@ -14,7 +14,7 @@ from model import GPT
 PARTS = ["throughput", "overhead", "sampling", "prefix", "chunks", "queue", "waste"]
 PARTS += ["speculation"]
 TORCH = ", torch"  # in the name of a bar
-SPECULATION = ("--only", "speculation", "--draft-rows", 2)
+SPECULATION = ("--only", "speculation", "--draft-batch-size", 2)
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,18 @@ def bench(request, checkpoint, monkeypatch):
     from benchmarks import engine as script
 
     monkeypatch.setattr(script, "STEPS", 6)
-    small = ["--requests", 5, "--rows", 2, 3, "--prompt-tokens", 2, 6, "--new-tokens", 3, 8]
-    small += ["--long-prompt", 20, "--decoding", 2, "--waiting", 7, "--draft-rows", 1, 2]
+    small = ["--requests", 5, "--batch-size", 2, 3, "--prompt-tokens", 2, 6, "--new-tokens", 3, 8]
+    small += [
+        "--long-prompt",
+        20,
+        "--decode-batch-size",
+        2,
+        "--waiting",
+        7,
+        "--draft-batch-size",
+        1,
+        2,
+    ]
     small += ["--repeats", 2, "--backend", "torch"]
     bench = Bench(request, script, "--model", checkpoint, "--draft", checkpoint, *small)
     bench.installed(transformers=False)
@@ -51,7 +61,7 @@ def queue(count=5, new_tokens=(3, 8)):
     args = SimpleNamespace(prompt_tokens=[2, 6], new_tokens=new_tokens)
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=4096))
     bench = script.Bench(args, "torch", model, None, None)
-    prompts, params = script.requests(bench, count)
+    prompts, params = script.sample_requests(bench, count)
     return prompts, [each.max_new_tokens for each in params]
 
 
@@ -90,15 +100,18 @@ def test_all_parts_in_turns_with_summary_and_plot(bench, tmp_path):
     drawn = []
     for axes in bench.figures[0].axes:
         drawn.append([label.get_text() for label in axes.get_yticklabels()][::-1])
-    assert drawn[0][:2] == [f"one at a time{TORCH}, 1 row", f"static batches{TORCH}, 2 rows"]
-    assert drawn[1] == [
-        f"budget 4, in chunks{TORCH}, 2 rows",
-        f"budget 22, whole prompt{TORCH}, 2 rows",
+    assert drawn[0][:2] == [
+        f"one at a time{TORCH}, batch size 1",
+        f"static batches{TORCH}, batch size 2",
     ]
-    assert drawn[2][0] == f"engine, temperature 0.8, top-p 0.9{TORCH}, 1 row"
+    assert drawn[1] == [
+        f"budget 4, in chunks{TORCH}, batch size 2",
+        f"budget 22, whole prompt{TORCH}, batch size 2",
+    ]
+    assert drawn[2][0] == f"engine, temperature 0.8, top-p 0.9{TORCH}, batch size 1"
     assert len(drawn[2]) == 2 * 2 * 2  # greedy is 1 by itself
-    assert drawn[3][:2] == [f"look-up{TORCH}, 1 row", f"draft model{TORCH}, 1 row"]
-    assert drawn[3][-1] == f"draft model, where it pays{TORCH}, 2 rows, temperature 0.8"
+    assert drawn[3][:2] == [f"look-up{TORCH}, batch size 1", f"draft model{TORCH}, batch size 1"]
+    assert drawn[3][-1] == f"draft model, where it pays{TORCH}, batch size 2, temperature 0.8"
     assert len(drawn[3]) == 2 * 2 * 3  # the engine alone is 1 by itself
 
 
@@ -126,19 +139,19 @@ def test_throughput_is_of_all_tokens_and_padding_costs(bench, clock):
 
 
 @pytest.mark.parametrize(
-    "function, mode", [("in_engine", "engine"), ("in_batches", "static batches")]
+    "function, mode", [("run_engine", "engine"), ("run_static_batches", "static batches")]
 )
 def test_different_tokens_are_not_timed(bench, function, mode):
-    def wrong(right, model, rows, prompts, params):
-        texts = right(model, rows, prompts, params)
-        if rows == 3:
-            texts[-1] = texts[-1][:-1] + [4095 - texts[-1][-1]]
-        return texts
+    def wrong(right, model, batch_size, prompts, params):
+        outputs = right(model, batch_size, prompts, params)
+        if batch_size == 3:
+            outputs[-1] = outputs[-1][:-1] + [4095 - outputs[-1][-1]]
+        return outputs
 
     bench.change(function, wrong)
     code, rows, _ = bench("--only", "throughput")
     wrong = "1 of 5 texts have other tokens: no timing of wrong results"
-    assert code == f"{mode}{TORCH}, 3 rows: {wrong}"
+    assert code == f"{mode}{TORCH}, batch size 3: {wrong}"
     assert 3 not in set(rows[rows["mode"] == mode]["rows"])
 
 
@@ -163,7 +176,7 @@ def test_transformers_writes_the_same_texts_or_is_named_and_left_out(bench, monk
     assert set(values(rows, "transformers", size=3)) == measures
     budget = inspect.signature(Engine).parameters["max_num_batched_tokens"].default
     assert set(sizes) == {(3 * 4, budget)}  # windows of 64, pages of 16
-    monkeypatch.setattr(bench.script, "peer", broken)
+    monkeypatch.setattr(bench.script, "transformers_engine", broken)
     words = "without transformers: RuntimeError: no such device\n"
     rows = bench.rows("--only", "throughput", "--repeats", 1, says=words)
     assert set(rows["mode"]) == {"one at a time", "static batches", "engine"}
@@ -227,12 +240,12 @@ def test_backends_take_turns_and_torch_is_what_they_are_compared_with(bench):
         loaded[model] = backend
         return model
 
-    def noted(right, model, rows, prompts, params):
+    def noted(right, model, batch_size, prompts, params):
         if params[0].max_new_tokens > 2:  # no warm-up
             ran.append(loaded[model])
-        return right(model, rows, prompts, params)
+        return right(model, batch_size, prompts, params)
 
-    for name, call in (("load", remembered), ("in_batches", noted), ("in_engine", noted)):
+    for name, call in (("load", remembered), ("run_static_batches", noted), ("run_engine", noted)):
         bench.change(name, call)
     rows = bench.rows("--only", "throughput", "--backend", *BACKENDS)
     assert ran == [name for _ in range(2) for name in BACKENDS for _ in range(5)]
@@ -280,7 +293,7 @@ def test_without_a_compiler_torch_runs_alone(bench, monkeypatch):
 
 
 def test_shared_prefixes_are_computed_once(bench, clock):
-    rows = bench.rows("--only", "prefix", "--rows", 16, "--long-prompt", 40)
+    rows = bench.rows("--only", "prefix", "--batch-size", 16, "--long-prompt", 40)
     apart = values(rows, "not shared", 1)
     shared = values(rows, "shared", 1)
     # Each has 40 + 8 tokens, then 7 more. A step of 512 holds the first eleven; the others find
@@ -321,7 +334,7 @@ def test_the_queue_is_there_while_steps_are_timed(bench, clock, monkeypatch):
 
 
 def test_waste_is_of_the_last_page_alone(bench):
-    rows = bench.rows("--only", "waste", "--rows", 1, "--requests", 2, "--new-tokens", 20, 20)
+    rows = bench.rows("--only", "waste", "--batch-size", 1, "--requests", 2, "--new-tokens", 20, 20)
     prompts, _ = queue(2, (20, 20))
     used = [len(prompt) + step for prompt in prompts for step in range(19)]  # the last one ends it
     assert values(rows, "pages of 16") == {
@@ -333,8 +346,19 @@ def test_waste_is_of_the_last_page_alone(bench):
         "unused, most": 64 - min(used),
     }
     # A prompt on its way into its pages is no waste: a step takes 512 tokens, not all 20 prompts.
-    texts = ("--rows", 20, "--requests", 20, "--prompt-tokens", 40, 40, "--new-tokens", 3, 3)
-    rows = bench.rows("--only", "waste", *texts)
+    options = (
+        "--batch-size",
+        20,
+        "--requests",
+        20,
+        "--prompt-tokens",
+        40,
+        40,
+        "--new-tokens",
+        3,
+        3,
+    )
+    rows = bench.rows("--only", "waste", *options)
     assert values(rows, "pages of 16")["unused, most"] == 48 - 40
 
 
@@ -367,7 +391,7 @@ def test_greedy_texts_with_drafts_are_those_without(bench):
     def wrong(right, engine, *args):
         run = right(engine, *args)
         if engine.drafter:
-            run.texts[0][0] += 1
+            run.outputs[0][0] += 1
         return run
 
     bench.change("decode", wrong)

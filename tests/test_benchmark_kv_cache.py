@@ -1,4 +1,4 @@
-"""Lesson 21: three ways to the same tokens, timed apart; the peer may be missing."""
+"""Lesson 21: three ways to the same tokens, timed apart; the reference may be missing."""
 
 import json
 
@@ -67,20 +67,20 @@ def test_time_is_that_of_the_passes_each_mode_needs(bench, clock, monkeypatch):
     assert rates["no cache"] == near(4 / (6 + 7 + 8 + 9))
 
 
-def test_half_precision_holds_the_peer_to_our_logits_in_each_row(bench):
+def test_half_precision_holds_the_reference_to_our_logits_in_each_row(bench):
     checked = bench.spy("check_half_precision", of=bench.script.common)
     rows = bench.rows("--dtype", "bfloat16", "--batch-size", 2, "--max-new-tokens", 6)
     assert len(rows) == 6
     assert set(rows["dtype"]) == {"bfloat16"}
-    ((model, tokens, peer),) = checked
+    ((model, tokens, reference),) = checked
     assert model.dtype == torch.bfloat16
     assert tokens.shape == (2, 5 + 5)
-    assert peer(torch.zeros(1, 4, dtype=int)).shape == (1, 4, 61)
+    assert reference(torch.zeros(1, 4, dtype=int)).shape == (1, 4, 61)
     bench.rows("--dtype", "bfloat16", "--modes", "cache")
     assert checked[-1][2] is None
 
 
-def test_a_peer_without_positions_is_not_timed(bench):
+def test_a_transformers_model_without_positions_is_not_timed(bench):
     def wrong(load, mode, *args):
         model = load(mode, *args)
         if mode == "transformers":
@@ -129,7 +129,7 @@ def test_each_run_has_the_same_prompts(bench):
     found = []
     for _ in range(2):
         bench("--modes", "cache", "--batch-size", 2, "--max-new-tokens", 2)
-        found.append(bench.alone[-1][-2])
+        found.append(bench.memory_jobs[-1][-2])
     first, second = found
     assert first == second
     assert first[0] != first[1]
@@ -146,15 +146,15 @@ def test_memory_is_of_one_run_of_one_mode(bench, monkeypatch):
 
     monkeypatch.setattr(script, "run", fake)
     bench("--max-new-tokens", 6, "--batch-size", 2)
-    assert [job[1] for job in bench.alone] == [[], [], script.PEER_IMPORTS]
+    assert [job[1] for job in bench.memory_jobs] == [[], [], script.TRANSFORMERS_IMPORTS]
     runs.clear()
     monkeypatch.setattr(script, "load", lambda mode, *_: None)
-    for _, _, function, *arguments in bench.alone:
+    for _, _, function, *arguments in bench.memory_jobs:
         function(*arguments)
     assert runs == [(mode, 2, 6) for mode in script.MODES]
 
 
-def test_without_the_peer_its_rows_are_missing_and_it_says_so(bench):
+def test_without_transformers_its_rows_are_missing_and_it_says_so(bench):
     bench.installed(transformers=False)
     rows = bench.rows(says="transformers is not installed")
     assert set(rows["mode"]) == {"cache", "no cache"}

@@ -25,11 +25,11 @@ def bench(request, tmp_path, monkeypatch):
     bench = Bench(request, progress, "--new-tokens", 20, "--device", "cpu")
     bench.ran = []
 
-    def run(lesson, tree, command, texts):
-        bench.ran.append((lesson, tree.name, list(map(str, command)), texts))
+    def run(lesson, tree, command, batch_size):
+        bench.ran.append((lesson, tree.name, list(map(str, command)), batch_size))
         words = " ".join(itertools.takewhile(lambda word: word != "--device", command))
         repeat = sum(earlier[0::2] == bench.ran[-1][0::2] for earlier in bench.ran[:-1])
-        return "other" if texts > 1 and "int8" in words else "text", RATES[words] + repeat
+        return "other" if batch_size > 1 and "int8" in words else "text", RATES[words] + repeat
 
     def worktree(commit):
         bench.trees.append(commit)
@@ -83,7 +83,7 @@ def test_a_row_for_each_lesson_in_turns_and_a_bar_for_each(bench, monkeypatch, t
 def test_prompts_of_a_batch_are_lines_of_a_file(bench, monkeypatch):
     lines = []
 
-    def run(lesson, tree, command, texts):
+    def run(lesson, tree, command, batch_size):
         lines.extend(command[command.index("--prompt-file") + 1].read_text().splitlines())
         return "", 1.0
 

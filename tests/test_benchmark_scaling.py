@@ -89,7 +89,7 @@ def bench(request, monkeypatch):
     """Its groups have no processes."""
     from benchmarks import scaling as script
 
-    def group(directory, job, size, times=1):
+    def run_group(directory, job, size, times=1):
         bench.asked.append((job["join"], size, times, job["threads"], job["parts"]))
         seconds = {"product 0": 0.003, "product 1": 0.005, "hidden": 0.02, "head": 0.002}
         seconds |= {"attention": 0.004, "step": 0.03 * size, "meeting": 0.001, "tell": 0.003}
@@ -101,7 +101,7 @@ def bench(request, monkeypatch):
     bench = Bench(request, script, "--model", CHECKPOINTS / "stories-llama")
     bench.asked = []
     bench.token = lambda join, size: 1
-    monkeypatch.setattr(script, "group", group)
+    monkeypatch.setattr(script, "run_group", run_group)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     return bench
 
@@ -113,7 +113,7 @@ def values(rows, mode, processes):
 
 
 def test_ranks_have_rows_of_what_is_measured_and_predicted(bench):
-    rows = bench.rows("--ranks", 2, 3, "--join", "reduce", "--replicas", "--rows", 3)
+    rows = bench.rows("--ranks", 2, 3, "--join", "reduce", "--replicas", "--max-num-seqs", 3)
     assert list(rows) == list(bench.script.COLUMNS)
     one, *others = bench.asked
     assert one == (None, 1, 1, 2, False)
@@ -146,7 +146,13 @@ def test_ranks_have_rows_of_what_is_measured_and_predicted(bench):
 
 
 def test_memory_is_less_by_weights_and_keys_that_others_have(bench):
-    options = ["--replicas", "--rows", 3, "--new-tokens", 26]  # 33 positions, so three pages
+    options = [
+        "--replicas",
+        "--max-num-seqs",
+        3,
+        "--new-tokens",
+        26,
+    ]  # 33 positions, so three pages
     rows = bench.rows("--ranks", 2, "--join", "gather", *options)
     found = values(rows, "gather", 2)
     assert found["memory of rank 0, MB"] == 50
@@ -202,7 +208,7 @@ def served(bench, monkeypatch):
     monkeypatch.setattr(client, "calculate_metrics", rate)
     monkeypatch.setattr(script, "processor_seconds", clock)
     monkeypatch.setattr(script, "memory_of", lambda name: 3e8 * served.asked[-1][0] / 4)
-    bench.given += ("--ranks", 2, "--join", "gather", "--rows", 4)
+    bench.default_args += ("--ranks", 2, "--join", "gather", "--max-num-seqs", 4)
     return served
 
 
@@ -267,15 +273,15 @@ def test_the_plot_has_what_is_predicted_beside_what_is_measured(bench):
     assert points == [[1], [1, 2, 3], [2, 3], [1, 2, 3], [2, 3]]
 
 
-def measured(model, rows):
+def measured(model, max_num_seqs):
     from benchmarks.ranks import decode
 
     with Ranks("gather") as ranks:
-        return decode(job_of(model, rows) | {"parts": True}, ranks)
+        return decode(job_of(model, max_num_seqs) | {"parts": True}, ranks)
 
 
-def job_of(model, rows):
-    job = {"model": model, "rows": rows, "prompt": 9, "tokens": 6, "native": True}
+def job_of(model, max_num_seqs):
+    job = {"model": model, "max_num_seqs": max_num_seqs, "prompt": 9, "tokens": 6, "native": True}
     return job | {"join": None, "threads": 1, "parts": False}
 
 
@@ -333,21 +339,21 @@ def test_torchrun_starts_so_many_ranks_and_says_what_is_wrong(tmp_path, monkeypa
         return SimpleNamespace(wait=lambda seconds: 0, terminate=lambda: None)
 
     monkeypatch.setattr(subprocess, "Popen", start)
-    assert script.group(tmp_path, {"join": "reduce", "threads": 1}, 3, times=2) == [1, 2]
+    assert script.run_group(tmp_path, {"join": "reduce", "threads": 1}, 3, times=2) == [1, 2]
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     line += ["--nproc-per-node", "3", "--log-dir", str(tmp_path), "-m", "benchmarks.ranks"]
     assert started == [(line, "1")] * 2
     started.clear()
-    assert script.group(tmp_path, {"join": None, "threads": 2}, 1) == [1]
+    assert script.run_group(tmp_path, {"join": None, "threads": 2}, 1) == [1]
     assert started == [([line[0], *line[-2:]], "2")]
     with pytest.raises(UserError, match="^a group of 1: no$"):
-        script.group(tmp_path, {"join": None, "threads": 3}, 1)
+        script.run_group(tmp_path, {"join": None, "threads": 3}, 1)
 
 
 def test_a_real_group_answers(tmp_path):
     from benchmarks import scaling as script
 
-    (found,) = script.group(tmp_path, job_of(str(CHECKPOINTS / "stories-draft"), 2), 1)
+    (found,) = script.run_group(tmp_path, job_of(str(CHECKPOINTS / "stories-draft"), 2), 1)
     assert len(found["outputs"]) == 2
 
 
@@ -373,11 +379,11 @@ sys.stdin.read()"""
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="Linux tells who started whom")
-def test_a_family_has_children_with_sessions_of_their_own():
-    from benchmarks.scaling import family
+def test_a_process_tree_has_children_with_sessions_of_their_own():
+    from benchmarks.scaling import process_tree
 
     line = [sys.executable, "-c", "import time; time.sleep(61)"]
     with subprocess.Popen(line, start_new_session=True) as child:
-        found = family("sleep.61")
+        found = process_tree("sleep.61")
         child.kill()
     assert found == [Path("/proc", str(child.pid))]

@@ -43,7 +43,7 @@ def simulated(request, speaking, fake, monkeypatch):
         finally:
             bench.running -= 1
 
-    def worker(name, *_):
+    def engine_process(name, *_):
         def work(function, args, max_num_seqs, seed):
             assert function is script.engine_alone
             bench.engines.append((name, max_num_seqs, seed))
@@ -58,8 +58,8 @@ def simulated(request, speaking, fake, monkeypatch):
     bench.engines = []
     bench.baseline = {"tokens/s": 56.0, "plain step, ms": 25.0}
     monkeypatch.setattr(script, "server", server)
-    monkeypatch.setattr(script, "Worker", worker)
-    monkeypatch.setattr(script, "missing", lambda name, device: "")
+    monkeypatch.setattr(script, "EngineProcess", engine_process)
+    monkeypatch.setattr(script, "unavailable_reason", lambda name, device: "")
     fake.respond = lambda body: timed_completion(
         *[0.2 + 0.05 * at for at in range(body["max_tokens"])]
     )
@@ -184,7 +184,9 @@ def test_a_server_that_cannot_run_or_fails_at_first_is_named_and_left_out(
     simulated, fake, monkeypatch
 ):
     reasons = {"llama.cpp": "pip install llama-cpp-python"}
-    monkeypatch.setattr(simulated.script, "missing", lambda name, device: reasons.get(name, ""))
+    monkeypatch.setattr(
+        simulated.script, "unavailable_reason", lambda name, device: reasons.get(name, "")
+    )
     good = fake.respond
     fake.respond = lambda body: [(1, BUSY)] if len(simulated.started) == 1 else good(body)
     modes = ("engine native int8", "engine", "engine native", "llama.cpp")

@@ -102,7 +102,7 @@ def test_draws_have_one_seed_for_all_modes_and_another_for_each_run(bench):
 def test_memory_is_of_one_greedy_run(bench):
     script = bench.script
     bench("--gamma", 2, "--repeats", 1, "--temperature", 0)
-    (_, imports, function, *alone), (*_, gamma) = bench.alone
+    (_, imports, function, *alone), (*_, gamma) = bench.memory_jobs
     assert imports == []
     assert function is script.run_once
     assert (alone[-1], gamma) == (0, 2)
@@ -161,7 +161,7 @@ def test_half_precision_is_checked_by_its_logits(bench, monkeypatch):
     rows = bench.rows(*greedy, "--gamma", 2, 4)
     assert len(rows) == 12
     assert set(rows["dtype"]) == {"bfloat16"}
-    found = [(model.dtype, tokens.shape, piece) for model, tokens, piece in checked]
+    found = [(model.dtype, tokens.shape, pass_size) for model, tokens, pass_size in checked]
     assert found == [(torch.bfloat16, (1, length + 12), 5) for length in (4, 8)]
     other = [script.SpeculativeStep([7] * 6, [7] * 5, 5)] * 2  # rounding may well change the text
     monkeypatch.setattr(script, "generate_speculative", lambda *_: iter(other))

@@ -36,8 +36,8 @@ def run(capsys, monkeypatch):
 
 
 def test_four_ranks_by_hand(run):
-    fast = ["--kernel", 1e-12, "--leader", 1e-12, "--reached", 1, "--memory", 1.2e10]
-    code, lines, _ = run("--gpus", 4, "--texts", 64, "--positions", 1000, *fast, "--machines", 1)
+    fast = ["--kernel", 1e-12, "--leader", 1e-12, "--efficiency", 1, "--memory", 1.2e10]
+    code, lines, _ = run("--gpus", 4, "--num-seqs", 64, "--positions", 1000, *fast, "--machines", 1)
     assert code == 0
     assert lines[1].endswith("does not fit")  # whole
     gather, reduce = (lines[at].split() for at in (4, 5))
@@ -64,7 +64,7 @@ def test_four_ranks_by_hand(run):
 
 
 def test_one_gpu_meets_nobody(run):
-    code, lines, _ = run("--gpus", 1, "--texts", 1, "--memory", 2e11, "--reached", 1)
+    code, lines, _ = run("--gpus", 1, "--num-seqs", 1, "--memory", 2e11, "--efficiency", 1)
     assert code == 0
     ranks, join, _, _, took, meeting, *_ = lines[1].split()
     assert (ranks, join, meeting) == ("1", "-", "0.00")
@@ -74,7 +74,7 @@ def test_one_gpu_meets_nobody(run):
 
 
 def test_more_ranks_than_keys_read_them_as_often(run):
-    code, lines, _ = run("--gpus", 16, "--texts", 16, "--positions", 8192, "--machines", 1)
+    code, lines, _ = run("--gpus", 16, "--num-seqs", 16, "--positions", 8192, "--machines", 1)
     assert code == 0
     eight, sixteen = (float(lines[at].split()[3]) for at in (7, 9))
     keys = 8192 * 2 * LAYERS * 128 * 2 / 1e9  # of one text and one of the 8 keys
@@ -86,26 +86,26 @@ def test_more_ranks_than_keys_read_them_as_often(run):
 
 
 def test_products_of_many_texts_take_their_operations(run):
-    slow = ["--flops", 1e13, "--reached", 1, "--latency", 1e-12, "--link", 1e18]
-    code, lines, _ = run("--gpus", 2, "--texts", 64, "--positions", 1, *slow, "--machines", 1)
+    slow = ["--flops", 1e13, "--efficiency", 1, "--latency", 1e-12, "--link", 1e18]
+    code, lines, _ = run("--gpus", 2, "--num-seqs", 64, "--positions", 1, *slow, "--machines", 1)
     assert code == 0
     step = 1e-3 + 10 * LAYERS * 3e-6 + 2 * NUMBERS * 64 / 2 / 1e13
     assert float(lines[3].split()[4]) == pytest.approx(1000 * step, rel=1e-3)
 
 
 def test_many_machines_make_as_often_as_much(run):
-    code, lines, _ = run("--machines", 500, "--door", 0.001, "--failures", 0.1)
+    code, lines, _ = run("--machines", 500, "--ingress", 0.001, "--failures", 0.1)
     assert code == 0
     best = max(int(line.split()[-1].replace(",", "")) for line in lines[2:8])
     total = int(lines[8].removeprefix("500 machines: ").removesuffix(" tokens/s").replace(",", ""))
     assert total == pytest.approx(500 * best, rel=1e-3)
     cores = int(lines[9].rpartition(" ")[2].replace(",", ""))
     assert cores == pytest.approx(total * 0.001, abs=1)
-    assert lines[10] == "texts that end with an error: 25,600 a day"
+    assert lines[10] == "sequences that end with an error: 25,600 a day"
 
 
 def test_what_does_not_fit_is_said(run):
-    code, lines, err = run("--gpus", 1, "--texts", 64, layers=None)
+    code, lines, err = run("--gpus", 1, "--num-seqs", 64, layers=None)
     assert code == 2
     assert lines[1].split() == ["1", "-", "64", "183.1", "does", "not", "fit"]
     assert err.endswith("error: nothing fits into GPUs of 141 GB\n")

@@ -1,4 +1,4 @@
-"""How far dtypes and peers are from float32: divergences by hand and by torch, and their rows."""
+"""How far dtypes and GGUF files are from float32: by hand and by torch, and their rows."""
 
 import ctypes
 import sys
@@ -10,7 +10,7 @@ import torch
 from benches import Bench, near
 from conftest import CHECKPOINTS, is_one_line, module_with, record, save_speaking
 
-WAYS = [
+BACKENDS = [
     ("float32", "torch"),
     ("float32", "native"),
     ("float16", "torch"),
@@ -42,7 +42,7 @@ def bench(request, tiny_llama, tmp_path):
 def llama_cpp(bench, monkeypatch):
     """A package of that name that runs our own model, off by what its file's name says."""
     model = bench.script.load_model(bench.model)
-    calls = types.SimpleNamespace(texts=[], size=4096, closed=0)
+    calls = types.SimpleNamespace(chunks=[], size=4096, closed=0)
 
     class LlamaCpp:
         def __init__(self, file):
@@ -53,10 +53,10 @@ def llama_cpp(bench, monkeypatch):
         def close(self):
             calls.closed += 1
 
-        def logits(self, text, piece):
-            calls.texts.append(text)
-            for logits in bench.script.our_logits(model, text):
-                assert len(logits) <= piece
+        def logits(self, tokens, pass_size):
+            calls.chunks.append(tokens)
+            for logits in bench.script.model_logits(model, tokens):
+                assert len(logits) <= pass_size
                 logits[:, 7] += self.off
                 yield logits
 
@@ -104,15 +104,15 @@ def test_each_token_but_the_first_of_a_chunk_is_predicted_from_those_before_it(
     tiny_llama, monkeypatch
 ):
     module = script()
-    monkeypatch.setattr(module, "PIECE", 4)
+    monkeypatch.setattr(module, "PASS_SIZE", 4)
     model = tiny_llama()
     other = tiny_llama(seed=1)
     chunks = [[1, 2, 3, 4, 5, 6, 7], [9, 8, 7, 6, 5, 4, 3]]
 
-    def ours(text):
-        return module.our_logits(other, text)
+    def other_logits(tokens):
+        return module.model_logits(other, tokens)
 
-    found = module.quality(ours, lambda text: module.our_logits(model, text), chunks)
+    found = module.quality(other_logits, lambda tokens: module.model_logits(model, tokens), chunks)
     tokens = torch.tensor(chunks)
     with torch.inference_mode():
         logits, reference = (each(tokens)[:, :-1].flatten(0, 1) for each in (other, model))
@@ -127,9 +127,9 @@ def test_a_row_for_each_dtype_and_backend(bench):
     bench.draws = True
     code, rows, err = bench()
     assert code == 0, err
-    assert list(zip(rows["dtype"], rows["backend"])) == WAYS
-    assert list(rows["predictions"]) == len(WAYS) * [2 * 23]
-    kl = dict(zip(WAYS, rows["kl"]))
+    assert list(zip(rows["dtype"], rows["backend"])) == BACKENDS
+    assert list(rows["predictions"]) == len(BACKENDS) * [2 * 23]
+    kl = dict(zip(BACKENDS, rows["kl"]))
     assert kl["float32", "torch"] == 0 and rows["top_1"][0] == 1
     assert kl["float32", "native"] < 1e-6  # rounding
     for backend in ("torch", "native"):
@@ -157,8 +157,8 @@ def test_a_dtype_that_is_new_needs_no_change(bench, monkeypatch):
     assert list(rows["dtype"]) == ["float32", "float16", "bfloat16", "int8", "blocks", "float64"]
 
 
-def test_peers_compute_the_same_tokens(bench, llama_cpp, tmp_path):
-    rows = bench.rows("--dtype", "float32", "--peers", tmp_path / "0.0.gguf", tmp_path / "2.gguf")
+def test_gguf_files_compute_the_same_tokens(bench, llama_cpp, tmp_path):
+    rows = bench.rows("--dtype", "float32", "--gguf", tmp_path / "0.0.gguf", tmp_path / "2.gguf")
     assert list(rows["dtype"]) == ["float32", "float32", "0.0", "2"]
     assert list(rows["backend"]) == ["torch", "native", "llama.cpp", "llama.cpp"]
     assert rows["kl"][2] == 0 and rows["kl"][3] > 1e-6
@@ -166,9 +166,9 @@ def test_peers_compute_the_same_tokens(bench, llama_cpp, tmp_path):
     assert rows["weight_bytes"][2] == 1000
     assert list(rows["library"].dropna()) == ["llama_cpp 0.3"] * 2
     encoding = bench.script.load_encoding(bench.model, 4096)
-    tokens = encoding.encode_ordinary(bench.given[3].read_text())
+    tokens = encoding.encode_ordinary(bench.default_args[3].read_text())
     assert llama_cpp.closed == 2
-    assert llama_cpp.texts == 2 * [tokens[:23], tokens[24:47]]
+    assert llama_cpp.chunks == 2 * [tokens[:23], tokens[24:47]]
 
 
 def test_llama_cpp_gives_the_logits_after_each_token_with_a_float32_cache():
@@ -200,10 +200,10 @@ def test_llama_cpp_gives_the_logits_after_each_token_with_a_float32_cache():
         llama_get_logits=lambda _: ctypes.cast(numbers, ctypes.POINTER(ctypes.c_float)),
         llama_free=freed.append,
     )
-    peer = LlamaCpp.__new__(LlamaCpp)
-    peer.api, peer.model, peer.vocab_size = api, "model", 3
-    pieces = list(peer.logits([5, 6, 7], 2))
-    assert [piece.tolist() for piece in pieces] == [[[0, 1, 2], [3, 4, 5]], [[0, 1, 2]]]
+    llama_cpp = LlamaCpp.__new__(LlamaCpp)
+    llama_cpp.api, llama_cpp.model, llama_cpp.vocab_size = api, "model", 3
+    pieces = list(llama_cpp.logits([5, 6, 7], 2))
+    assert [chunk.tolist() for chunk in pieces] == [[[0, 1, 2], [3, 4, 5]], [[0, 1, 2]]]
     assert passes == [[[5, 6], [0, 1], [True, True]], [[7], [2], [True]]]
     assert (options.type_k, options.type_v, options.flash_attn_type) == (0, 0, 0)
     assert options.n_ctx == 3 and len(freed) == 2
@@ -227,8 +227,8 @@ def test_what_runs_if_nothing_is_named(monkeypatch):
         (["--text", "{short}"], ["4 tokens; --chunks 2 of --length 24 need 48"]),
         (["--length", 65], ["65 tokens do not fit the window of ", ", which is 64"]),
         (["--length", 1], ["'1': it must be an integer >= 2"]),
-        (["--peers", "a.gguf"], ["--peers: pip install llama-cpp-python"]),
-        (["--peers", "{short}", "a.gguf"], ["--peers a.gguf: no such file"]),
+        (["--gguf", "a.gguf"], ["--gguf: pip install llama-cpp-python"]),
+        (["--gguf", "{short}", "a.gguf"], ["--gguf a.gguf: no such file"]),
     ],
 )
 def test_bad_input_is_one_line(bench, tmp_path, given, words):
@@ -241,9 +241,9 @@ def test_bad_input_is_one_line(bench, tmp_path, given, words):
     assert rows is None
 
 
-def test_a_peer_of_another_vocabulary_is_refused(bench, llama_cpp, tmp_path):
+def test_a_gguf_file_of_another_vocabulary_is_refused(bench, llama_cpp, tmp_path):
     llama_cpp.size = 61
-    code, rows, err = bench("--dtype", "float32", "--peers", tmp_path / "2.gguf")
+    code, rows, err = bench("--dtype", "float32", "--gguf", tmp_path / "2.gguf")
     assert code == 2
     said = err.splitlines()[-1]
     assert said.endswith(f"2.gguf: it has 61 tokens, and {bench.model} 4096")

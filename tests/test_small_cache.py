@@ -329,10 +329,10 @@ def test_divergences_on_stories():
     model = quality.load_model(CHECKPOINTS / "stories-llama")
     text = (quality.TEXTS / "stories.txt").read_text()
     tokens = quality.load_encoding(CHECKPOINTS / "stories-llama", 4096).encode_ordinary(text)[:200]
-    exact = functools.partial(quality.our_logits, model)
+    exact = functools.partial(quality.model_logits, model)
     kl = {}
     for dtype in (torch.float16, torch.int8):
-        ours = functools.partial(quality.our_logits, model, cache_dtype=dtype)
+        ours = functools.partial(quality.model_logits, model, cache_dtype=dtype)
         kl[dtype] = quality.quality(ours, exact, [tokens])["kl"]
     assert 0 < kl[torch.float16] < 1e-6 < kl[torch.int8] < 3e-4
 

@@ -637,11 +637,11 @@ def test_the_divergence_of_each_dtype():
     record, shown = drawn("quality")
     ids = runs.encode("Once upon a time", 10)
     text = ids + runs.write(ids, "stories-llama", max_new_tokens=60)
-    exact = torch.cat(list(quality.our_logits(runs.load("stories-llama"), text)))[:-1]
+    exact = torch.cat(list(quality.model_logits(runs.load("stories-llama"), text)))[:-1]
     for name, dtype in (("bfloat16", torch.bfloat16), ("int8", torch.int8)):
         model = load_model(STORIES.with_name("stories-llama"), dtype, "cpu")
         with torch.inference_mode():
-            logits = torch.cat(list(quality.our_logits(model, text)))[:-1]
+            logits = torch.cat(list(quality.model_logits(model, text)))[:-1]
         kl, same, _ = quality.compare(logits, exact, torch.tensor(text[1:]))
         mean = sum(record.dtypes[name].kl) / len(kl)
         assert mean == pytest.approx(kl.mean().item(), rel=0.5)  # a last bit may be a whole step

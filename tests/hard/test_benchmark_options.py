@@ -18,7 +18,7 @@ HELP = {  # script -> words of its help
     + ["serving_cpu.csv"],
     "benchmarks/scaling.py": ["one process", "predicted", "serve_ray.py", "scaling_cpu.csv"],
     "benchmarks/progress.py": ["--lessons", "whose tag ran", "progress_cpu.csv"],
-    "benchmarks/larger_machines.py": ["--bandwidth", "--latency", "--door", "H200"],
+    "benchmarks/larger_machines.py": ["--bandwidth", "--latency", "--ingress", "H200"],
 }
 
 
@@ -76,7 +76,7 @@ REFUSED = {  # script and the options before these -> options, of which the last
         "--new-tokens 3 59": "65 tokens do not fit the window",
         "--prompt-tokens 3 43": "65 tokens do not fit the window",
         "--long-prompt 49": "65 tokens do not fit the window",
-        "--rows 0": "--rows",
+        "--batch-size 0": "--batch-size",
         "--gamma 17": "from 1 to 16",
         "--draft random:gpt2": "random:gpt2: a random model",
         "--temperature -1": "temperature is -1",
@@ -125,9 +125,9 @@ REFUSED = {  # script and the options before these -> options, of which the last
     "benchmarks.larger_machines": {
         "--gpus 0": "'0': it must be an integer from 1 to 64",
         "--bandwidth 0": "'0': it must be a number above 0",
-        "--reached 1.5": "--reached 1.5: it must be at most 1",
+        "--efficiency 1.5": "--efficiency 1.5: it must be at most 1",
         "--positions 8193": "'8193': it must be an integer from 1 to 8192",
-        "--reached x": "'x': it must be a number above 0",
+        "--efficiency x": "'x': it must be a number above 0",
         "--positions 0": "'0': it must be an integer from 1 to 8192",
     },
 }

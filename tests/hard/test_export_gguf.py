@@ -8,7 +8,7 @@ import torch
 from conftest import CHECKPOINTS
 from test_tokenizer import ADDS_EOT, EOT, MERGES, TEMPLATE, TEXT_A, tokenizer_json
 
-from benchmarks.export_gguf import pairs_together, slowness, write_gguf
+from benchmarks.export_gguf import permute, rope_freq_factors, write_gguf
 from llama import LlamaConfig, RopeScaling, RotaryEmbedding, apply_rotary_emb
 from loading.load import load_model
 from loading.tokenizer import load_encoding
@@ -26,7 +26,7 @@ def test_queries_and_keys_in_llama_cpps_order_meet_as_in_ours():
     for still in (True, False):
         weight = torch.randn(4 * 6, 16, generator=generator)
         vectors = (weight @ x).view(4, 6)
-        points = torch.view_as_complex((pairs_together(weight, 4) @ x).view(4, 3, 2))
+        points = torch.view_as_complex((permute(weight, 4) @ x).view(4, 3, 2))
         ours.append(vectors if still else apply_rotary_emb(vectors, cos, sin))
         theirs.append(torch.view_as_real(points if still else points * turn).flatten(1))
     assert torch.allclose((theirs[0] * theirs[1]).sum(-1), (ours[0] * ours[1]).sum(-1), atol=1e-5)
@@ -64,7 +64,7 @@ def test_a_gguf_file_holds_each_weight_under_llama_cpps_name(request, tmp_path, 
         for part, weight in parts.items():
             heads = {"q_proj": model.config.n_head, "k_proj": model.config.n_kv_head}
             turned = heads.get(module.rpartition(".")[2])
-            expected = pairs_together(weight, turned) if turned else weight
+            expected = permute(weight, turned) if turned else weight
             tensor = stored[f"{name}.{part}"]
             found = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
             whole = weight.dim() == 2 and weight.shape[1] % 32 == 0 and name != "position_embd"
@@ -107,9 +107,11 @@ def test_llama_cpp_slows_rotations_down_as_we_do():
     config = LlamaConfig(head_dim=16, rope_theta=1000.0, rope_scaling=scaling)
     plain = 1000.0 ** -(torch.arange(8) / 8)
     ours = RotaryEmbedding(config, torch.float32, "cpu").inv_freq
-    assert (plain / slowness(config)).tolist() == pytest.approx(ours.tolist())
-    assert slowness(config).tolist()[::7] == pytest.approx([1, 8])  # the fastest, the slowest
-    assert torch.equal(slowness(LlamaConfig(head_dim=16)), torch.ones(8))
+    assert (plain / rope_freq_factors(config)).tolist() == pytest.approx(ours.tolist())
+    assert rope_freq_factors(config).tolist()[::7] == pytest.approx(
+        [1, 8]
+    )  # the fastest, the slowest
+    assert torch.equal(rope_freq_factors(LlamaConfig(head_dim=16)), torch.ones(8))
 
 
 def test_a_gguf_file_has_the_vocabulary(tmp_path):
