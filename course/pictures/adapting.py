@@ -46,36 +46,38 @@ def record_adapter(prompt: str) -> Record:
     ]
     tokens = []
     for id, without, with_it in zip(output, *probs):
-        best = runs.text_of(without.argmax().item())
+        best = runs.token_text(without.argmax().item())
         pair = (without[id].item(), with_it[id].item())
-        tokens.append(Record(text=runs.text_of(id), best=best, probs=pair))
+        tokens.append(Record(text=runs.token_text(id), best=best, probs=pair))
     return Record(
         passes=passes,
         tokens=tokens,
-        others=runs.texts_of(requests[0].output),  # the text without the adapter
+        base_texts=runs.token_texts(requests[0].output),  # the text without the adapter
     )
 
 
 def draw_adapter(record: Record) -> scene.Scene:
     rows = []
     names = (("all prompts: W x", "B A x"), ("one token each: W x", "B A x"))
-    for (count, own), (all_rows, thin) in zip(record.passes, names):
+    for (count, adapter_rows), (all_rows, n_lora) in zip(record.passes, names):
         rows.append(scene.Row(all_rows, [scene.Cell("first")] * count, times(count, "row")))
-        cells = [scene.Cell("second" if row in own else "idle") for row in range(count)]
-        rows.append(scene.Row(thin, cells, times(len(own), "row")))
-    moved = [each for each in record.tokens if each.text != each.best]
+        cells = [scene.Cell("second" if row in adapter_rows else "idle") for row in range(count)]
+        rows.append(scene.Row(n_lora, cells, times(len(adapter_rows), "row")))
+    changed = [each for each in record.tokens if each.text != each.best]
     text = []
     for each in record.tokens:
         without, with_it = map(percent, each.probs)
-        if each in moved:
+        if each in changed:
             text.append(scene.Token(each.text, "second", f"{without} \u2192 {with_it}"))
         else:
             text.append(scene.Token(each.text, "kept", with_it))
-    most = max(moved or record.tokens, key=lambda each: each.probs[1] - each.probs[0])
-    example = f", as {word(most.text)} where {word(most.best)} is best without it" if moved else ""
+    most = max(changed or record.tokens, key=lambda each: each.probs[1] - each.probs[0])
+    example = (
+        f", as {word(most.text)} where {word(most.best)} is best without it" if changed else ""
+    )
     return scene.Scene(
         "Three requests share each pass: W x is one product for all rows, and the adapter adds "
-        f"B (A x) to the rows of its request. It decides {len(moved)} of that request's "
+        f"B (A x) to the rows of its request. It decides {len(changed)} of that request's "
         f"{times(len(text), 'token')}{example}.",
         scene.Panel(
             "The rows of the first two passes",
@@ -88,7 +90,7 @@ def draw_adapter(record: Record) -> scene.Scene:
             scene.Tokens(
                 [
                     scene.Line(text, NAME),
-                    scene.Line([scene.Token(each, "kept") for each in record.others], "none"),
+                    scene.Line([scene.Token(each, "kept") for each in record.base_texts], "none"),
                 ]
             ),
             "Below a token: its probability, without the adapter \u2192 with it where the model "
@@ -110,17 +112,19 @@ def record_merged(prompt: str) -> Record:
     for name, (a, b) in read_adapter(directory, model).items():
         weight = weights[name]
         kind = name.split(".")[-2]
-        found = layers.setdefault(kind, Record(numbers=0, thin=0, changes=[]))
+        found = layers.setdefault(kind, Record(numbers=0, n_lora=0, changes=[]))
         found.numbers += weight.numel()
-        found.thin += a.numel() + b.numel()
+        found.n_lora += a.numel() + b.numel()
         found.changes.append(((b.float() @ a.float()).norm() / weight.norm()).item())
     merged = load_model(STORIES.with_name("stories-llama"), adapter=directory)
     output = [token for (token,) in generate(merged, [ids], SamplingParams(COUNT))]
     return Record(
         layers=layers,
         texts={
-            "without": runs.texts_of(runs.write(ids, "stories-llama", max_new_tokens=COUNT)),
-            "with it": runs.texts_of(output),
+            "without": runs.token_texts(
+                runs.generate_tokens(ids, "stories-llama", max_new_tokens=COUNT)
+            ),
+            "with it": runs.token_texts(output),
         },
     )
 
@@ -132,21 +136,21 @@ def draw_merged(record: Record) -> scene.Scene:
         numbers.append(
             scene.Bar(
                 kind,
-                [(each.numbers, "first"), (each.thin, "second")],
-                f"{each.numbers:,} and {each.thin:,}",
+                [(each.numbers, "first"), (each.n_lora, "second")],
+                f"{each.numbers:,} and {each.n_lora:,}",
             )
         )
         mean = sum(each.changes) / len(each.changes)
         changes.append(scene.Bar(kind, [(mean, "second")], percent(mean)))
-    thin = sum(each.thin for each in record.layers.values())
-    share = thin / sum(each.numbers for each in record.layers.values())
+    n_lora = sum(each.n_lora for each in record.layers.values())
+    share = n_lora / sum(each.numbers for each in record.layers.values())
     lines = []
     for name, texts in record.texts.items():
         pairs = zip(texts, record.texts["without"])
         tokens = [scene.Token(text, "second" if text != other else "") for text, other in pairs]
         lines.append(scene.Line(tokens, name))
     return scene.Scene(
-        f"An adapter of {thin:,} numbers, {percent(share)} of the weights it changes, writes in "
+        f"An adapter of {n_lora:,} numbers, {percent(share)} of the weights it changes, writes in "
         "another style. s B A is added to each W once, while the file is read; after that a pass "
         "costs what it did.",
         scene.Panel(

@@ -5,7 +5,7 @@ from types import SimpleNamespace as Record
 from engine.engine import Engine
 from infer import generate
 from pictures import runs, scene
-from pictures.runs import Arrival, work_of
+from pictures.runs import AddedRequest, num_scheduled_tokens
 from sampling import SamplingParams
 
 LENGTHS = (3, 9, 5, 4, 7, 3)
@@ -21,16 +21,20 @@ def record_batches(prompt: str, rows: int = 3) -> Record:
     ]
     static = []
     for first in range(0, len(params), rows):
-        part = params[first : first + rows]
-        for step in generate(model, [ids] * len(part), part):
+        batch = params[first : first + rows]
+        for step in generate(model, [ids] * len(batch), batch):
             static.append([None if id is None else first + row for row, id in enumerate(step, 1)])
-    run = runs.play(Engine(model, max_num_seqs=rows), [Arrival(0, ids, each) for each in params])
+    run = runs.run_engine(
+        Engine(model, max_num_seqs=rows), [AddedRequest(0, ids, each) for each in params]
+    )
     continuous = []
-    places = [None] * rows
+    slots = [None] * rows
     for frame in run.frames:
-        now = [number for number in range(1, len(params) + 1) if work_of(frame, number)]
-        places = runs.seat(places, now)
-        continuous.append(places)
+        now = [
+            number for number in range(1, len(params) + 1) if num_scheduled_tokens(frame, number)
+        ]
+        slots = runs.assign_slots(slots, now)
+        continuous.append(slots)
     return Record(
         static=static,  # steps of rows
         continuous=continuous,

@@ -28,7 +28,7 @@ DTYPES = {
 def record_quality(prompt: str) -> Record:
     """Return the KL divergence of each dtype from float32 at each token of a greedy text."""
     ids = runs.encode(prompt, 60)
-    text = ids + runs.write(ids, LLAMA, max_new_tokens=60)
+    text = ids + runs.generate_tokens(ids, LLAMA, max_new_tokens=60)
     tokens = torch.tensor([text[:-1]])
     exact = runs.load(LLAMA)(tokens)[0].double().log_softmax(-1)
     found = {}
@@ -38,7 +38,7 @@ def record_quality(prompt: str) -> Record:
         kl = (exact.exp() * (exact - log_q)).sum(-1)
         same = log_q.argmax(-1) == exact.argmax(-1)
         found[name] = Record(kl=kl.tolist(), same=same.tolist())
-    return Record(dtypes=found, tokens=runs.texts_of(text)[1:])
+    return Record(dtypes=found, tokens=runs.token_texts(text)[1:])
 
 
 def draw_quality(record: Record) -> scene.Scene:

@@ -17,7 +17,7 @@ def passes_of(
     prompts: list[list[int]], count: int, name: str = "stories", **options
 ) -> tuple[list[list[int]], list[Pass]]:
     """The rows of tokens that `generate` yields, and the passes it makes for them."""
-    model, passes = runs.watched(name)
+    model, passes = runs.record_passes(name)
     steps = generate(model, prompts, SamplingParams(count, ignore_eos=True), **options)
     return list(steps), passes
 
@@ -25,17 +25,17 @@ def passes_of(
 class Computed(NamedTuple):
     """Steps of one text, without and with the cache."""
 
-    words: list[str]  # the token that each step gives
-    plain: list[list[int]]  # the positions that each step computes
+    tokens: list[str]  # the token that each step gives
+    full: list[list[int]]  # the positions that each step computes
     cached: list[list[int]]
 
 
 def record_computed(prompt: str, count: int = 10) -> Computed:
-    text = runs.encode(prompt, 6)
-    steps, cached = passes_of([text], count)
-    _, plain = passes_of([text], count, use_cache=False)
-    words = runs.texts_of([token for (token,) in steps])
-    return Computed(words, *([each.positions[0] for each in seen] for seen in (plain, cached)))
+    ids = runs.encode(prompt, 6)
+    steps, cached = passes_of([ids], count)
+    _, full = passes_of([ids], count, use_cache=False)
+    tokens = runs.token_texts([token for (token,) in steps])
+    return Computed(tokens, *([each.positions[0] for each in seen] for seen in (full, cached)))
 
 
 def row_of(name: str, width: int, value: str = "", **kinds: int) -> scene.Row:
@@ -45,21 +45,21 @@ def row_of(name: str, width: int, value: str = "", **kinds: int) -> scene.Row:
 
 
 def draw_computed(record: Computed) -> scene.Scene:
-    width = len(record.plain[-1])
+    width = len(record.full[-1])
 
     def grid(steps: list[list[int]]) -> scene.Cells:
         rows = []
-        for name, places in zip(record.words, steps):
-            count = len(places)
-            rows.append(row_of(name, width, str(count), kept=places[0], first=count))
+        for name, positions in zip(record.tokens, steps):
+            count = len(positions)
+            rows.append(row_of(name, width, str(count), kept=positions[0], first=count))
         return scene.Cells(rows)
 
-    plain, cached = (sum(map(len, steps)) for steps in (record.plain, record.cached))
+    full, cached = (sum(map(len, steps)) for steps in (record.full, record.cached))
     key = {"first": "computed", "kept": "keys and values kept from before"}
     return scene.Scene(
-        f"Without a cache, {len(record.words)} tokens cost {plain} computed positions. With the "
+        f"Without a cache, {len(record.tokens)} tokens cost {full} computed positions. With the "
         f"keys and values of earlier positions kept, {cached} are enough. The text is the same.",
-        scene.Panel(f"Without a cache: {plain} positions", grid(record.plain)),
+        scene.Panel(f"Without a cache: {full} positions", grid(record.full)),
         scene.Panel(f"With a KV cache: {cached} positions", grid(record.cached), key=key),
     )
 
@@ -68,19 +68,19 @@ def draw_computed(record: Computed) -> scene.Scene:
 def record_storage(prompt: str, count: int = 10) -> Record:
     """A static cache while a text grows."""
     model = runs.load()
-    text = runs.encode(prompt, 6)
-    given = len(text)
+    ids = runs.encode(prompt, 6)
+    given = len(ids)
     cache = KVCache(model, 1, given + count - 1)
     filled = []
     for _ in range(count):
-        text = text + [next_logits(model, [text], cache)[0, -1].argmax().item()]
+        ids = ids + [next_logits(model, [ids], cache)[0, -1].argmax().item()]
         filled.append(int((cache.storage != 0).any(dim=-1).all(dim=(0, 1, 2, 3)).sum()))
-    room = cache.storage.shape[4]
+    size = cache.storage.shape[4]
     return Record(
-        words=runs.texts_of(text[given:]),
+        tokens=runs.token_texts(ids[given:]),
         filled=filled,  # positions of the storage that are not zeros, after each step
-        room=room,
-        bytes=cache.storage.nbytes // room,  # of a position
+        size=size,
+        bytes=cache.storage.nbytes // size,  # of a position
     )
 
 
@@ -89,16 +89,16 @@ def draw_storage(record: Record) -> scene.Scene:
     static = []
     before = 0
     copied = 0
-    for name, filled in zip(record.words, record.filled):
+    for name, filled in zip(record.tokens, record.filled):
         new = filled - before
-        grown.append(row_of(name, record.room, f"{before}", second=before, first=new))
-        rest = record.room - filled
-        static.append(row_of(name, record.room, "0", kept=before, first=new, idle=rest))
+        grown.append(row_of(name, record.size, f"{before}", second=before, first=new))
+        rest = record.size - filled
+        static.append(row_of(name, record.size, "0", kept=before, first=new, idle=rest))
         copied += before
         before = filled
     return scene.Scene(
         f"A cache that grows copies everything it holds at each step: here {copied} positions of "
-        f"{record.bytes:,} bytes. One that is allocated once for {record.room} positions writes "
+        f"{record.bytes:,} bytes. One that is allocated once for {record.size} positions writes "
         "only the new ones.",
         scene.Panel(
             f"A longer array each step (torch.cat): {copied} positions copied",
@@ -106,31 +106,31 @@ def draw_storage(record: Record) -> scene.Scene:
             key={"first": "written", "second": "copied"},
         ),
         scene.Panel(
-            f"One allocation of {record.bytes * record.room:,} bytes: none copied",
+            f"One allocation of {record.bytes * record.size:,} bytes: none copied",
             scene.Cells(static),
             key={"first": "written", "kept": "stays in place", "idle": "reserved"},
         ),
     )
 
 
-def record_hops(prompt: str, count: int = 400) -> list[Record]:
+def record_context_shifts(prompt: str, count: int = 400) -> list[Record]:
     """A text past the window, by the small draft model, so that it takes seconds."""
     name = "stories-draft"
-    text = runs.encode(prompt, 100)
+    ids = runs.encode(prompt, 100)
     size = runs.load(name).config.block_size
     return [
         Record(
             stride=stride,
             # positions that each step computes
             computed=[
-                len(each.positions[0]) for each in passes_of([text], count, name, stride=stride)[1]
+                len(each.positions[0]) for each in passes_of([ids], count, name, stride=stride)[1]
             ],
         )
         for stride in (size // 2, 1)
     ]
 
 
-def draw_hops(record: list[Record]) -> scene.Scene:
+def draw_context_shifts(record: list[Record]) -> scene.Scene:
     curves = []
     totals = [sum(each.computed) for each in record]
     for each, total, kind in zip(record, totals, ("first", "second")):
@@ -138,7 +138,7 @@ def draw_hops(record: list[Record]) -> scene.Scene:
             f"stride {each.stride}: {total:,} positions, {total / len(each.computed):.1f} a token"
         )
         points = list(enumerate(each.computed, 1))
-        turns = [
+        corners = [
             point
             for at, point in enumerate(points)
             if len(
@@ -146,7 +146,7 @@ def draw_hops(record: list[Record]) -> scene.Scene:
             )
             > 1
         ]
-        curves.append(scene.Curve(name, sorted({points[0], *turns, points[-1]}), kind))
+        curves.append(scene.Curve(name, sorted({points[0], *corners, points[-1]}), kind))
     return scene.Scene(
         "When the window moves, every kept token gets another position, so the whole window is "
         f"computed anew. In hops of {record[0].stride} tokens that is rare: {totals[0]:,} "
@@ -159,13 +159,13 @@ def draw_hops(record: list[Record]) -> scene.Scene:
     )
 
 
-BESIDE = ("One day, a big dog", "Lily saw")
+OTHER_PROMPTS = ("One day, a big dog", "Lily saw")
 
 
 def record_ragged(prompt: str, count: int = 3) -> Record:
     # Of two tokens at least: one makes a pass with those that decode.
     """A batch of texts of different lengths."""
-    texts = [runs.encode(text, 8, 2) for text in (prompt, *BESIDE)]
+    texts = [runs.encode(text, 8, 2) for text in (prompt, *OTHER_PROMPTS)]
     return Record(lengths=[len(text) for text in texts], passes=passes_of(texts, count)[1])
 
 
@@ -176,11 +176,11 @@ def draw_ragged(record: Record) -> scene.Scene:
     for row, length in enumerate(record.lengths):
         tokens = []
         for each, kind in ((prefill, ""), *((each, "good") for each in decode)):
-            texts = map(runs.text_of, each.tokens[row])
-            for at, (text, place) in enumerate(zip(texts, each.positions[row])):
+            texts = map(runs.token_text, each.tokens[row])
+            for at, (text, position) in enumerate(zip(texts, each.positions[row])):
                 pad = at >= length
                 padding += pad
-                tokens.append(scene.Token(text, "idle" if pad else kind, str(place)))
+                tokens.append(scene.Token(text, "idle" if pad else kind, str(position)))
         lines.append(scene.Line(tokens, f"row {row + 1}"))
     return scene.Scene(
         f"{len(record.lengths)} texts of different lengths in one batch, each computed as if it "
@@ -200,6 +200,6 @@ def draw_ragged(record: Record) -> scene.Scene:
 PICTURES = {
     "kv-cache-dynamic": scene.Picture("Once upon a time", record_computed, draw_computed),
     "kv-cache-static": scene.Picture("Once upon a time", record_storage, draw_storage),
-    "kv-cache-fix": scene.Picture("Once upon a time", record_hops, draw_hops),
+    "kv-cache-fix": scene.Picture("Once upon a time", record_context_shifts, draw_context_shifts),
     "variable-batching": scene.Picture("Once upon a time", record_ragged, draw_ragged),
 }

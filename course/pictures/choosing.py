@@ -16,10 +16,10 @@ from sampling import (
     top_p_filter,
 )
 
-Shares = list[tuple[str, float]]  # tokens with their probabilities, best first
+TokenProbs = list[tuple[str, float]]  # tokens with their probabilities, best first
 
 
-def others(shown: Shares, count: int) -> tuple[str, float]:
+def others(shown: TokenProbs, count: int) -> tuple[str, float]:
     """What all tokens that are not shown have together. count: of all."""
     return f"{count - len(shown):,} others", 1 - sum(p for _, p in shown)
 
@@ -27,30 +27,30 @@ def others(shown: Shares, count: int) -> tuple[str, float]:
 @torch.inference_mode()
 def record_draws(prompt: str, count: int = 1000) -> Record:
     """Many draws from one distribution, each with a seed of its own."""
-    text = runs.encode(prompt, 200)
-    logits = runs.next_logits(text)
-    draws = [(seed, len(text)) for seed in range(1, count + 1)]
-    ids = sample(logits.expand(count, -1), SamplingParams(temperature=1.0), draws=draws)
+    ids = runs.encode(prompt, 200)
+    logits = runs.next_logits(ids)
+    draws = [(seed, len(ids)) for seed in range(1, count + 1)]
+    samples = sample(logits.expand(count, -1), SamplingParams(temperature=1.0), draws=draws)
     return Record(
         prompt=prompt,
-        likely=runs.likely(logits.softmax(-1), 10),
-        counts=(ids[:, None] == logits.topk(10).indices)
+        top_tokens=runs.top_tokens(logits.softmax(-1), 10),
+        counts=(samples[:, None] == logits.topk(10).indices)
         .sum(dim=0)
         .tolist(),  # how often each of those was drawn
-        drawn=[runs.text_of(id) for id in ids.tolist()],  # all draws, in order
+        drawn=[runs.token_text(id) for id in samples.tolist()],  # all draws, in order
         vocabulary=len(logits),
     )
 
 
 def draw_draws(record: Record) -> scene.Scene:
     total = len(record.drawn)
-    rows = [(word(text), p, n) for (text, p), n in zip(record.likely, record.counts)]
-    rows.append((*others(record.likely, record.vocabulary), total - sum(record.counts)))
+    rows = [(word(text), p, n) for (text, p), n in zip(record.top_tokens, record.counts)]
+    rows.append((*others(record.top_tokens, record.vocabulary), total - sum(record.counts)))
     bars = [
         scene.Bar(name, [(p, "first")], f"{percent(p)}, drawn {n}", n / total)
         for name, p, n in rows
     ]
-    best, p = record.likely[0]
+    best, p = record.top_tokens[0]
     return scene.Scene(
         f"Greedy decoding takes {word(best)} each time. Sampling takes it {percent(p)} of the "
         "time, and every other token as often as the model finds it likely: "
@@ -81,12 +81,12 @@ def record_temperatures(prompt: str) -> dict[float, torch.Tensor]:
 def draw_temperatures(record: dict[float, torch.Tensor]) -> scene.Scene:
     parts = []
     for T, probs in record.items():
-        shown = runs.likely(probs, 6)
+        shown = runs.top_tokens(probs, 6)
         rest = others(shown, len(probs))
         bars = [scene.Bar(word(text), [(p, "first")], percent(p)) for text, p in shown]
         bars.append(scene.Bar(rest[0], [(rest[1], "idle")], percent(rest[1])))
         parts.append(scene.Panel(f"T = {T:g}: {TEMPERATURES[T]}", scene.Bars(bars, 1)))
-    (best, cold), (_, hot) = (runs.likely(record[T], 1)[0] for T in (0.5, 2.0))
+    (best, cold), (_, hot) = (runs.top_tokens(record[T], 1)[0] for T in (0.5, 2.0))
     caption = (
         "A temperature T divides the logits: below 1 it sharpens the distribution, above 1 it "
         f"flattens it. The order of the tokens never changes. {word(best)} has {percent(cold)} at "
@@ -102,7 +102,7 @@ def record_top_k(prompt: str, k: int = 10, shown: int = 14) -> Record:
     cut = top_k_filter(logits, k).softmax(dim=-1)
     return Record(
         k=k,
-        before=runs.likely(probs, shown),
+        before=runs.top_tokens(probs, shown),
         after=cut[probs.topk(shown).indices].tolist(),
         kept=probs[cut > 0].sum().item(),  # the mass that the k tokens had
         vocabulary=len(logits),
@@ -128,14 +128,14 @@ def draw_top_k(record: Record) -> scene.Scene:
 
 
 P = 0.9
-BESIDE = ("Once upon a", "She was very", "They went to the")
+OTHER_PROMPTS = ("Once upon a", "She was very", "They went to the")
 
 
 @torch.inference_mode()
 def record_top_p(prompt: str) -> list[Record]:
     """How mass adds up after a prompt, and after three others."""
     found = []
-    for text in dict.fromkeys([prompt, *BESIDE]):
+    for text in dict.fromkeys([prompt, *OTHER_PROMPTS]):
         logits = runs.next_logits(runs.encode(text, 200))
         probs = logits.softmax(dim=-1)
         found.append(
@@ -145,15 +145,15 @@ def record_top_p(prompt: str) -> list[Record]:
                 .values.cumsum(dim=-1)
                 .tolist(),  # of the 1, 2, ... most likely tokens
                 kept=top_p_filter(logits, P).isfinite().sum().item(),  # by top-p
-                likely=runs.likely(probs, 8),
+                top_tokens=runs.top_tokens(probs, 8),
             )
         )
     return found
 
 
 def draw_top_p(record: list[Record]) -> scene.Scene:
-    own = record[0]
-    ranks = sorted({round(len(own.mass) ** (step / 60)) for step in range(61)})
+    prompt_record = record[0]
+    ranks = sorted({round(len(prompt_record.mass) ** (step / 60)) for step in range(61)})
     curves = []
     for each, kind in zip(record, ("first", "good", "second", "third")):
         name = f"{word(each.prompt)} keeps {each.kept:,}"
@@ -163,8 +163,8 @@ def draw_top_p(record: list[Record]) -> scene.Scene:
             scene.Curve("", [(each.kept, each.mass[each.kept - 1])], curve.kind, dots=True)
         )
     bars = []
-    for (text, p), total, rank in zip(own.likely, own.mass, range(1, 9)):
-        kind = "first" if rank <= own.kept else "gone"
+    for (text, p), total, rank in zip(prompt_record.top_tokens, prompt_record.mass, range(1, 9)):
+        kind = "first" if rank <= prompt_record.kept else "gone"
         bars.append(scene.Bar(word(text), [(p, kind)], f"{percent(p)}, together {percent(total)}"))
     counts = sorted(each.kept for each in record)
     return scene.Scene(
@@ -182,10 +182,10 @@ def draw_top_p(record: list[Record]) -> scene.Scene:
             "A dot is where a curve first reaches p.",
         ),
         scene.Panel(
-            f"After {word(own.prompt)}: {own.kept:,} stay",
+            f"After {word(prompt_record.prompt)}: {prompt_record.kept:,} stay",
             scene.Bars(bars),
             f"The token that crosses {percent(P)} stays too.",
-            {"first": "kept", "gone": "cut"} if own.kept < 8 else {},
+            {"first": "kept", "gone": "cut"} if prompt_record.kept < 8 else {},
         ),
     )
 
@@ -198,7 +198,7 @@ HOT = 2.0
 def record_min_p(prompt: str) -> list[Record]:
     """Return how many tokens min-p and top-p keep at temperature 2, here and after three others."""
     found = []
-    for text in dict.fromkeys([prompt, *BESIDE]):
+    for text in dict.fromkeys([prompt, *OTHER_PROMPTS]):
         logits = apply_temperature(runs.next_logits(runs.encode(text, 200)), HOT)
         probs = logits.softmax(-1)
         counts = {}
@@ -208,17 +208,17 @@ def record_min_p(prompt: str) -> list[Record]:
         ):
             kept = cut.isfinite()
             counts[name] = (int(kept.sum()), probs[kept].sum().item())
-        found.append(Record(prompt=text, likely=runs.likely(probs, 12), kept=counts))
+        found.append(Record(prompt=text, top_tokens=runs.top_tokens(probs, 12), kept=counts))
     return found
 
 
 def draw_min_p(record: list[Record]) -> scene.Scene:
-    own = record[0]
-    least = MIN_P * own.likely[0][1]
-    kept = own.kept["min-p"][0]
+    prompt_record = record[0]
+    least = MIN_P * prompt_record.top_tokens[0][1]
+    kept = prompt_record.kept["min-p"][0]
     bars = [
         scene.Bar(word(text), [(p, "first" if rank <= kept else "gone")], percent(p), least)
-        for rank, (text, p) in enumerate(own.likely, 1)
+        for rank, (text, p) in enumerate(prompt_record.top_tokens, 1)
     ]
     rows = []
     for each in record:
@@ -227,13 +227,13 @@ def draw_min_p(record: list[Record]) -> scene.Scene:
             for name, kind in (("min-p", "first"), ("top-p", "second"))
         ]
         rows.append(scene.Row(word(each.prompt), cells))
-    nucleus = own.kept["top-p"][0]
+    nucleus = prompt_record.kept["top-p"][0]
     return scene.Scene(
         f"At temperature {HOT:g} the nucleus of {percent(P)} has {nucleus:,} tokens. Min-p "
         f"{MIN_P:g} keeps the {kept} with at least {percent(MIN_P)} of the "
-        f"probability of {word(own.likely[0][0])}.",
+        f"probability of {word(prompt_record.top_tokens[0][0])}.",
         scene.Panel(
-            f"After {word(own.prompt)}, at temperature {HOT:g}",
+            f"After {word(prompt_record.prompt)}, at temperature {HOT:g}",
             scene.Bars(bars),
             f"Line: {MIN_P:g} times the largest probability, {percent(least)}.",
             {"first": "kept by min-p", "gone": "cut"} if kept < len(bars) else {},
@@ -255,14 +255,17 @@ def record_biases(prompt: str) -> Record:
     """Return the probabilities with a bias on the third most likely token, or a word after it."""
     logits = runs.next_logits(runs.encode(prompt, 200))
     best = logits.topk(6).indices.tolist()
-    place = next((at for at in range(2, 6) if runs.text_of(best[at]).strip().isalpha()), 2)
-    token = best[place]
+    index = next((at for at in range(2, 6) if runs.token_text(best[at]).strip().isalpha()), 2)
+    token = best[index]
     probs = {}
     for bias in BIASES:
         biased = add_biases(logits[None], [SamplingParams(logit_bias={token: bias})])[0]
         probs[bias] = biased.softmax(-1)[best].tolist()
     return Record(
-        prompt=prompt, token=runs.text_of(token), best=list(map(runs.text_of, best)), probs=probs
+        prompt=prompt,
+        token=runs.token_text(token),
+        best=list(map(runs.token_text, best)),
+        probs=probs,
     )
 
 
@@ -275,8 +278,8 @@ def draw_biases(record: Record) -> scene.Scene:
         ]
         name = f"bias {bias:+g} for {word(record.token)}" if bias else "No bias"
         panels.append(scene.Panel(name.replace("-", "\u2212"), scene.Bars(bars, 1)))
-    place = record.best.index(record.token)
-    before, after = (record.probs[bias][place] for bias in BIASES[:2])
+    index = record.best.index(record.token)
+    before, after = (record.probs[bias][index] for bias in BIASES[:2])
     panels[-1].key = {"second": "the token with the bias"}
     return scene.Scene(
         f"A bias is added to a token's logit, so it multiplies the token's odds by e to its power. "

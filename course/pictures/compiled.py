@@ -24,7 +24,7 @@ class Racer(NamedTuple):
     drawn: bool
 
     @property
-    def asked(self) -> bool:
+    def needs_logarithm(self) -> bool:
         """Whether its logarithm is computed."""
         return self.bound > self.before
 
@@ -50,13 +50,15 @@ def record_draw(prompt: str, shown: int = 12) -> Record:
     order = sorted({first, *asked, *bounds.topk(shown).indices.tolist()} - {first})
     racers = [
         Racer(
-            runs.text_of(id), *(each[id].item() for each in (bounds, scores, before)), id == drawn
+            runs.token_text(id),
+            *(each[id].item() for each in (bounds, scores, before)),
+            id == drawn,
         )
         for id in [first, *order]
     ]
     return Record(
         vocabulary=len(logits),
-        asked=len(asked),  # logarithms
+        num_logarithms=len(asked),  # logarithms
         racers=racers,  # those with the highest bounds, in the order of the code
     )
 
@@ -66,13 +68,13 @@ def draw_draw(record: Record) -> scene.Scene:
     largest = 1.25 * drawn.score
     bars = []
     for each in record.racers:
-        kind = "good" if each.drawn else "second" if each.asked else "kept"
-        value = f"at most {each.bound:.3g}" + f": {each.score:.3g}" * each.asked
+        kind = "good" if each.drawn else "second" if each.needs_logarithm else "kept"
+        value = f"at most {each.bound:.3g}" + f": {each.score:.3g}" * each.needs_logarithm
         tick = each.before or None
         bars.append(scene.Bar(word(each.text), [(min(each.bound, largest), kind)], value, tick))
     return scene.Scene(
         "A token whose bound is below the best score so far cannot win the draw. It needs no "
-        f"logarithm: {times(record.asked, 'logarithm')} for a vocabulary of "
+        f"logarithm: {times(record.num_logarithms, 'logarithm')} for a vocabulary of "
         f"{record.vocabulary:,} tokens.",
         scene.Panel(
             "Bar: bound of a token\u2019s score. Line: the best score so far",

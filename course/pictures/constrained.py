@@ -34,42 +34,47 @@ def record_choices(prompt: str) -> Record:
     model = runs.load()
     vocabulary = vocabulary_of(runs.encoding(), model.config.vocab_size, model.config.eos_token_ids)
     matcher = Choices(CHOICES, vocabulary).matcher()
-    texts = {text: Record(masked=0.0, own=0.0, spellings=0) for text in CHOICES}
+    texts = {text: Record(masked_prob=0.0, model_prob=0.0, spellings=0) for text in CHOICES}
     first = None
-    waiting = [([], 1.0, 1.0)]  # tokens, with the mask and the model's own probability of them
-    while waiting:  # all of one length at once
-        windows = [ids + tokens for tokens, _, _ in waiting]
-        probs = next_logits(model, windows, None)[:, 0].softmax(-1)
-        longer = []
-        for (tokens, masked, own), row in zip(waiting, probs):
+    prefixes = [([], 1.0, 1.0)]  # tokens, with the mask and the model's own probability of them
+    while prefixes:  # all of one length at once
+        inputs = [ids + tokens for tokens, _, _ in prefixes]
+        probs = next_logits(model, inputs, None)[:, 0].softmax(-1)
+        extended = []
+        for (tokens, masked_prob, model_prob), row in zip(prefixes, probs):
             allowed = matcher.allowed(tokens)
             mass = row[allowed].sum().item()
             if first is None:
                 first = Record(allowed=allowed, probs=row, mass=mass)
             for token in allowed.nonzero()[:, 0].tolist():
                 p = row[token].item()
-                after = (tokens + [token], masked * p / mass, own * p)
+                after = (tokens + [token], masked_prob * p / mass, model_prob * p)
                 if token not in vocabulary.ends:
-                    longer.append(after)
+                    extended.append(after)
                     continue
-                text = texts["".join(runs.texts_of(tokens))]
-                text.masked += after[1]
-                text.own += after[2]
+                text = texts["".join(runs.token_texts(tokens))]
+                text.masked_prob += after[1]
+                text.model_prob += after[2]
                 text.spellings += 1
-        waiting = longer
-    whole = sum(text.own for text in texts.values())
+        prefixes = extended
+    whole = sum(text.model_prob for text in texts.values())
     best = first.probs.where(first.allowed, 0)
     return Record(
-        reached=["".join(runs.texts_of([id])) for id in first.allowed.nonzero()[:, 0].tolist()],
+        first_tokens=[
+            "".join(runs.token_texts([id])) for id in first.allowed.nonzero()[:, 0].tolist()
+        ],
         mass=first.mass,  # of all allowed tokens
-        allowed=runs.likely(best, 6),
-        favourites=runs.likely(first.probs.where(~first.allowed, 0), 3),  # of those that are not
+        allowed=runs.top_tokens(best, 6),
+        rejected=runs.top_tokens(first.probs.where(~first.allowed, 0), 3),  # of those that are not
         # of each text: step by step, given that the text is a choice, how many spellings
-        texts={k: (each.masked, each.own / whole, each.spellings) for k, each in texts.items()},
+        texts={
+            k: (each.masked_prob, each.model_prob / whole, each.spellings)
+            for k, each in texts.items()
+        },
     )
 
 
-def draw_trie(reached: list[str]) -> scene.Cells:
+def draw_trie(first_tokens: list[str]) -> scene.Cells:
     """A row a choice; the bytes that it shares with the row above are there already."""
     rows = []
     known = set()
@@ -77,7 +82,7 @@ def draw_trie(reached: list[str]) -> scene.Cells:
         cells = []
         for end in range(1, len(text) + 1):
             beginning = text[:end]
-            kind = "good" if beginning in reached else ""
+            kind = "good" if beginning in first_tokens else ""
             letter = text[end - 1].replace(" ", "\u2423")
             cells.append(scene.Cell() if beginning in known else scene.Cell(kind, letter))
             known.add(beginning)
@@ -91,27 +96,30 @@ def draw_trie(reached: list[str]) -> scene.Cells:
 def draw_choices(record: Record) -> scene.Scene:
     bars = [
         scene.Bar(word(text), [(p, "bad")], f"{percent(p)}, not allowed")
-        for text, p in record.favourites
+        for text, p in record.rejected
     ]
     for text, p in record.allowed:
         after = p / record.mass
         value = f"{percent(p)} \u2192 {percent(after)}"
         bars.append(scene.Bar(word(text), [(after, "good")], value, p))
     best = max(record.texts, key=lambda text: record.texts[text][0])
-    wholes = [
-        scene.Bar(word(text), [(masked, "first")], f"{percent(masked)}; {percent(given)}", given)
-        for text, (masked, given, _) in record.texts.items()
+    choice_bars = [
+        scene.Bar(
+            word(text), [(masked_prob, "first")], f"{percent(masked_prob)}; {percent(given)}", given
+        )
+        for text, (masked_prob, given, _) in record.texts.items()
     ]
     spellings = ", ".join(f"{word(text)} {count}" for text, (*_, count) in record.texts.items())
-    masked, given, _ = record.texts[best]
+    masked_prob, given, _ = record.texts[best]
     return scene.Scene(
-        f"Tokens that lead to no choice get the logit \u2212\u221e. The {len(record.reached)} that "
+        f"Tokens that lead to no choice get the logit \u2212\u221e. "
+        f"The {len(record.first_tokens)} that "
         f"are left had {percent(record.mass)} of the probability, and now have all of it. "
-        f"Renormalised step by step {word(best)} gets {percent(masked)}; of the model's own "
+        f"Renormalised step by step {word(best)} gets {percent(masked_prob)}; of the model's own "
         f"probability of the choices it has {percent(given)}.",
         scene.Panel(
             "The trie: a node for each byte",
-            draw_trie(record.reached),
+            draw_trie(record.first_tokens),
             "Choices begin at the left and share their first bytes. Several tokens in a row lead "
             "to the other nodes.",
             {"good": "one token leads here from the root", "second": "EOS may follow"},
@@ -124,7 +132,7 @@ def draw_choices(record: Record) -> scene.Scene:
         ),
         scene.Panel(
             "Whole texts",
-            scene.Bars(wholes, 1),
+            scene.Bars(choice_bars, 1),
             "Bar: drawn step by step. Line, and second number: given that the text is a choice. "
             f"All spellings count: {spellings}.",
         ),
@@ -146,11 +154,11 @@ def record_schema(prompt: str) -> Record:
         better = int((row > row[id]).sum())  # a favourite that is allowed is taken
         tokens.append(
             Record(
-                text=runs.text_of(id),
+                text=runs.token_text(id),
                 p=row[id].item(),
                 allowed=int(matcher.allowed(output[:at]).sum()),
                 better=better,  # tokens that are more likely, none of them allowed
-                favourites=runs.likely(row, min(better, 3)),
+                rejected=runs.top_tokens(row, min(better, 3)),
             )
         )
     return Record(prompt=prompt, tokens=tokens)
@@ -164,9 +172,11 @@ def draw_schema(record: Record) -> scene.Scene:
         text.append(scene.Token(each.text, kind, f"{each.allowed:,}"))
         if kind != "second":
             continue
-        struck = [scene.Token(other, "gone", percent(p)) for other, p in each.favourites]
+        rejected = [scene.Token(other, "gone", percent(p)) for other, p in each.rejected]
         chosen = scene.Token(each.text, kind, percent(each.p))
-        lines.append(scene.Line([*struck, chosen], f"token {len(text)}", f"rank {each.better + 1}"))
+        lines.append(
+            scene.Line([*rejected, chosen], f"token {len(text)}", f"rank {each.better + 1}")
+        )
     kinds = Counter(token.kind for token in text)
     overruled = scene.Panel(
         "Where the favourite was not allowed",
@@ -198,15 +208,15 @@ def draw_schema(record: Record) -> scene.Scene:
 def record_passes(prompt: str) -> Record:
     """The passes of a text of the schema, and its tokens."""
     ids = runs.encode(prompt, 40)
-    model, passes = runs.watched()
+    model, passes = runs.record_passes()
     matcher = make_matcher(SamplingParams(json_schema=SCHEMA), runs.encoding(), model.config)
     params = SamplingParams(60, json_schema=SCHEMA)
     output = []
     tokens = []  # text, whether it is forced, how many passes were made when it was there
     for (id,) in generate(model, [ids], params, encoding=runs.encoding()):
-        forced = int(matcher.allowed(output).sum()) == 1
+        is_forced = int(matcher.allowed(output).sum()) == 1
         output.append(id)
-        tokens.append(Record(text=runs.text_of(id), forced=forced, passes=len(passes)))
+        tokens.append(Record(text=runs.token_text(id), is_forced=is_forced, passes=len(passes)))
     return Record(prompt=len(ids), tokens=tokens, positions=[each.positions[0] for each in passes])
 
 
@@ -215,20 +225,20 @@ def draw_passes(record: Record) -> scene.Scene:
     rows = []
     for number in range(len(record.positions) + 1):
         after = [each for each in record.tokens if each.passes == number]
-        tokens = [scene.Token(each.text, "second" if each.forced else "good") for each in after]
+        tokens = [scene.Token(each.text, "second" if each.is_forced else "good") for each in after]
         name = f"pass {number}" if number else "no pass yet"
         if tokens:
             lines.append(scene.Line(tokens, name))
         if number:
-            own = record.positions[number - 1]
-            kinds = ["kept"] * own[0] + ["first"] * len(own)
+            computed = record.positions[number - 1]
+            kinds = ["kept"] * computed[0] + ["first"] * len(computed)
             cells = [scene.Cell(kind) for kind in kinds]
-            rows.append(scene.Row(name, cells, times(len(own), "position")))
+            rows.append(scene.Row(name, cells, times(len(computed), "position")))
     length = max(len(row.cells) for row in rows)
     rows = [
         row._replace(cells=row.cells + [scene.Cell()] * (length - len(row.cells))) for row in rows
     ]
-    forced = sum(each.forced for each in record.tokens)
+    forced = sum(each.is_forced for each in record.tokens)
     return scene.Scene(
         f"{times(len(record.tokens), 'token')} in {times(len(rows), 'pass', 'passes')}: "
         f"{forced} of them were the only one that the schema allowed, and need no pass of their "
@@ -249,11 +259,11 @@ def draw_passes(record: Record) -> scene.Scene:
 
 
 REGEX = "(a|the) (cat|dog)[.]"
-LISTED = 6
+MAX_LISTED = 6
 
 
 @torch.inference_mode()
-def record_places(prompt: str) -> Record:
+def record_allowed(prompt: str) -> Record:
     """Return a text of a regular expression; at each place what may stand there, as told a client.
 
     The most likely ones first, with the model's own probabilities.
@@ -264,38 +274,38 @@ def record_places(prompt: str) -> Record:
     output = [id for (id,) in generate(model, [ids], params, encoding=runs.encoding())]
     matcher = make_matcher(params, runs.encoding(), model.config)
     probs = model(torch.tensor([ids + output]))[0, len(ids) - 1 : -1].softmax(-1)
-    places = []
+    steps = []
     for at, (id, row) in enumerate(zip(output, probs)):
         allowed = matcher.allowed(output[:at])
         count = int(allowed.sum())
-        best = runs.likely(row.where(allowed, 0), min(count, LISTED))
-        places.append(
-            Record(token=runs.text_of(id), count=count, allowed=best, best=row.argmax().item())
+        best = runs.top_tokens(row.where(allowed, 0), min(count, MAX_LISTED))
+        steps.append(
+            Record(token=runs.token_text(id), count=count, allowed=best, best=row.argmax().item())
         )
-    return Record(prompt=prompt, places=places)
+    return Record(prompt=prompt, steps=steps)
 
 
-def draw_places(record: Record) -> scene.Scene:
+def draw_allowed(record: Record) -> scene.Scene:
     lines = []
-    for each in record.places:
+    for each in record.steps:
         tokens = [
             scene.Token(text, "good" if text == each.token else "", percent(p))
             for text, p in each.allowed
         ]
-        wanted = runs.text_of(each.best)
+        wanted = runs.token_text(each.best)
         if all(wanted != text for text, _ in each.allowed):
             tokens.append(scene.Token(wanted, "gone"))
         lines.append(scene.Line(tokens, word(each.token), f"{each.count} allowed"))
-    forced = sum(each.count == 1 for each in record.places)
-    free = sum(runs.text_of(each.best) == each.token for each in record.places)
+    forced = sum(each.count == 1 for each in record.steps)
+    free = sum(runs.token_text(each.best) == each.token for each in record.steps)
     return scene.Scene(
         "With show_allowed a client sees what its constraint left: here a single token at "
-        f"{forced} of {times(len(record.places), 'place')}, whatever its probability. At {free} "
+        f"{forced} of {times(len(record.steps), 'place')}, whatever its probability. At {free} "
         "the model's own favourite was written.",
         scene.Panel(
             f"A text of the form {word(REGEX)} after {word(record.prompt)}",
             scene.Tokens(lines),
-            f"At each place up to {LISTED} of the tokens that may stand there, with the "
+            f"At each place up to {MAX_LISTED} of the tokens that may stand there, with the "
             "model's own probabilities.",
             {"good": "written", "gone": "what the model alone would write"},
             wide=True,
@@ -309,5 +319,5 @@ PICTURES = {
         "Tom is ten years old and has a cat.", record_passes, draw_passes
     ),
     "json-schema": scene.Picture("Tom is ten years old and has a cat.", record_schema, draw_schema),
-    "show-allowed": scene.Picture("Lily saw", record_places, draw_places),
+    "show-allowed": scene.Picture("Lily saw", record_allowed, draw_allowed),
 }

@@ -13,7 +13,7 @@ from sampling import SamplingParams, sampling_probs
 TEMPERATURE = 0.8
 
 
-class Verdict(NamedTuple):
+class Verification(NamedTuple):
     """What one pass of the target said."""
 
     drafts: list[str]
@@ -34,38 +34,40 @@ def record_speculation(prompt: str, count: int = 40) -> Record:
         return drafts, q
 
     passes = list(generate_speculative(runs.load(), propose, ids, params, generator=generator))
-    verdicts = []
-    refusals = []
-    for (text, q), each in zip(seen, passes):
-        verdict = Verdict(runs.texts_of(each.drafts), each.accepted, runs.texts_of(each.tokens))
-        verdicts.append(verdict)
+    verifications = []
+    rejections = []
+    for (sequence, q), each in zip(seen, passes):
+        verification = Verification(
+            runs.token_texts(each.drafts), each.accepted, runs.token_texts(each.tokens)
+        )
+        verifications.append(verification)
         if each.accepted < len(each.drafts):
-            before = text + each.drafts[: each.accepted]
-            pair = (before, q[each.accepted], each.drafts[each.accepted], each.tokens[-1])
-            refusals.append(refusal(*pair, params))
+            context = sequence + each.drafts[: each.accepted]
+            pair = (context, q[each.accepted], each.drafts[each.accepted], each.tokens[-1])
+            rejections.append(rejection(*pair, params))
     return Record(
-        prompt=runs.texts_of(ids),
-        verdicts=verdicts,
+        prompt=runs.token_texts(ids),
+        verifications=verifications,
         # the one where p and q differ most
-        refusal=min(refusals, key=lambda each: each.common, default=None),
+        rejection=min(rejections, key=lambda each: each.common, default=None),
     )
 
 
 @torch.inference_mode()
-def refusal(
-    text: list[int], q: torch.Tensor, draft: int, drawn: int, params: SamplingParams
+def rejection(
+    sequence: list[int], q: torch.Tensor, draft: int, replacement: int, params: SamplingParams
 ) -> Record:
     """The distributions at a draft that was refused."""
-    p = sampling_probs(runs.next_logits(text), params)
+    p = sampling_probs(runs.next_logits(sequence), params)
     ids = torch.maximum(p, q).topk(7).indices.tolist()
-    ids += [id for id in dict.fromkeys((draft, drawn)) if id not in ids]
+    ids += [id for id in dict.fromkeys((draft, replacement)) if id not in ids]
     return Record(
-        before="".join(runs.texts_of(text[-6:])),  # the end of the text
-        draft=runs.text_of(draft),
-        chance=acceptance(p[draft], q[draft]).item(),  # to be accepted
-        drawn=runs.text_of(drawn),  # in its place
+        context="".join(runs.token_texts(sequence[-6:])),  # the end of the text
+        draft=runs.token_text(draft),
+        acceptance_prob=acceptance(p[draft], q[draft]).item(),  # to be accepted
+        replacement=runs.token_text(replacement),  # in its place
         # tokens with p and q, those with most of either first
-        rows=[(runs.text_of(id), p[id].item(), q[id].item()) for id in ids],
+        rows=[(runs.token_text(id), p[id].item(), q[id].item()) for id in ids],
         common=torch.minimum(p, q).sum().item(),  # the sum of min(p, q) over all tokens
     )
 
@@ -78,26 +80,28 @@ KEY = {
 }
 
 
-def passes_of(verdicts: list[Verdict]) -> scene.Tokens:
+def passes_of(verifications: list[Verification]) -> scene.Tokens:
     """A line a pass of the target."""
     lines = []
-    for number, verdict in enumerate(verdicts, 1):
-        kinds = ["good"] * verdict.accepted + ["bad"] + ["idle"] * len(verdict.drafts)
-        tokens = [scene.Token(*pair) for pair in zip(verdict.drafts, kinds)]
-        tokens += [scene.Token(text, "third") for text in verdict.tokens[verdict.accepted :]]
+    for number, verification in enumerate(verifications, 1):
+        kinds = ["good"] * verification.accepted + ["bad"] + ["idle"] * len(verification.drafts)
+        tokens = [scene.Token(*pair) for pair in zip(verification.drafts, kinds)]
+        tokens += [
+            scene.Token(text, "third") for text in verification.tokens[verification.accepted :]
+        ]
         lines.append(scene.Line(tokens, str(number)))
     return scene.Tokens(lines)
 
 
 def draw_speculation(record: Record) -> scene.Scene:
-    drafts = sum(len(verdict.drafts) for verdict in record.verdicts)
-    accepted = sum(verdict.accepted for verdict in record.verdicts)
+    drafts = sum(len(verification.drafts) for verification in record.verifications)
+    accepted = sum(verification.accepted for verification in record.verifications)
     text = [scene.Token(each) for each in record.prompt]
-    for verdict in record.verdicts:
-        kinds = ["good"] * verdict.accepted + ["third"]
-        text += [scene.Token(*pair) for pair in zip(verdict.tokens, kinds)]
+    for verification in record.verifications:
+        kinds = ["good"] * verification.accepted + ["third"]
+        text += [scene.Token(*pair) for pair in zip(verification.tokens, kinds)]
     count = len(text) - len(record.prompt)
-    passes = len(record.verdicts)
+    passes = len(record.verifications)
     parts = [
         scene.Panel(
             "The text",
@@ -108,10 +112,12 @@ def draw_speculation(record: Record) -> scene.Scene:
             },
             wide=True,
         ),
-        scene.Panel(f"{passes} passes of the large model", passes_of(record.verdicts), key=KEY),
+        scene.Panel(
+            f"{passes} passes of the large model", passes_of(record.verifications), key=KEY
+        ),
     ]
-    if record.refusal:
-        parts.append(refused(record.refusal))
+    if record.rejection:
+        parts.append(rejection_panel(record.rejection))
     return scene.Scene(
         f"A small model drafts {drafts} tokens and the large one accepts {accepted}: {count} "
         f"tokens in {times(passes, 'pass', 'passes')} of the large model, with the same "
@@ -120,7 +126,7 @@ def draw_speculation(record: Record) -> scene.Scene:
     )
 
 
-def refused(found: Record) -> scene.Panel:
+def rejection_panel(found: Record) -> scene.Panel:
     """Bars of min(p, q), and of what either has more."""
     bars = []
     for text, p, q in found.rows:
@@ -128,11 +134,13 @@ def refused(found: Record) -> scene.Panel:
         parts = [(both, "good"), (q - both, "bad"), (p - both, "first")]
         bars.append(scene.Bar(word(text), parts, f"p {percent(p)}, q {percent(q)}"))
     return scene.Panel(
-        f"A refusal, after \u201c\u2026{found.before}\u201d",
+        f"A refusal, after \u201c\u2026{found.context}\u201d",
         scene.Bars(bars),
         f"p is the large model\u2019s probability, q the small one\u2019s. {word(found.draft)} is "
-        f"accepted with probability p / q = {percent(found.chance)}. It was refused, so a token is "
-        f"drawn from the residual, the blue parts: {word(found.drawn)}. Over all tokens red and "
+        f"accepted with probability p / q = {percent(found.acceptance_prob)}. "
+        f"It was refused, so a token is "
+        f"drawn from the residual, the blue parts: {word(found.replacement)}. "
+        f"Over all tokens red and "
         "blue are equal, so green and blue make exactly p.",
         {
             "good": "min(p, q)",

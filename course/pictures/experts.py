@@ -24,7 +24,7 @@ def record_routes(prompt: str) -> Record:
     hook.remove()
     weights, experts = mixture.route(seen[0])
     return Record(
-        tokens=runs.texts_of(ids),
+        tokens=runs.token_texts(ids),
         count=len(mixture.experts),
         chosen=mixture.chosen,
         weights=[dict(zip(*pair)) for pair in zip(experts.tolist(), weights.tolist())],
@@ -72,7 +72,7 @@ def record_block(prompt: str) -> Record:
     weights = runs.load("stories-llama").embed_tokens.weight[id, :32]
     data = q4_1(weights)
     return Record(
-        token=runs.text_of(id),
+        token=runs.token_text(id),
         weights=weights.tolist(),
         data=data.tolist(),
         numbers=dequantize("Q4_1", data).tolist(),

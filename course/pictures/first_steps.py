@@ -40,40 +40,40 @@ def record_pass(prompt: str) -> Record:
     probs = logits.softmax(dim=-1)
     best = probs[-1].argmax().item()
     others = probs[1:].index_fill(1, torch.tensor([best]), 0)
-    rival = others.amax(dim=0).argmax().item()
+    runner_up = others.amax(dim=0).argmax().item()
     # The head whose last position looks most at one token between the first and itself.
     heads = torch.stack(weights)  # (layers, heads, T, T)
     first = min(1, T - 1)
-    looks = heads[:, :, -1, first : max(first + 1, T - 1)].amax(dim=-1)
-    layer, head = divmod(looks.argmax().item(), looks.shape[1])
+    attention_peaks = heads[:, :, -1, first : max(first + 1, T - 1)].amax(dim=-1)
+    layer, head = divmod(attention_peaks.argmax().item(), attention_peaks.shape[1])
     scores = logits[-1].topk(5).values.tolist()
     return Record(
-        tokens=list(zip(runs.texts_of(ids), ids)),  # text and id of each
+        tokens=list(zip(runs.token_texts(ids), ids)),  # text and id of each
         vectors=inputs[0][:, :12].tolist(),  # the first numbers of what goes into the first layer
         # the answer, and what came nearest to it on the way
-        rivals=(runs.text_of(best), runs.text_of(rival)),
+        contenders=(runs.token_text(best), runs.token_text(runner_up)),
         # their probabilities after 0, 1, ... layers
-        after=[[row[best].item(), row[rival].item()] for row in probs],
+        after=[[row[best].item(), row[runner_up].item()] for row in probs],
         layer=layer + 1,  # of the head that is shown, from 1
         head=head + 1,
         attention=heads[layer, head].tolist(),  # its weights, (T, T)
         # token, probability, logit
-        top=[(*pair, logit) for pair, logit in zip(runs.likely(probs[-1], 5), scores)],
+        top=[(*pair, logit) for pair, logit in zip(runs.top_tokens(probs[-1], 5), scores)],
     )
 
 
 def draw_pass(record: Record) -> scene.Scene:
     texts = [text for text, _ in record.tokens]
     last = word(texts[-1])
-    answer, rival = map(word, record.rivals)
+    answer, runner_up = map(word, record.contenders)
     row = record.attention[-1]
     seen = word(texts[max(range(1, len(row) - 1), key=row.__getitem__) if len(row) > 2 else 0])
     behind = [layer for layer, (own, other) in enumerate(record.after) if other > own]
-    turn = f"turns from {rival} to" if any(behind) else "becomes"
+    outcome = f"turns from {runner_up} to" if any(behind) else "becomes"
     layers = [str(layer) for layer in range(0, len(record.after), 4)]
     curves = [
         scene.Curve(answer, [(at, pair[0]) for at, pair in enumerate(record.after)], "first"),
-        scene.Curve(rival, [(at, pair[1]) for at, pair in enumerate(record.after)], "second"),
+        scene.Curve(runner_up, [(at, pair[1]) for at, pair in enumerate(record.after)], "second"),
     ]
     vectors = [
         scene.Row(
@@ -97,7 +97,7 @@ def draw_pass(record: Record) -> scene.Scene:
     ]
     return scene.Scene(
         "One forward pass: a text goes in, a score for every possible next token comes out. "
-        f"On the way through the layers {last} looks back at {seen}, and the answer {turn} "
+        f"On the way through the layers {last} looks back at {seen}, and the answer {outcome} "
         f"{answer}.",
         scene.Panel(
             "1. The text, cut into tokens, each with its id",
@@ -136,15 +136,15 @@ def draw_pass(record: Record) -> scene.Scene:
 
 def record_steps(prompt: str, count: int = 6) -> list[Record]:
     text = runs.encode(prompt, 8)
-    written = runs.write(text, max_new_tokens=count)
+    output = runs.generate_tokens(text, max_new_tokens=count)
     steps = []
-    for at in range(len(written)):
-        before = text + written[:at]
+    for at in range(len(output)):
+        before = text + output[:at]
         steps.append(
             Record(
-                text=runs.texts_of(before),  # what goes in
+                text=runs.token_texts(before),  # what goes in
                 # the most likely tokens with their logits, best first
-                choices=runs.likely(runs.next_logits(before), 3),
+                choices=runs.top_tokens(runs.next_logits(before), 3),
             )
         )
     return steps
@@ -177,25 +177,25 @@ def draw_steps(steps: list[Record]) -> scene.Scene:
 def record_ends(prompt: str) -> Record:
     model = runs.load()
     text = runs.encode(prompt, 36)
-    written = runs.write(text)
-    logits = next_logits(model, [text + written[:-1]], KVCache(model), keep=len(written))[0]
+    output = runs.generate_tokens(text)
+    logits = next_logits(model, [text + output[:-1]], KVCache(model), keep=len(output))[0]
     (eos,) = model.config.eos_token_ids
     return Record(
-        tokens=runs.texts_of(written),  # generated ones, EOS included if it came
-        chances=logits.softmax(dim=-1)[:, eos].tolist(),  # of EOS in the place of each
+        tokens=runs.token_texts(output),  # generated ones, EOS included if it came
+        eos_probs=logits.softmax(dim=-1)[:, eos].tolist(),  # of EOS in the place of each
     )
 
 
 def draw_ends(record: Record) -> scene.Scene:
-    count = len(record.chances)
+    count = len(record.eos_probs)
     after = [text[-1:] in (".", "!", "?", '"') for text in ["", *record.tokens[:-1]]]
-    points = [list(zip(range(count), record.chances)) for _ in range(2)]
+    points = [list(zip(range(count), record.eos_probs)) for _ in range(2)]
     inside, ends = (
         [point for point, end in zip(each, after) if end == wanted]
         for each, wanted in zip(points, (False, True))
     )
     ticks = [(1e-9, "10\u207b\u2079"), (1e-6, "10\u207b\u2076"), (1e-3, "10\u207b\u00b3"), (1, "1")]
-    floor = [max(p, 1e-9) for p in record.chances]
+    floor = [max(p, 1e-9) for p in record.eos_probs]
     curves = [
         scene.Curve("elsewhere", [(at, floor[at]) for at, _ in inside], "kept", dots=True),
         scene.Curve(
@@ -204,16 +204,18 @@ def draw_ends(record: Record) -> scene.Scene:
     ]
     bars = [
         scene.Bar(
-            word(record.tokens[at]), [(record.chances[at], "first")], percent(record.chances[at])
+            word(record.tokens[at]),
+            [(record.eos_probs[at], "first")],
+            percent(record.eos_probs[at]),
         )
         for at in range(max(0, count - 9), count)
     ]
-    likely = sum(p >= 0.001 for p in record.chances)
+    above = sum(p >= 0.001 for p in record.eos_probs)
     ended = record.tokens[-1] == EOT
     end = " At the last it is the likeliest token, so the text ends." * ended
     return scene.Scene(
         f"The end of a text is a token like any other: EOS, written {word(EOT)}. It reaches 0.1 % "
-        f"at {likely} of {count} places.{end}",
+        f"at {above} of {count} places.{end}",
         scene.Panel(
             "The probability of EOS at each step",
             scene.Lines(
@@ -234,11 +236,11 @@ def record_windows(prompt: str, beyond: int = 3) -> Record:
     size = runs.load(name).config.block_size
     text = runs.encode(prompt, 200)
     count = size + beyond - len(text)
-    text += runs.write(text, name, stride=1, max_new_tokens=count, ignore_eos=True)
+    text += runs.generate_tokens(text, name, stride=1, max_new_tokens=count, ignore_eos=True)
     lengths = range(size - 1, size + beyond)
     return Record(
         size=size,  # of the window
-        text=runs.texts_of(text),  # as long as the window, and some tokens more
+        text=runs.token_texts(text),  # as long as the window, and some tokens more
         # length of a text -> where its window starts
         starts={n: window_start(n, size, 1) for n in lengths},
     )

@@ -29,7 +29,7 @@ LATER = 100  # positions
 
 
 @torch.inference_mode()
-def record_turned(prompt: str, most: int = 64) -> Record:
+def record_rope(prompt: str, most: int = 64) -> Record:
     """The last token's query and the key two before it, in the first head of the first layer."""
     model = runs.load(NAME)
     ids = runs.encode(prompt, 100)
@@ -46,17 +46,17 @@ def record_turned(prompt: str, most: int = 64) -> Record:
     scores = {}
     for start in (0, LATER):
         places = slice(start, start + most + 1)
-        turned = apply_rotary_emb(queries[-1], cos[places], sin[places])  # (most + 1, 1, head_dim)
+        rotated = apply_rotary_emb(queries[-1], cos[places], sin[places])  # (most + 1, 1, head_dim)
         key = apply_rotary_emb(keys[other], cos[start], sin[start])
-        scores[start] = (turned * key).sum(-1)[:, 0].tolist()
+        scores[start] = (rotated * key).sum(-1)[:, 0].tolist()
     return Record(
-        query=runs.text_of(ids[-1]),
-        key=runs.text_of(ids[other]),
+        query=runs.token_text(ids[-1]),
+        key=runs.token_text(ids[other]),
         scores=scores,  # position of the key -> the scores at distances 0, 1, ...
     )
 
 
-def draw_turned(record: Record) -> scene.Scene:
+def draw_rope(record: Record) -> scene.Scene:
     here, later = record.scores.values()
     curves = [
         scene.Curve("key at position 0", list(enumerate(here)), "first"),
@@ -88,11 +88,11 @@ def record_message(prompt: str) -> Message:
     runs.encode(prompt, 60)
     encoding = runs.encoding()
     template = Chat(STORIES.with_name(NAME))
-    said = [{"role": "user", "content": prompt}]
-    naive = encoding.encode(template.render(said), allowed_special="all")
+    messages = [{"role": "user", "content": prompt}]
+    naive = encoding.encode(template.render(messages), allowed_special="all")
     control = {encoding.encode_single_token(text) for text in encoding.special_tokens_set}
-    both = template.encode(said, encoding), naive
-    return Message(*([(runs.text_of(id), id in control) for id in ids] for ids in both))
+    both = template.encode(messages, encoding), naive
+    return Message(*([(runs.token_text(id), id in control) for id in ids] for ids in both))
 
 
 def draw_message(record: Message) -> scene.Scene:
@@ -130,8 +130,8 @@ def record_merges(prompt: str) -> list[Merge]:
     # The control tokens are behind the others.
     count = encoding.n_vocab - len(encoding.special_tokens_set)
     ids = {encoding.decode_single_token_bytes(id): id for id in range(count)}
-    piece = max(regex.findall(PATTERNS["GPT-2"], prompt), key=len).encode()
-    parts = [bytes([byte]) for byte in piece]
+    pre_token = max(regex.findall(PATTERNS["GPT-2"], prompt), key=len).encode()
+    parts = [bytes([byte]) for byte in pre_token]
     merges = [Merge([part.decode("utf-8", "backslashreplace") for part in parts], None, None)]
     while True:
         joined = [a + b for a, b in zip(parts, parts[1:])]
@@ -242,8 +242,8 @@ def record_order(prompt: str, count: int = 24) -> Record:
     wrong = [token for (token,) in generate(model, [ids], params)]
     return Record(
         here=reverse_permute_weights(torch.arange(HEAD), HEAD).tolist(),  # rows of the file
-        right=runs.texts_of(right),
-        wrong=runs.texts_of(wrong),
+        right=runs.token_texts(right),
+        wrong=runs.token_texts(wrong),
     )
 
 
@@ -419,6 +419,6 @@ PICTURES = {
         "Once upon a time, there was a little girl named Lily.", record_scores, draw_scores
     ),
     "llama-3-tokenizer": scene.Picture("They went to the playground", record_merges, draw_merges),
-    "llama": scene.Picture("The cat sat on", record_turned, draw_turned),
+    "llama": scene.Picture("The cat sat on", record_rope, draw_rope),
     "control-tokens": scene.Picture("rain<|endoftext|>", record_message, draw_message),
 }

@@ -25,7 +25,7 @@ def record_rounded(prompt: str) -> Record:
         width = 8 * value.itemsize
         rows.append((name, f"{value.view(integer).item() % 2**width:0{width}b}", value.item()))
     return Record(
-        token=runs.text_of(best),  # whose logit it is
+        token=runs.token_text(best),  # whose logit it is
         rows=rows,  # format, its bits, and the value that they stand for
     )
 

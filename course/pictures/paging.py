@@ -8,7 +8,7 @@ from engine.cache import PagedCache
 from engine.engine import Engine
 from engine.pages import page_count
 from pictures import runs, scene
-from pictures.runs import Arrival, Frame, Run, row_of, work_of
+from pictures.runs import AddedRequest, Frame, Trace, find_request, num_scheduled_tokens
 from pictures.scene import times
 from sampling import SamplingParams
 
@@ -16,54 +16,57 @@ PAGE = 4  # positions, so that a picture has several pages
 SMALL = f"A page has {PAGE} positions here, so that several fit on the screen; the default is 16."
 
 
-def drawing(length: int, seed: int) -> SamplingParams:
+def sampled_params(length: int, seed: int) -> SamplingParams:
     return SamplingParams(length, ignore_eos=True, temperature=1.0, seed=seed)
 
 
 def owners_of(frame: Frame) -> dict[int, list[int]]:
     """Page -> the running requests whose block tables name it."""
     owners = {}
-    for row in frame["running"]:
-        for page in row["pages"]:
-            owners.setdefault(page, []).append(row["number"])
+    for state in frame["running"]:
+        for page in state["pages"]:
+            owners.setdefault(page, []).append(state["number"])
     return owners
 
 
-def pool(run: Run, frame: Frame, last: int) -> scene.Cells:
+def pool(run: Trace, frame: Frame, last: int) -> scene.Cells:
     """The first pages of the pool with the tokens that they hold. last: number of the last one."""
-    texts = run.texts()
+    texts = run.token_texts()
     owners = owners_of(frame)
     held = {}
-    for row in frame["running"]:
-        computed = texts[row["number"] - 1][: row["computed"]]
-        for place, page in enumerate(row["pages"]):
+    for state in frame["running"]:
+        computed = texts[state["number"] - 1][: state["computed"]]
+        for place, page in enumerate(state["pages"]):
             held[page] = computed[PAGE * place : PAGE * (place + 1)]
     rows = []
     for page in range(last + 1):
         numbers = owners.get(page, [])
-        kind, said = "idle", "free"
+        kind, value = "idle", "free"
         if len(numbers) == 1:
-            kind, said = f"owner{numbers[0]}", f"request {numbers[0]}"
+            kind, value = f"owner{numbers[0]}", f"request {numbers[0]}"
         elif numbers:
-            kind, said = "kept", f"{len(numbers)} requests"
+            kind, value = "kept", f"{len(numbers)} requests"
         cells = [scene.Cell(kind, text.strip() or text) for text in held.get(page, [])]
         cells += [scene.Cell(kind)] * (PAGE - len(cells))
-        rows.append(scene.Row(f"page {page}", cells, said))
+        rows.append(scene.Row(f"page {page}", cells, value))
     return scene.Cells(rows)
 
 
 def block_tables(frame: Frame) -> scene.Cells:
     shared = {page for page, numbers in owners_of(frame).items() if numbers[1:]}
     rows = []
-    for row in frame["running"]:
-        own = f"owner{row['number']}"
-        cells = [scene.Cell("kept" if page in shared else own, str(page)) for page in row["pages"]]
-        rows.append(scene.Row(f"request {row['number']}", cells))
+    for state in frame["running"]:
+        owner_kind = f"owner{state['number']}"
+        cells = [
+            scene.Cell("kept" if page in shared else owner_kind, str(page))
+            for page in state["pages"]
+        ]
+        rows.append(scene.Row(f"request {state['number']}", cells))
     return scene.Cells(rows)
 
 
 class Pool(NamedTuple):
-    run: Run
+    run: Trace
     at: int  # the frame that is drawn
 
 
@@ -74,18 +77,19 @@ def record_pool(prompt: str) -> Pool:
     num_pages = 2 + sum(page_count(len(ids) + length - 1, PAGE) for length in lengths[1:])
     engine = Engine(runs.load(), max_num_seqs=3, num_pages=num_pages, page_size=PAGE)
     arrivals = [  # with a cache_salt each: none finds the pages of another one
-        Arrival(0, ids, drawing(length, seed), str(seed)) for seed, length in enumerate(lengths)
+        AddedRequest(0, ids, sampled_params(length, seed), str(seed))
+        for seed, length in enumerate(lengths)
     ]
-    run = runs.play(engine, arrivals, "pages")
-    last = [row_of(frame, 4) for frame in run.frames]
-    return Pool(run, next(at for at, row in enumerate(last) if row and row["computed"] >= 7))
+    run = runs.run_engine(engine, arrivals, "pages")
+    last = [find_request(frame, 4) for frame in run.frames]
+    return Pool(run, next(at for at, state in enumerate(last) if state and state["computed"] >= 7))
 
 
 def draw_pool(record: Pool) -> scene.Scene:
     run, at = record
     frame = run.frames[at]
-    row = frame["running"][-1]
-    place = len(row["pages"]) * PAGE - 3
+    state = frame["running"][-1]
+    place = len(state["pages"]) * PAGE - 3
     entry, offset = divmod(place, PAGE)
     count = run.setup["num_pages"]
     free = count - len(owners_of(frame))
@@ -101,8 +105,8 @@ def draw_pool(record: Pool) -> scene.Scene:
         scene.Panel(
             "Block tables",
             block_tables(frame),
-            f"Position {place} of request {row['number']} is in entry {entry} of its block "
-            f"table: page {row['pages'][entry]}, offset {offset}.",
+            f"Position {place} of request {state['number']} is in entry {entry} of its block "
+            f"table: page {state['pages'][entry]}, offset {offset}.",
         ),
         scene.Panel("The engine, step by step", runs.player(run, at)),
     )
@@ -113,8 +117,8 @@ def record_sharing(prompt: str) -> Pool:
     ids = runs.encode(prompt, 60)
     num_pages = 4 * page_count(len(ids) + 9, PAGE)
     engine = Engine(runs.load(), max_num_seqs=4, num_pages=num_pages, page_size=PAGE)
-    arrivals = [Arrival(min(seed, 1), ids, drawing(9, seed)) for seed in range(4)]
-    run = runs.play(engine, arrivals, "pages", "sharing")
+    arrivals = [AddedRequest(min(seed, 1), ids, sampled_params(9, seed)) for seed in range(4)]
+    run = runs.run_engine(engine, arrivals, "pages", "sharing")
     saved = []
     for frame in run.frames:
         owners = owners_of(frame)
@@ -157,39 +161,39 @@ def draw_sharing(record: Pool) -> scene.Scene:
     )
 
 
-def record_preemption(prompt: str) -> Run:
+def record_preemption(prompt: str) -> Trace:
     """Four texts that need more pages than there are."""
     ids = runs.encode(prompt, 12)
     engine = Engine(runs.load(), max_num_seqs=4, num_pages=10, page_size=PAGE)
     arrivals = [  # with a cache_salt each: none finds the pages of another one
-        Arrival(after, ids, drawing(length, seed), str(seed))
+        AddedRequest(after, ids, sampled_params(length, seed), str(seed))
         for seed, (after, length) in enumerate(((0, 16), (0, 14), (3, 13), (5, 12)))
     ]
-    return runs.play(engine, arrivals, "pages", "preemption", "sharing")
+    return runs.run_engine(engine, arrivals, "pages", "preemption", "sharing")
 
 
-def draw_preemption(record: Run) -> scene.Scene:
+def draw_preemption(record: Trace) -> scene.Scene:
     frames = record.frames
     pages = [[scene.Cell()] * len(frames) for _ in range(record.setup["num_pages"])]
     for at, frame in enumerate(frames):
         for page, (number,) in owners_of(frame).items():
             pages[page][at] = scene.Cell(f"owner{number}")
     lanes = []
-    again = 0  # positions computed more than once
+    recomputed = 0  # positions computed more than once
     for number, request in enumerate(record.requests, 1):
         spans = []
         done = 0  # positions computed of it so far
         for at, frame in enumerate(frames):
-            row = row_of(frame, number)
-            work = work_of(frame, number)
+            state = find_request(frame, number)
+            work = num_scheduled_tokens(frame, number)
             if number in frame["preempted"]:
                 kind = "bad"
             elif work:
-                start = row["computed"] - work if row in frame["running"] else done
+                start = state["computed"] - work if state in frame["running"] else done
                 kind = "second" if start < done else "first"
-                again += done - start
+                recomputed += done - start
                 done = start + work
-            elif row in frame["waiting"]:
+            elif state in frame["waiting"]:
                 kind = "idle"
             else:
                 continue
@@ -202,7 +206,7 @@ def draw_preemption(record: Run) -> scene.Scene:
     caption = (
         "When no page is free, the youngest request is preempted: it returns its pages and later "
         f"computes its text again. Here that happens {times(count, 'time')}, and "
-        f"{times(again, 'position')} are computed twice."
+        f"{times(recomputed, 'position')} are computed twice."
         if count
         else f"The {len(pages)} pages are enough for these texts: no request is preempted."
     )
@@ -259,12 +263,12 @@ def record_groups(prompt: str) -> Record:
 
 def draw_groups(record: Record) -> scene.Scene:
     counts = [page_count(length, PAGE) for length in record.lengths]
-    together = [(max(counts), list(range(len(counts))))]
+    one_group = [(max(counts), list(range(len(counts))))]
     key = {"first": "a page of the text", "idle": "padding: its last page again"}
     parts = []
     sums = []
     for title, groups, note in (
-        ("One group", together, SMALL),
+        ("One group", one_group, SMALL),
         ("Groups", record.groups, "A group has texts of 1 page, 2 to 3, 4 to 7, 8 to 15 pages."),
     ):
         rows = []
@@ -285,28 +289,30 @@ def draw_groups(record: Record) -> scene.Scene:
     )
 
 
-BESIDE = ("Lily", "The dog")
-ARRIVES = 2  # steps before the long prompt comes
+OTHER_PROMPTS = ("Lily", "The dog")
+ARRIVAL_STEP = 2  # steps before the long prompt comes
 
 
 def record_budgets(prompt: str, budgets: tuple[int, int] = (512, 8)) -> Record:
     """A long prompt arrives while two short texts are written, under two budgets."""
     params = SamplingParams(12, ignore_eos=True)
-    arrivals = [Arrival(0, runs.encode(text, 20), params) for text in BESIDE]
-    arrivals.append(Arrival(ARRIVES, runs.encode(prompt, 200), params))
-    played = []
+    arrivals = [AddedRequest(0, runs.encode(text, 20), params) for text in OTHER_PROMPTS]
+    arrivals.append(AddedRequest(ARRIVAL_STEP, runs.encode(prompt, 200), params))
+    traces = []
     first = []
     for budget in budgets:
         engine = Engine(runs.load(), max_num_seqs=3, num_pages=18, max_num_batched_tokens=budget)
-        run = runs.play(engine, arrivals, "pages")
-        played.append(run)
-        rows = [row_of(frame, 3) for frame in run.frames]
+        run = runs.run_engine(engine, arrivals, "pages")
+        traces.append(run)
+        rows = [find_request(frame, 3) for frame in run.frames]
         first.append(
-            next(n for n, row in enumerate(rows, 1) if row and row["tokens"] > row["prompt"])
+            next(
+                n for n, state in enumerate(rows, 1) if state and state["tokens"] > state["prompt"]
+            )
         )
     return Record(
         budgets=budgets,
-        runs=played,
+        runs=traces,
         first=first,  # the step that gives the long prompt its first token
     )
 
@@ -317,11 +323,13 @@ def draw_budgets(record: Record) -> scene.Scene:
     for budget, run, first in zip(record.budgets, record.runs, record.first):
         bars = []
         for step, frame in enumerate(run.frames, 1):
-            shares = [(work_of(frame, number), f"owner{number}") for number in (1, 2, 3)]
+            shares = [
+                (num_scheduled_tokens(frame, number), f"owner{number}") for number in (1, 2, 3)
+            ]
             total = sum(share for share, _ in shares)
             value = f"{total}, first token" if step == first else str(total)
             bars.append(scene.Bar(f"step {step}", shares, value))
-        most.append(max(work_of(frame, 0) for frame in run.frames))
+        most.append(max(num_scheduled_tokens(frame, 0) for frame in run.frames))
         title = f"Budget {budget}: {len(run.frames)} steps, at most {times(most[-1], 'token')}"
         key = {"owner1": "request 1", "owner2": "request 2", "owner3": "request 3, a long prompt"}
         parts.append(scene.Panel(title, scene.Bars(bars, max(most)), key=key))

@@ -11,11 +11,11 @@ from sampling import SamplingParams, penalize
 
 
 @torch.inference_mode()
-def record_moved(prompt: str, common: dict, own: dict, count: int = 60) -> Record:
-    """Greedy decoding with the parameters `common`, and with `own` as well."""
+def record_moved(prompt: str, common: dict, penalty: dict, count: int = 60) -> Record:
+    """Greedy decoding with the parameters `common`, and with `penalty` as well."""
     ids = runs.encode(prompt, 100)
-    both = (common, common | own)
-    texts = [runs.write(ids, max_new_tokens=count, **params) for params in both]
+    both = (common, common | penalty)
+    texts = [runs.generate_tokens(ids, max_new_tokens=count, **params) for params in both]
     pairs = list(zip(*texts))
     at = next((index for index, (a, b) in enumerate(pairs) if a != b), len(pairs) - 1)
     text = ids + texts[0][:at]
@@ -27,14 +27,16 @@ def record_moved(prompt: str, common: dict, own: dict, count: int = 60) -> Recor
     shown = sorted(dict.fromkeys(best.tolist()), key=lambda id: -before[id].item())
     output = texts[0][:at]
     rows = [
-        (runs.text_of(id), before[id].item(), after[id].item(), output.count(id)) for id in shown
+        (runs.token_text(id), before[id].item(), after[id].item(), output.count(id)) for id in shown
     ]
     return Record(
         rows=rows,  # token, logit before and after, times written
-        chosen=tuple(runs.text_of(each[at]) for each in texts),  # without the penalty and with it
-        start=runs.texts_of(text)[-12:],  # the end of the text before that step
+        chosen=tuple(
+            runs.token_text(each[at]) for each in texts
+        ),  # without the penalty and with it
+        start=runs.token_texts(text)[-12:],  # the end of the text before that step
         # what follows without it and with it
-        texts=tuple(runs.texts_of(each[at : at + 12]) for each in texts),
+        texts=tuple(runs.token_texts(each[at : at + 12]) for each in texts),
     )
 
 
@@ -53,11 +55,11 @@ def draw_moved(record: Record, rule: str, note: str) -> scene.Scene:
     lines = [scene.Line([scene.Token(text, "kept") for text in record.start], "the text")]
     for name, texts, kind in zip(names, record.texts, ("bad", "good")):
         lines.append(scene.Line([scene.Token(texts[0], kind), *map(scene.Token, texts[1:])], name))
-    turn = f"Here {word(record.chosen[0])} falls behind {word(record.chosen[1])}."
+    outcome = f"Here {word(record.chosen[0])} falls behind {word(record.chosen[1])}."
     if record.chosen[0] == record.chosen[1]:
-        turn = "It changes no choice in this text."
+        outcome = "It changes no choice in this text."
     return scene.Scene(
-        f"{rule} {turn}",
+        f"{rule} {outcome}",
         scene.Panel(
             "The best tokens at the first step that the penalty changes",
             scene.Bars(bars),
@@ -68,8 +70,8 @@ def draw_moved(record: Record, rule: str, note: str) -> scene.Scene:
     )
 
 
-def picture(common: dict, own: dict, rule: str, note: str) -> scene.Picture:
-    record = functools.partial(record_moved, common=common, own=own)
+def picture(common: dict, penalty: dict, rule: str, note: str) -> scene.Picture:
+    record = functools.partial(record_moved, common=common, penalty=penalty)
     return scene.Picture(
         "The big bear", record, functools.partial(draw_moved, rule=rule, note=note)
     )

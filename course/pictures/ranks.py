@@ -110,8 +110,8 @@ def record_half(prompt: str, steps: list[str | int], *ways: str, size: int = 2) 
     return Record(
         ways=found,
         off=off,  # the largest difference of a logit to that of one process
-        following=runs.text_of(run.logits.argmax().item()),  # the most likely token
-        prompt=list(zip(runs.texts_of(list(ids)), ids)),  # text and id of its tokens
+        following=runs.token_text(run.logits.argmax().item()),  # the most likely token
+        prompt=list(zip(runs.token_texts(list(ids)), ids)),  # text and id of its tokens
         head=whole.config.head_dim,  # numbers of a head
     )
 

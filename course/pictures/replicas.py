@@ -23,14 +23,14 @@ NAME = "stories-llama"
 LENGTHS = (7, 4, 5, 9, 6, 3)  # of texts
 
 
-def record_sides(prompt: str, rows: int = 2) -> list[Record]:
+def record_sides(prompt: str, max_num_seqs: int = 2) -> list[Record]:
     ids = runs.encode(prompt, 20)
-    return [side_by_side(ids, count, rows) for count in (1, 2)]
+    return [side_by_side(ids, count, max_num_seqs) for count in (1, 2)]
 
 
-def side_by_side(ids: list[int], count: int, rows: int) -> Record:
+def side_by_side(ids: list[int], count: int, max_num_seqs: int) -> Record:
     """Requests, by number from 1, in one or several engines."""
-    engines = [Engine(runs.load(NAME), max_num_seqs=rows) for _ in range(count)]
+    engines = [Engine(runs.load(NAME), max_num_seqs=max_num_seqs) for _ in range(count)]
     requests = [
         engines[seed % count].add(ids, SamplingParams(length, True, temperature=1.0, seed=seed))
         for seed, length in enumerate(LENGTHS)
@@ -40,10 +40,10 @@ def side_by_side(ids: list[int], count: int, rows: int) -> Record:
         for engine, seen in zip(engines, steps):
             engine.step()
             now = [requests.index(entry.request) + 1 for entry in engine.scheduled]
-            seen.append(runs.seat(seen[-1] if seen else [None] * rows, now))
+            seen.append(runs.assign_slots(seen[-1] if seen else [None] * max_num_seqs, now))
     return Record(
         steps=steps,  # of each engine, each step: who has each row
-        texts=[runs.texts_of(request.output) for request in requests],
+        texts=[runs.token_texts(request.output) for request in requests],
     )
 
 
@@ -81,26 +81,26 @@ OTHERS = (
     "One day, a boy named Tom and his dog went to",
     "The lonely knight lived in a big castle on a hill,",
 )
-ENDS = " and saw then found with who ate ran sat took gave made".split(" ")[1:]
+SUFFIXES = " and saw then found with who ate ran sat took gave made".split(" ")[1:]
 
 
 def record_routing(prompt: str) -> dict[str, list[Record]]:
     """Way -> requests in the order in which they come, each when the one before is over."""
-    beginnings = [runs.encode(text, 30) for text in (prompt, *OTHERS)]
-    order = [number for number in range(len(beginnings)) for _ in range(4)]
+    prompt_prefixes = [runs.encode(text, 30) for text in (prompt, *OTHERS)]
+    order = [number for number in range(len(prompt_prefixes)) for _ in range(4)]
     random.Random(1).shuffle(order)
-    ends = [runs.encode(f" {word}", 20) for word in ENDS]
-    asked = [(number, beginnings[number] + end) for number, end in zip(order, ends)]
-    return {"in turn": route(asked, False), "by prefix": route(asked, True)}
+    ends = [runs.encode(f" {word}", 20) for word in SUFFIXES]
+    requests = [(number, prompt_prefixes[number] + end) for number, end in zip(order, ends)]
+    return {"in turn": route(requests, False), "by prefix": route(requests, True)}
 
 
-def route(asked: list[tuple[int, list[int]]], by_prefix: bool) -> list[Record]:
+def route(requests: list[tuple[int, list[int]]], by_prefix: bool) -> list[Record]:
     model = runs.load(NAME)
     engines = [Engine(model, max_num_seqs=8, num_pages=96, page_size=PAGE) for _ in range(ENGINES)]
     prefixes = Prefixes(model.config.block_size, None, PAGE, 96, 8)
     prefixes.keep(set(range(ENGINES)))
     sent = []
-    for call, (beginning, prompt) in enumerate(asked):
+    for call, (prefix_id, prompt) in enumerate(requests):
         best = prefixes.order(list(range(ENGINES)), [prompt], "")[0]
         chosen = best if by_prefix else call % ENGINES
         prefixes.sent(chosen, str(call), [prompt], "")
@@ -112,10 +112,10 @@ def route(asked: list[tuple[int, list[int]]], by_prefix: bool) -> list[Record]:
         prefixes.done(chosen, str(call))
         sent.append(
             Record(
-                beginning=beginning,
+                prefix_id=prefix_id,
                 engine=chosen,
                 length=len(prompt),
-                found=engine.scheduler.prefix_cache_hits - before,
+                cache_hits=engine.scheduler.prefix_cache_hits - before,
             )
         )
     return sent
@@ -128,7 +128,7 @@ def draw_routing(record: dict[str, list[Record]]) -> scene.Scene:
         rows = []
         for engine in range(ENGINES):
             cells = [
-                scene.Cell("good" if each.found else "second", "ABC"[each.beginning])
+                scene.Cell("good" if each.cache_hits else "second", "ABC"[each.prefix_id])
                 if each.engine == engine
                 else scene.Cell()
                 for each in sent
@@ -136,16 +136,16 @@ def draw_routing(record: dict[str, list[Record]]) -> scene.Scene:
             rows.append(scene.Row(f"engine {engine + 1}", cells))
         panels.append(scene.Panel(f"Requests go {way}", scene.Cells(rows), wide=True))
         length = sum(each.length for each in sent)
-        found = sum(each.found for each in sent)
-        parts = [(found, "good"), (length - found, "second")]
-        bars.append(scene.Bar(way, parts, f"{found} of {length} positions found"))
+        cache_hits = sum(each.cache_hits for each in sent)
+        parts = [(cache_hits, "good"), (length - cache_hits, "second")]
+        bars.append(scene.Bar(way, parts, f"{cache_hits} of {length} positions found"))
     key = {"good": "its beginning is in the cache", "second": "computed from the start"}
     panels.append(scene.Panel("Positions of all prompts", scene.Bars(bars), key=key))
-    found = [sum(each.found for each in sent) for sent in record.values()]
+    cache_hits = [sum(each.cache_hits for each in sent) for sent in record.values()]
     return scene.Scene(
         "An engine finds only the pages that it computed itself. A request that goes to the "
-        f"engine with its beginning, A, B or C, finds them: {found[1]} positions instead of "
-        f"{found[0]} when engines take turns.",
+        f"engine with its beginning, A, B or C, finds them: {cache_hits[1]} positions instead of "
+        f"{cache_hits[0]} when engines take turns.",
         *panels,
     )
 
@@ -166,30 +166,30 @@ def record_scaling(prompt: str) -> Record:
     engines = [
         Engine(model, max_num_seqs=args.max_num_seqs) for _ in range(settings["max_replicas"])
     ]
-    asked: list[Request] = []
-    over = []
+    requests: list[Request] = []
+    finished = []
     counts = deque(maxlen=int(settings["look_back_period_s"]))
     target = settings["min_replicas"]
-    late = 0  # seconds in which another number was wanted
+    delayed = 0  # seconds in which another number was wanted
     seconds = []
     for clients in CLIENTS:
-        for _ in range(clients - len(asked)):
+        for _ in range(clients - len(requests)):
             engine = min(engines[:target], key=load_of)
-            asked.append(engine.add(ids, SamplingParams(TOKENS, ignore_eos=True)))
-        counts.append(len(asked))
+            requests.append(engine.add(ids, SamplingParams(TOKENS, ignore_eos=True)))
+        counts.append(len(requests))
         for engine in engines:
             engine.step()
-        over += [request for request in asked if request.finish_reason]
-        asked = [request for request in asked if not request.finish_reason]
-        wanted = decide(counts, settings)
-        late = late + 1 if wanted != target else 0
-        if late > settings["upscale_delay_s"]:
-            target = wanted
-            late = 0
+        finished += [request for request in requests if request.finish_reason]
+        requests = [request for request in requests if not request.finish_reason]
+        desired = decide(counts, settings)
+        delayed = delayed + 1 if desired != target else 0
+        if delayed > settings["upscale_delay_s"]:
+            target = desired
+            delayed = 0
         seconds.append(
             Record(
                 requests=counts[-1],  # that are not over
-                wanted=wanted,  # engines, by Ray's rule
+                desired=desired,  # engines, by Ray's rule
                 target=target,  # engines that get requests
                 # engines that only finish what they have
                 leaving=[at for at in range(target, len(engines)) if engines[at].busy],
@@ -198,7 +198,7 @@ def record_scaling(prompt: str) -> Record:
     return Record(
         settings=settings,
         seconds=seconds,
-        lengths=[len(request.output) for request in over],  # of all texts that are over
+        lengths=[len(request.output) for request in finished],  # of all texts that are over
     )
 
 
@@ -208,17 +208,17 @@ def load_of(engine: Engine) -> int:
 
 def decide(counts: deque[int], settings: dict) -> int:
     """Ray's rule, worked out here: how many replicas for the requests of the last seconds."""
-    wanted = math.ceil(sum(counts) / len(counts) / settings["target_ongoing_requests"])
-    return min(max(wanted, settings["min_replicas"]), settings["max_replicas"])
+    desired = math.ceil(sum(counts) / len(counts) / settings["target_ongoing_requests"])
+    return min(max(desired, settings["min_replicas"]), settings["max_replicas"])
 
 
 def draw_scaling(record: Record) -> scene.Scene:
     rows = record.settings["target_ongoing_requests"]
     requests = []
-    room = []
+    slots = []
     for at, second in enumerate(record.seconds):
         requests += [(at, second.requests), (at + 1, second.requests)]
-        room += [(at, rows * second.target), (at + 1, rows * second.target)]
+        slots += [(at, rows * second.target), (at + 1, rows * second.target)]
     lanes = []
     for engine in range(record.settings["max_replicas"]):
         kinds = [
@@ -238,7 +238,7 @@ def draw_scaling(record: Record) -> scene.Scene:
             scene.Lines(
                 [
                     scene.Curve("requests that are not over", requests, "first"),
-                    scene.Curve("rows of the engines that get requests", room, "second"),
+                    scene.Curve("rows of the engines that get requests", slots, "second"),
                 ],
                 scene.Axis("second"),
                 scene.Axis("requests"),

@@ -53,15 +53,17 @@ def encoding():
     return load_encoding(STORIES, load().config.vocab_size)
 
 
-def encode(prompt: str, most: int, least: int = 1) -> list[int]:
+def encode(prompt: str, max_tokens: int, min_tokens: int = 1) -> list[int]:
     """The ids of a prompt. Raises UserError if they are fewer or more than a picture can show."""
     ids = encoding().encode(prompt, allowed_special="all")
-    if not least <= len(ids) <= most:
-        raise UserError(f"the prompt has {len(ids)} tokens; this picture shows {least} to {most}")
+    if not min_tokens <= len(ids) <= max_tokens:
+        raise UserError(
+            f"the prompt has {len(ids)} tokens; this picture shows {min_tokens} to {max_tokens}"
+        )
     return ids
 
 
-def texts_of(ids: list[int]) -> list[str]:
+def token_texts(ids: list[int]) -> list[str]:
     """The text of each token; a character cut into several stands whole at its last one."""
     stream = IncrementalDetokenizer(encoding())
     texts = [stream.add(id) for id in ids]
@@ -70,7 +72,7 @@ def texts_of(ids: list[int]) -> list[str]:
     return texts
 
 
-def text_of(id: int) -> str:
+def token_text(id: int) -> str:
     """The text of a token that stands alone; bytes of a part of a character as \\xc3."""
     return encoding().decode_single_token_bytes(id).decode("utf-8", "backslashreplace")
 
@@ -81,13 +83,13 @@ def next_logits(text: list[int], name: str = STORIES.name) -> torch.Tensor:
     return load(name)(torch.tensor([text]))[0, -1]
 
 
-def likely(probs: torch.Tensor, count: int) -> list[tuple[str, float]]:
+def top_tokens(probs: torch.Tensor, count: int) -> list[tuple[str, float]]:
     """The most likely tokens, best first."""
     best = probs.topk(count)
-    return [(text_of(id), p) for id, p in zip(best.indices.tolist(), best.values.tolist())]
+    return [(token_text(id), p) for id, p in zip(best.indices.tolist(), best.values.tolist())]
 
 
-def write(ids: list[int], name: str = STORIES.name, **params) -> list[int]:
+def generate_tokens(ids: list[int], name: str = STORIES.name, **params) -> list[int]:
     """What `generate` writes after these ids. params: those of SamplingParams, and stride."""
     stride = params.pop("stride", None)
     steps = generate(load(name), [ids], SamplingParams(**params), stride=stride)
@@ -101,33 +103,33 @@ class Pass(NamedTuple):
     positions: list[list[int]]  # of each token, (B, T)
 
 
-def watched(name: str = STORIES.name) -> tuple[Model, list[Pass]]:
+def record_passes(name: str = STORIES.name) -> tuple[Model, list[Pass]]:
     """A model of its own, and a list that grows by each pass it computes."""
     model = load_model(STORIES.with_name(name), torch.float32, "cpu").requires_grad_(False)
     passes = []
     hidden = model.hidden
 
-    def noted(tokens, positions, attend):
+    def recorded_hidden(tokens, positions, attend):
         passes.append(Pass(tokens.tolist(), positions.expand(tokens.shape).tolist()))
         return hidden(tokens, positions, attend)
 
-    model.hidden = noted
+    model.hidden = recorded_hidden
     return model, passes
 
 
 # The engine, step by step
 
 
-class Arrival(NamedTuple):
+class AddedRequest(NamedTuple):
     """A request, and after how many steps it comes."""
 
-    after: int
+    arrival_step: int
     prompt: list[int]
     params: SamplingParams
     cache_salt: str = ""
 
 
-class Run(NamedTuple):
+class Trace(NamedTuple):
     """What an engine did."""
 
     setup: dict[str, Any]  # as player.js has it
@@ -135,12 +137,12 @@ class Run(NamedTuple):
     requests: list[Request]  # number 1 first
     drafts: list[dict[int, list[int]]]  # of each step: number of a request -> what was drafted
 
-    def texts(self) -> list[list[str]]:
+    def token_texts(self) -> list[list[str]]:
         """The tokens of each request."""
-        return [texts_of(request.tokens) for request in self.requests]
+        return [token_texts(request.tokens) for request in self.requests]
 
 
-class Numbered(NamedTuple):
+class RequestInfo(NamedTuple):
     """What Live reads of a text: the call it belongs to, and its numbers."""
 
     call: Any
@@ -148,14 +150,14 @@ class Numbered(NamedTuple):
     number: int
 
 
-class Stage:
+class FakeEngineThread:
     """Stands in for an EngineThread: Live hands its frames to `tell`."""
 
     name = ""
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.texts: dict[Request, Numbered] = {}
+        self.texts: dict[Request, RequestInfo] = {}
         self.observers = []
         self.frames: list[Frame] = []
 
@@ -163,23 +165,23 @@ class Stage:
         self.frames.append(frame)
 
 
-def play(engine: Engine, arrivals: list[Arrival], *shows: str) -> Run:
+def run_engine(engine: Engine, arrivals: list[AddedRequest], *shows: str) -> Trace:
     """Run all arrivals, the earliest first, to their end. shows: PARTS of player.js."""
-    stage = Stage(engine)
-    live = Live(stage, "")
+    engine_thread = FakeEngineThread(engine)
+    live = Live(engine_thread, "")
     live.clear()
     live.watched = 1
     arrivals = list(arrivals)
     drafts = []
     while engine.busy or arrivals:
-        while arrivals and arrivals[0].after <= engine.steps:
-            _, *asked = arrivals.pop(0)
-            number = len(stage.texts) + 1
-            stage.texts[engine.add(*asked)] = Numbered(stage, 0, number)
+        while arrivals and arrivals[0].arrival_step <= engine.steps:
+            _, *request_args = arrivals.pop(0)
+            number = len(engine_thread.texts) + 1
+            engine_thread.texts[engine.add(*request_args)] = RequestInfo(engine_thread, 0, number)
         live.due = 0.0  # a frame for each step
         live.stepped(engine.step())
         drafts.append(
-            {stage.texts[entry.request].number: entry.drafts for entry in engine.scheduled}
+            {engine_thread.texts[entry.request].number: entry.drafts for entry in engine.scheduled}
         )
     scheduler = engine.scheduler
     setup = {
@@ -188,51 +190,53 @@ def play(engine: Engine, arrivals: list[Arrival], *shows: str) -> Run:
         "page_size": scheduler.pool.page_size,
         "block_size": scheduler.block_size,
         "max_num_batched_tokens": min(
-            scheduler.token_budget, max(work_of(frame, 0) for frame in stage.frames)
+            scheduler.token_budget,
+            max(num_scheduled_tokens(frame, 0) for frame in engine_thread.frames),
         ),
         "gamma": engine.gamma if engine.drafter else 0,
         "recorded": True,
         "shows": shows,
         "most_pages": max(
-            [1] + [len(row["pages"]) for frame in stage.frames for row in frame["running"]]
+            [1]
+            + [len(state["pages"]) for frame in engine_thread.frames for state in frame["running"]]
         ),
     }
-    return Run(setup, stage.frames, list(stage.texts), drafts)
+    return Trace(setup, engine_thread.frames, list(engine_thread.texts), drafts)
 
 
-def rows_of(frame: Frame) -> list[Frame]:
+def requests_of(frame: Frame) -> list[Frame]:
     return frame["running"] + frame["waiting"] + frame["over"]
 
 
-def row_of(frame: Frame, number: int) -> Frame | None:
+def find_request(frame: Frame, number: int) -> Frame | None:
     """What a frame tells of a request; None if that is not there yet, or no more."""
-    return next((row for row in rows_of(frame) if row["number"] == number), None)
+    return next((state for state in requests_of(frame) if state["number"] == number), None)
 
 
-def work_of(frame: Frame, number: int) -> int:
+def num_scheduled_tokens(frame: Frame, number: int) -> int:
     """Positions that a step computed of a request; of all for number 0."""
-    return sum(row["work"][0] for row in rows_of(frame) if number in (0, row["number"]))
+    return sum(state["work"][0] for state in requests_of(frame) if number in (0, state["number"]))
 
 
-def seat(places: list[int | None], now: list[int]) -> list[int | None]:
-    """Who has each row of a batch: those that stay keep theirs, a new one takes the first free."""
-    places = [number if number in now else None for number in places]
+def assign_slots(slots: list[int | None], now: list[int]) -> list[int | None]:
+    """Who has each slot of a batch: those that stay keep theirs, a new one takes the first free."""
+    slots = [number if number in now else None for number in slots]
     for number in now:
-        if number not in places:
-            places[places.index(None)] = number
-    return places
+        if number not in slots:
+            slots[slots.index(None)] = number
+    return slots
 
 
-UNUSED = {"name", "drafts"}  # what player.js does not need of a row
+UNUSED = {"name", "drafts"}  # what player.js does not need of a request
 
 
-def player(run: Run, first: int = 0) -> Player:
+def player(run: Trace, first: int = 0) -> Player:
     """The form that plays a run. first: the frame it shows first."""
     frames = []
     for frame in run.frames:
         short = {"time": frame["steps"]}  # each step takes as long
         for kind in ("running", "waiting", "over"):
-            rows = frame[kind]
-            short[kind] = [{k: v for k, v in row.items() if k not in UNUSED} for row in rows]
+            states = frame[kind]
+            short[kind] = [{k: v for k, v in state.items() if k not in UNUSED} for state in states]
         frames.append(frame | short)
-    return Player(run.setup | {"texts": dict(enumerate(run.texts(), 1))}, frames, first)
+    return Player(run.setup | {"texts": dict(enumerate(run.token_texts(), 1))}, frames, first)

@@ -3,11 +3,11 @@
 To draw lesson 07, write `course/pictures/choosing.py`, or add to a module that is there:
 
     def record(prompt: str) -> list[tuple[str, float]]:
-        return runs.likely(runs.next_logits(runs.encode(prompt, 200)).softmax(-1), 8)
+        return runs.top_tokens(runs.next_logits(runs.encode(prompt, 200)).softmax(-1), 8)
 
-    def draw(likely: list[tuple[str, float]]) -> scene.Scene:
-        bars = [scene.Bar(word(text), [(p, "first")], percent(p)) for text, p in likely]
-        caption = f"The model prefers {word(likely[0][0])}, with {percent(likely[0][1])}."
+    def draw(top_tokens: list[tuple[str, float]]) -> scene.Scene:
+        bars = [scene.Bar(word(text), [(p, "first")], percent(p)) for text, p in top_tokens]
+        caption = f"The model prefers {word(top_tokens[0][0])}, with {percent(top_tokens[0][1])}."
         return scene.Scene(caption, scene.Panel("The next token", scene.Bars(bars)))
 
     PICTURES = {"top-p": scene.Picture("One day, a girl named", record, draw)}

@@ -24,10 +24,10 @@ def record_tree(prompt: str, count: int = 5) -> Record:
     def scored(tokens: list[int]) -> Scored:
         logits = model(torch.tensor([ids + tokens]), len(tokens) + 1)[0]
         logprobs = [token_logprob(*pair, 0).logprob for pair in zip(logits, tokens)]
-        return list(zip(runs.texts_of(tokens), logprobs))
+        return list(zip(runs.token_texts(tokens), logprobs))
 
     steps = [beam_search(model, ids, 2, length, ignore_eos=True) for length in range(1, count + 1)]
-    greedy = runs.write(ids, max_new_tokens=count, ignore_eos=True)
+    greedy = runs.generate_tokens(ids, max_new_tokens=count, ignore_eos=True)
     return Record(
         prompt=prompt,
         # the two texts kept after each step, best first
@@ -89,44 +89,54 @@ def record_lookup(prompt: str, count: int = 16) -> Record:
     passes = list(
         generate_speculative(runs.load(), propose_prompt_lookup, ids, SamplingParams(count))
     )
-    verdicts = [
-        drafting.Verdict(runs.texts_of(each.drafts), each.accepted, runs.texts_of(each.tokens))
+    verifications = [
+        drafting.Verification(
+            runs.token_texts(each.drafts), each.accepted, runs.token_texts(each.tokens)
+        )
         for each in passes
     ]
     shown = next((at for at, each in enumerate(passes) if each.accepted), None)
     text = ids + [token for each in passes[: shown or 0] for token in each.tokens]
-    size = max((size for size in (2, 3) if prompt_lookup(text, 1, size, size)), default=0)
-    places = range(len(text) - size)
-    found = [at for at in places if text[at : at + size] == text[len(text) - size :]]
+    ngram_size = max(
+        (ngram_size for ngram_size in (2, 3) if prompt_lookup(text, 1, ngram_size, ngram_size)),
+        default=0,
+    )
+    places = range(len(text) - ngram_size)
+    found = [at for at in places if text[at : at + ngram_size] == text[len(text) - ngram_size :]]
     return Record(
-        prompt=runs.texts_of(ids),
-        verdicts=verdicts,
+        prompt=runs.token_texts(ids),
+        verifications=verifications,
         shown=shown,  # the pass that is shown: the first with an accepted draft
-        size=size,  # how many tokens were looked up there
+        ngram_size=ngram_size,  # how many tokens were looked up there
         source=max(found, default=0),  # where the earlier occurrence begins
     )
 
 
 def draw_lookup(record: Record) -> scene.Scene:
-    drafts = sum(len(each.drafts) for each in record.verdicts)
-    accepted = sum(each.accepted for each in record.verdicts)
-    written = sum(len(each.tokens) for each in record.verdicts)
+    drafts = sum(len(each.drafts) for each in record.verifications)
+    accepted = sum(each.accepted for each in record.verifications)
+    written = sum(len(each.tokens) for each in record.verifications)
     caption = (
         "Prompt lookup needs no draft model: it proposes what followed the last tokens earlier in "
         f"the text. {accepted} of {times(drafts, 'draft')} are accepted: {written} tokens in "
-        f"{times(len(record.verdicts), 'pass', 'passes')}."
+        f"{times(len(record.verifications), 'pass', 'passes')}."
     )
     panels = [
         scene.Panel(
-            f"{len(record.verdicts)} passes", drafting.passes_of(record.verdicts), "", drafting.KEY
+            f"{len(record.verifications)} passes",
+            drafting.passes_of(record.verifications),
+            "",
+            drafting.KEY,
         )
     ]
     if record.shown is not None:
-        text = record.prompt + [t for each in record.verdicts[: record.shown] for t in each.tokens]
-        copied = record.verdicts[record.shown].drafts
-        kinds = [""] * (len(text) - record.size) + ["second"] * record.size
-        start = record.source + record.size
-        kinds[record.source : start] = ["second"] * record.size
+        text = record.prompt + [
+            t for each in record.verifications[: record.shown] for t in each.tokens
+        ]
+        copied = record.verifications[record.shown].drafts
+        kinds = [""] * (len(text) - record.ngram_size) + ["second"] * record.ngram_size
+        start = record.source + record.ngram_size
+        kinds[record.source : start] = ["second"] * record.ngram_size
         kinds[start : start + len(copied)] = ["first"] * len(copied)
         tokens = [scene.Token(*pair) for pair in zip(text, kinds)]
         tokens += [scene.Token(each, "first", "draft") for each in copied]
@@ -169,7 +179,7 @@ def record_race(prompt: str, p: float = 0.5, rounds: int = 3) -> Record:
     shown = dict.fromkeys(speeds.topk(8).indices.tolist() + fastest)
     runners = [
         Runner(
-            runs.text_of(id),
+            runs.token_text(id),
             probs[id].item(),
             noise[id].item(),
             probs[probs > probs[id]].sum().item(),
@@ -235,7 +245,7 @@ def record_lengths(prompt: str, beams: int = 4, most: int = 24) -> Record:
         winners.append(tuple(found[0].tokens))
         sums |= {tuple(beam.tokens): beam.score * len(beam.tokens) ** penalty for beam in found}
     order = sorted(sums, key=len)
-    texts = [("".join(runs.texts_of(list(each))), len(each), sums[each]) for each in order]
+    texts = [("".join(runs.token_texts(list(each))), len(each), sums[each]) for each in order]
     return Record(
         beams=beams,
         texts=texts,  # text, number of tokens, sum

@@ -20,7 +20,7 @@ def record_blocks(prompt: str) -> Record:
     A prompt goes on as the model writes it.
     """
     ids = runs.encode(prompt, LENGTH)
-    ids += runs.write(ids, max_new_tokens=LENGTH - len(ids), ignore_eos=True)
+    ids += runs.generate_tokens(ids, max_new_tokens=LENGTH - len(ids), ignore_eos=True)
     model = runs.load()
     scores = []  # of each layer, at the last position: (heads, T)
 
@@ -42,7 +42,7 @@ def record_blocks(prompt: str) -> Record:
         weights = [math.exp(score - m) for score in block]
         total = total * r + sum(weights)
         blocks.append(Record(m=m, r=r, total=total, weights=weights))
-    return Record(layer=layer, head=head, token=runs.text_of(ids[-1]), scores=row, blocks=blocks)
+    return Record(layer=layer, head=head, token=runs.token_text(ids[-1]), scores=row, blocks=blocks)
 
 
 def draw_blocks(record: Record) -> scene.Scene:

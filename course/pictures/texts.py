@@ -16,11 +16,11 @@ def record_held(prompt: str, most: int = 24) -> Record:
     """The stop string is one whose beginning stands earlier in the text, if there is one."""
     ids = runs.encode(prompt, 100)
     eos = runs.load().config.eos_token_ids
-    written = [id for id in runs.write(ids, max_new_tokens=most) if id not in eos]
-    stop = pick_stop("".join(runs.texts_of(written)))
+    output = [id for id in runs.generate_tokens(ids, max_new_tokens=most) if id not in eos]
+    stop = pick_stop("".join(runs.token_texts(output)))
     stream = StopStringDetokenizer(runs.encoding(), stop=(stop,) if stop else ())
     steps = []
-    for id, text in zip(written, runs.texts_of(written)):
+    for id, text in zip(output, runs.token_texts(output)):
         steps.append(
             Record(
                 token=text,
@@ -94,8 +94,10 @@ def record_chances(prompt: str, count: int = 16) -> Record:
     while engine.busy:
         engine.step()
     tokens = []
-    for text, (own, [(best, logprob)]) in zip(runs.texts_of(request.output), request.logprobs):
-        tokens.append(Record(text=text, logprob=own, best=runs.text_of(best), best_logprob=logprob))
+    for text, (own, [(best, logprob)]) in zip(runs.token_texts(request.output), request.logprobs):
+        tokens.append(
+            Record(text=text, logprob=own, best=runs.token_text(best), best_logprob=logprob)
+        )
     return Record(prompt=prompt, tokens=tokens)
 
 
@@ -140,11 +142,13 @@ def record_ends(prompt: str) -> Record:
     texts = {}
     for least in MINIMA:
         params = {"max_new_tokens": 60, "stop_token_ids": (stop,), "min_tokens": least}
-        output = runs.write(ids, **params)
+        output = runs.generate_tokens(ids, **params)
         best = runs.load()(torch.tensor([ids + output]))[0, len(ids) - 1 : -1].argmax(-1).tolist()
         banned = [at for at, id in enumerate(best[:least]) if id == stop]
-        texts[least] = Record(tokens=runs.texts_of(output), banned=banned, stops=output[-1] == stop)
-    return Record(stop=runs.text_of(stop), texts=texts)
+        texts[least] = Record(
+            tokens=runs.token_texts(output), banned=banned, stops=output[-1] == stop
+        )
+    return Record(stop=runs.token_text(stop), texts=texts)
 
 
 def draw_ends(record: Record) -> scene.Scene:

@@ -10,7 +10,7 @@ from sampling import SamplingParams
 from server.engine_thread import EngineDead, EngineThread, QueueFull
 
 
-class Stepped(EngineThread):
+class SteppedEngineThread(EngineThread):
     """An EngineThread without a thread: the event loop takes each step, so runs are all alike."""
 
     def __init__(self, engine: Engine, **bounds):
@@ -44,21 +44,21 @@ class Client:
     """Asks for a text, and reads it."""
 
     name: str
-    after: int  # steps; then it asks
+    arrival_step: int  # then it sends its request
     ids: list[int]
     count: int  # tokens that it wants
-    away: range = range(0)  # after these steps it reads nothing
+    busy: range = range(0)  # after these steps it reads nothing
     reads: list[tuple[int, list[int]]] = field(default_factory=list)  # after which step, tokens
     error: str = ""
     end: int = 0  # the step after which it has its last token, or an error
 
-    async def ask(self, thread: Stepped) -> None:
+    async def run_request(self, thread: SteppedEngineThread) -> None:
         engine = thread.engine
         params = SamplingParams(self.count, ignore_eos=True)
         try:
             async for updates in thread.generate([self.ids], [params]):
                 self.reads.append((engine.steps, list(updates[0].tokens)))
-                while engine.steps in self.away:
+                while engine.steps in self.busy:
                     await asyncio.sleep(0)
         except (QueueFull, EngineDead) as error:
             self.error = str(error)
@@ -68,20 +68,24 @@ class Client:
         """Waiting and running, in steps; a moment for an error."""
         error = [scene.Span(self.end, self.end, "bad", self.error)] * bool(self.error)
         begin = self.reads[0][0] - 1 if self.reads else self.end
-        waits = [scene.Span(self.after, begin, "second")] * (begin > self.after)
+        waits = [scene.Span(self.arrival_step, begin, "second")] * (begin > self.arrival_step)
         return waits + [scene.Span(begin, self.end, "first")] * bool(self.reads) + error
 
 
-def serve(clients: list[Client], rows: int, stop: int | None = None, **bounds) -> list[Client]:
+def run_clients(
+    clients: list[Client], max_num_seqs: int, stop: int | None = None, **bounds
+) -> list[Client]:
     """Until each client has its text or an error. stop: the step after which the thread ends."""
 
     async def main() -> None:
-        thread = Stepped(Engine(runs.load("stories-llama"), max_num_seqs=rows), **bounds)
-        coming = list(clients)
+        thread = SteppedEngineThread(
+            Engine(runs.load("stories-llama"), max_num_seqs=max_num_seqs), **bounds
+        )
+        arriving = list(clients)
         tasks = []
-        while coming or not all(task.done() for task in tasks):
-            while coming and coming[0].after <= thread.engine.steps:
-                tasks.append(asyncio.create_task(coming.pop(0).ask(thread)))
+        while arriving or not all(task.done() for task in tasks):
+            while arriving and arriving[0].arrival_step <= thread.engine.steps:
+                tasks.append(asyncio.create_task(arriving.pop(0).run_request(thread)))
                 await settle()
             if thread.engine.steps == stop:
                 thread.stop()
@@ -98,7 +102,7 @@ def serve(clients: list[Client], rows: int, stop: int | None = None, **bounds) -
 def record_readers(prompt: str) -> list[Client]:
     ids = runs.encode(prompt, 20)
     clients = [Client("A", 0, ids, 8), Client("B", 1, ids, 8, range(4, 7))]
-    return serve(clients, 2)
+    return run_clients(clients, 2)
 
 
 def draw_readers(record: list[Client]) -> scene.Scene:
@@ -111,15 +115,15 @@ def draw_readers(record: list[Client]) -> scene.Scene:
             scene.Lane(f"engine: {client.name}", [scene.Span(at, at + 1, "kept") for at in steps])
         )
         spans = []
-        for after, tokens in client.reads:
-            spans.append(scene.Span(after, after + 1, "first", str(len(tokens))))
-            pieces = [scene.Token(text) for text in runs.texts_of(tokens)]
-            if client.away:
-                lines.append(scene.Line(pieces, f"after step {after}"))
-        away = [scene.Span(client.away.start + 1, client.away.stop, "idle", "busy")] * bool(
-            client.away
+        for step, tokens in client.reads:
+            spans.append(scene.Span(step, step + 1, "first", str(len(tokens))))
+            pieces = [scene.Token(text) for text in runs.token_texts(tokens)]
+            if client.busy:
+                lines.append(scene.Line(pieces, f"after step {step}"))
+        busy = [scene.Span(client.busy.start + 1, client.busy.stop, "idle", "busy")] * bool(
+            client.busy
         )
-        lanes.append(scene.Lane(f"reader {client.name}", spans + away))
+        lanes.append(scene.Lane(f"reader {client.name}", spans + busy))
     slow = record[-1]
     most = max(len(tokens) for _, tokens in slow.reads)
     return scene.Scene(
@@ -154,7 +158,7 @@ def record_queue(prompt: str) -> list[Client]:
         Client("F, long", 5, 3 * ids, 4),
         Client("F, again", 9, 3 * ids, 4),
     ]
-    return serve(clients, 2, max_waiting=2, max_waiting_tokens=3 * len(ids))
+    return run_clients(clients, 2, max_waiting=2, max_waiting_tokens=3 * len(ids))
 
 
 def draw_queue(record: list[Client]) -> scene.Scene:
@@ -193,7 +197,7 @@ def record_drain(prompt: str) -> tuple[int, int, list[Client]]:
         Client("C", 1, ids, 4),
         Client("D", 2, ids, 8),
     ]
-    return signal, limit, serve(clients, 2, limit)
+    return signal, limit, run_clients(clients, 2, limit)
 
 
 def draw_drain(record: tuple[int, int, list[Client]]) -> scene.Scene:
@@ -208,10 +212,10 @@ def draw_drain(record: tuple[int, int, list[Client]]) -> scene.Scene:
         written = sum(len(tokens) for _, tokens in client.reads)
         lanes.append(scene.Lane(client.name, client.spans(), f"{written} of {client.count} tokens"))
     lanes.append(scene.Lane("E", [scene.Span(signal + 2, signal + 2, "bad")], "no connection"))
-    whole = sum(not client.error for client in clients)
+    completed = sum(not client.error for client in clients)
     return scene.Scene(
         f"After SIGTERM the server accepts nobody, but {times(len(clients), 'text')} may go on, "
-        f"waiting ones too. {whole} of them end in time; the others end with an error.",
+        f"waiting ones too. {completed} of them end in time; the others end with an error.",
         scene.Panel(
             f"A signal after step {signal}, and {limit - signal} steps to drain",
             scene.Lanes(lanes, scene.Axis("step")),

@@ -6,7 +6,7 @@ from types import SimpleNamespace as Record
 from engine.drafter import TRIAL_STEPS, PagedModelDrafter, SpeculationTrial
 from engine.engine import Engine
 from pictures import runs, scene
-from pictures.runs import Arrival
+from pictures.runs import AddedRequest
 from pictures.scene import signed
 from sampling import SamplingParams
 
@@ -30,14 +30,14 @@ def record_trials(prompt: str) -> list[Record]:
     target, draft = runs.load(), runs.load("stories-draft")
     params = SamplingParams(200, ignore_eos=True, temperature=0.8, seed=1)
     engine = Engine(target, 1, gamma=GAMMA, drafter=PagedModelDrafter(draft, target, 1))
-    run = runs.play(engine, [Arrival(0, ids, params)])
+    run = runs.run_engine(engine, [AddedRequest(0, ids, params)])
     counts = [frame["running"][0]["work"][3] for frame in run.frames[1:-1]]
     sizes = [sum(weight.numel() for weight in model.parameters()) for model in (draft, target)]
     small = GAMMA * sizes[0] / sizes[1]  # passes of the draft model
-    return [tried(clock, cost + small, counts) for clock, cost in zip(CLOCKS, (1, GAMMA + 1))]
+    return [run_trial(clock, cost + small, counts) for clock, cost in zip(CLOCKS, (1, GAMMA + 1))]
 
 
-def tried(clock: str, cost: float, counts: list[int]) -> Record:
+def run_trial(clock: str, cost: float, counts: list[int]) -> Record:
     """counts: tokens of each step with drafts."""
     trial = SpeculationTrial()
     with_drafts = itertools.cycle(counts)
@@ -61,16 +61,16 @@ def draw_trials(record: list[Record]) -> scene.Scene:
     parts = []
     for each in record:
         time = total = 0
-        pieces = []  # of one way each
+        segments = []  # of one way each
         for drafts, tokens in each.steps:
-            if not pieces or pieces[-1][0] != drafts:
-                pieces.append((drafts, [(time, total)]))
+            if not segments or segments[-1][0] != drafts:
+                segments.append((drafts, [(time, total)]))
             time += each.cost if drafts else 1
             total += tokens
-            pieces[-1][1].append((time, total))
+            segments[-1][1].append((time, total))
         named = set()
         curves = []
-        for drafts, points in pieces:
+        for drafts, points in segments:
             name = "with drafts" if drafts else "without drafts"
             kind = "good" if drafts else "second"
             curves.append(scene.Curve("" if kind in named else name, points, kind))

@@ -44,14 +44,16 @@ def record_rotation(prompt: str) -> Record:
     sizes = (1, 2, 4, FEW)  # a rotation of 2 numbers is the first stage, one of 4 the first two
     return Record(
         layer=layer,
-        token=runs.texts_of(ids)[position],
+        token=runs.token_texts(ids)[position],
         row=row.tolist(),
         rotated=rotate_channels(row).tolist(),
         largest=at,
         first=first,
         stages=[rotate_channels(few.view(-1, size)).flatten().tolist() for size in sizes],
         # of each number at each stage: is the outlier in it?
-        reached=[rotate_channels(only.view(-1, size)).flatten().bool().tolist() for size in sizes],
+        mixed_with_outlier=[
+            rotate_channels(only.view(-1, size)).flatten().bool().tolist() for size in sizes
+        ],
     )
 
 
@@ -101,8 +103,8 @@ def draw_rotation(record: Record) -> scene.Scene:
     lines = []
     for number in range(FEW):
         cells = [
-            scene.Cell("second" if reached[number] else "", signed(stage[number], 1))
-            for stage, reached in zip(record.stages, record.reached)
+            scene.Cell("second" if mixed_with_outlier[number] else "", signed(stage[number], 1))
+            for stage, mixed_with_outlier in zip(record.stages, record.mixed_with_outlier)
         ]
         lines.append(scene.Row(str(record.first + number), cells))
     first, last = len(record.stages) - 1, len(prime_factors(len(record.row)))

@@ -26,7 +26,7 @@ def record_windows(prompt: str) -> Record:
         for window in (None, WINDOW)
     }
     return Record(
-        tokens=runs.texts_of(ids),
+        tokens=runs.token_texts(ids),
         masks=masks,  # window -> whether position i sees position j
         # windows of a model -> of each layer, whether the last logits need its input at a position
         needed={windows: needed_inputs(windows, ids) for windows in MODELS},
@@ -41,12 +41,12 @@ def needed_inputs(windows: tuple, ids: list[int]) -> list[list[bool]]:
     logits = model(text)[0, -1]
 
     def changes(block, position: int) -> bool:
-        def spoil(module, args):
+        def perturb(module, args):
             x = args[0].clone()
             x[0, position] += 1
             return x, *args[1:]
 
-        hook = block.register_forward_pre_hook(spoil)
+        hook = block.register_forward_pre_hook(perturb)
         change = (model(text)[0, -1] - logits).abs().max().item()
         hook.remove()
         return change > 1e-12

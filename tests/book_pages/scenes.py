@@ -22,7 +22,7 @@ def written(prompt: str, name: str = "stories", **params) -> list[str]:
     """The tokens that `generate` writes after a prompt."""
     from pictures import runs
 
-    return runs.texts_of(runs.write(runs.encode(prompt, 200), name, **params))
+    return runs.token_texts(runs.generate_tokens(runs.encode(prompt, 200), name, **params))
 
 
 def probs_after(text: str, temperature: float = 1.0):

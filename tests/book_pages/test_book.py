@@ -48,7 +48,7 @@ def text_of(element) -> str:
     return "".join(element.itertext())
 
 
-def texts_of(element, tag: str) -> list[str]:
+def token_texts(element, tag: str) -> list[str]:
     """The text of each element of that name."""
     return [text_of(found) for found in element.iter(tag)]
 
@@ -149,7 +149,7 @@ def each_command_and_its_output_is_there(lessons, pages):
     for lesson in lessons:
         tree = parse(pages[f"{lesson.id}.html"])
         copied = [text_of(code) for code in tree.iter("code") if code.get("data-copy") is not None]
-        blocks = texts_of(tree, "pre")
+        blocks = token_texts(tree, "pre")
         for kind, words in course.read_try(course.message(lesson)):
             assert kind != "command" or words in copied, (lesson.id, words)
             assert kind != "output" or words in blocks, (lesson.id, words)
@@ -516,8 +516,8 @@ def test_a_commit_that_prepares_a_lesson_is_folded_behind_its_subject(pages):
 def test_a_diff_names_functions_and_folds_the_rest(pages):
     """The one that changes, not the one above it; none where its first line is shown."""
     part = dict(files_of(pages, "01-add.html"))["infer.py"]
-    assert texts_of(part, "h4") == ["Thing.method"]
-    assert "def first():" in texts_of(part, "span")
+    assert token_texts(part, "h4") == ["Thing.method"]
+    assert "def first():" in token_texts(part, "span")
     folds = [text_of(fold.find("summary")) for fold in part.iter("details")]
     assert folds and all(re.fullmatch(r"\d+ unchanged lines", fold) for fold in folds)
     pairs = of_class(part, "span", "pair")
@@ -559,11 +559,11 @@ def test_prose(pages):
     assert links["arXiv:2104.09864"] == "https://arxiv.org/abs/2104.09864"
     why, idea = main.findall("div")
     codes = ["read_it(a, b)", "Engine.step", "a/b.py", "--option"]
-    assert texts_of(why, "code") == codes
+    assert token_texts(why, "code") == codes
     formulas = [text_of(found) for found in of_class(main, "pre", "formula")]
     assert formulas == ["p(v) ~ exp(x / T)   <- a formula", "indented at once", "with a formula"]
     items = ["one item on two lines;", "two.", "an itemwith a formulaand more"]
-    assert texts_of(idea, "li") == items
+    assert token_texts(idea, "li") == items
     assert "endian-ness" in page and "https://github.com/vllm-project/vllm/issues/5" in page
     assert "A remark." in page and "Prose between &lt;them&gt;." in page
     assert "python lessons.py start 01" in page
@@ -572,14 +572,14 @@ def test_prose(pages):
 
 def test_the_order_in_which_to_write_it_is_a_list(pages):
     (written,) = parse(pages["01-add.html"]).find(".//main").iter("ol")
-    assert texts_of(written, "li") == ["read_it, which goes on.", "The rest."]
+    assert token_texts(written, "li") == ["read_it, which goes on.", "The rest."]
 
 
 def test_what_to_implement_is_a_list(pages):
     (asked,) = of_class(parse(pages["01-add.html"]), "details", "fold asked")
     assert text_of(asked.find("p")) == "In infer.py, which the next line goes on with."
     words = 'UserError "no <such>" of so many words that they take a line more; its_member, alone'
-    assert texts_of(asked, "li") == [f"infer.py: read_it(a, b) -> c; {words}", "--option"]
+    assert token_texts(asked, "li") == [f"infer.py: read_it(a, b) -> c; {words}", "--option"]
 
 
 def test_a_page_shows_the_problem_then_its_picture_then_the_idea(pages):
@@ -789,7 +789,7 @@ def test_the_answer_is_folded_behind_the_exercise(here, pages):
     assert text_of(fold.find("h3")) == "A part" and "Because <b>," in text_of(fold)
     copied = [text_of(code) for code in fold.iter("code") if code.get("data-copy") is not None]
     assert copied == ["echo $((1 < 2))"]
-    assert texts_of(fold, "pre")[1] == "1"
+    assert token_texts(fold, "pre")[1] == "1"
     assert "01-add.html#answer" in pages["exercises.html"]
     assert "02-mul.html#answer" not in pages["exercises.html"]
     hash = git(here, "rev-parse", "--short", "main")
@@ -832,7 +832,7 @@ def test_the_first_page_has_the_path_for_one_evening(here, pages, monkeypatch):
     made = make_book.make_pages(*course.read_main(), FIGURES, {})
     tree = parse(made["index.html"])
     (cards,) = of_class(tree, "ol", "evening")
-    shown = [" ".join(words.split()) for words in texts_of(cards, "li")]
+    shown = [" ".join(words.split()) for words in token_texts(cards, "li")]
     assert shown == ["00 init 5 minutes A <place>.", "01: Sums. 02 mul 7 minutes Products."]
     assert [link.get("href") for link in cards.iter("a")] == ["00-init.html", "02-mul.html"]
     assert "3 lessons, about 12 minutes" in text_of(tree)

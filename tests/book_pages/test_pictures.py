@@ -126,8 +126,8 @@ def test_scales(axis, values, expected):
 def test_a_character_of_several_tokens_is_shown_whole():
     ids = runs.encode("a \u00e9\u00e8 \U0001f680", 40)
     assert len(ids) > 6
-    assert "".join(runs.texts_of(ids)) == "a \u00e9\u00e8 \U0001f680"
-    assert "\ufffd" not in "".join(map(runs.text_of, ids))
+    assert "".join(runs.token_texts(ids)) == "a \u00e9\u00e8 \U0001f680"
+    assert "\ufffd" not in "".join(map(runs.token_text, ids))
 
 
 # The command
@@ -249,7 +249,7 @@ def test_a_pass():
     probs = probs_after(text)
     assert [p for _, p, _ in record.top] == pytest.approx(probs.topk(5).values.tolist(), rel=1e-4)
     assert record.after[-1][0] == pytest.approx(record.top[0][1]) and len(record.after) == 17
-    assert record.rivals == (" sad", " happy") and record.top[0][0] == " sad"
+    assert record.contenders == (" sad", " happy") and record.top[0][0] == " sad"
     # The caption's story: a head looks at "lost", and the answer turns.
     assert max(record.attention[-1]) == record.attention[-1][1] and record.tokens[1][0] == " lost"
     assert record.after[record.layer][0] < record.after[record.layer][1]
@@ -281,10 +281,10 @@ def test_the_end_of_a_text():
     assert record.tokens == written("Once upon a time") and record.tokens[-1] == "<|endoftext|>"
     for place in (0, 100, len(record.tokens) - 1):
         probs = probs_after("Once upon a time" + "".join(record.tokens[:place]))
-        assert record.chances[place] == pytest.approx(probs[4095].item(), rel=1e-3)
+        assert record.eos_probs[place] == pytest.approx(probs[4095].item(), rel=1e-3)
     (chart,) = forms(shown, scene.Lines)
-    assert sum(len(curve.points) for curve in chart.curves) == len(record.chances)
-    assert max(y for _, y in chart.curves[1].points) == max(record.chances)
+    assert sum(len(curve.points) for curve in chart.curves) == len(record.eos_probs)
+    assert max(y for _, y in chart.curves[1].points) == max(record.eos_probs)
     assert "reaches 0.1 % at 3 of 206 places. At the last" in shown.caption
 
 
@@ -312,9 +312,11 @@ def test_windows_are_those_that_the_model_saw():
 def test_draws_are_counted():
     record, shown = drawn("multinomial")
     probs = probs_after("The cat")
-    assert [p for _, p in record.likely] == pytest.approx(probs.topk(10).values.tolist(), rel=1e-4)
-    assert record.counts == [record.drawn.count(text) for text, _ in record.likely]
-    for (_, p), count in zip(record.likely, record.counts):
+    assert [p for _, p in record.top_tokens] == pytest.approx(
+        probs.topk(10).values.tolist(), rel=1e-4
+    )
+    assert record.counts == [record.drawn.count(text) for text, _ in record.top_tokens]
+    for (_, p), count in zip(record.top_tokens, record.counts):
         assert abs(count - 1000 * p) < 4 * (1000 * p * (1 - p)) ** 0.5
     for seed in (1, 500, 1000):  # `generate` with that seed draws the same
         (token,) = written("The cat", max_new_tokens=1, temperature=1.0, seed=seed)
@@ -418,10 +420,10 @@ def test_bits_stand_for_the_number():
 
 def test_computed_positions():
     record, shown = drawn("kv-cache-dynamic")
-    assert record.words == written("Once upon a time", max_new_tokens=10, ignore_eos=True)
-    assert record.plain == [list(range(4 + step)) for step in range(10)]
+    assert record.tokens == written("Once upon a time", max_new_tokens=10, ignore_eos=True)
+    assert record.full == [list(range(4 + step)) for step in range(10)]
     assert record.cached == [[0, 1, 2, 3], *([4 + step] for step in range(9))]
-    for steps, grid in zip((record.plain, record.cached), forms(shown, scene.Cells)):
+    for steps, grid in zip((record.full, record.cached), forms(shown, scene.Cells)):
         for step, row in zip(steps, grid.rows):
             computed = [at for at, cell in enumerate(row.cells) if cell.kind == "first"]
             assert computed == step
@@ -429,8 +431,8 @@ def test_computed_positions():
 
 def test_the_storage_fills_up():
     record, shown = drawn("kv-cache-static")
-    assert record.words == written("Once upon a time", max_new_tokens=10, ignore_eos=True)
-    assert record.filled == list(range(4, 14)) and record.room == 13
+    assert record.tokens == written("Once upon a time", max_new_tokens=10, ignore_eos=True)
+    assert record.filled == list(range(4, 14)) and record.size == 13
     config = runs.load().config
     assert record.bytes == 2 * config.n_layer * config.n_embd * 4
     grown, static = forms(shown, scene.Cells)
@@ -439,10 +441,10 @@ def test_the_storage_fills_up():
     assert all(len(row.cells) == 13 for row in static.rows)
 
 
-def test_hops():
+def test_context_shifts():
     record, shown = drawn("kv-cache-fix")
-    hops, slide = record
-    assert (hops.stride, slide.stride) == (128, 1)
+    shifts, slide = record
+    assert (shifts.stride, slide.stride) == (128, 1)
     given = 4
     for each in record:  # as the lesson says: a window that moves is computed anew
         start = 0
@@ -471,7 +473,7 @@ def test_a_batch_of_different_lengths():
     assert padding == sum(max(record.lengths) - length for length in record.lengths) == 6
 
 
-def test_drafts_and_a_refusal():
+def test_drafts_and_a_rejection():
     from infer_speculative import generate_speculative
 
     record, shown = drawn("speculative-decoding")
@@ -479,23 +481,23 @@ def test_drafts_and_a_refusal():
     generator = torch.Generator().manual_seed(1)
     given = (runs.load(), runs.load("stories-draft"), runs.encode("One day", 9), params)
     passes = list(generate_speculative(*given, generator=generator))
-    assert [each.accepted for each in record.verdicts] == [each.accepted for each in passes]
-    tokens = [text for each in record.verdicts for text in each.tokens]
-    assert tokens == [runs.text_of(id) for each in passes for id in each.tokens]
+    assert [each.accepted for each in record.verifications] == [each.accepted for each in passes]
+    tokens = [text for each in record.verifications for text in each.tokens]
+    assert tokens == [runs.token_text(id) for each in passes for id in each.tokens]
     text, lines, *_ = forms(shown, scene.Tokens)
     own = [token.text for token in text.lines[0].tokens if token.kind == "third"]
     assert len(own) == len(passes) and len(tokens) == 40
     assert "".join(token.text for token in text.lines[0].tokens) == "One day" + "".join(tokens)
-    found = record.refusal
-    assert 0 < found.chance < 1 and found.draft != found.drawn
+    found = record.rejection
+    assert 0 < found.acceptance_prob < 1 and found.draft != found.replacement
     before = "One day" + "".join(tokens)
-    before = before[: before.index(found.before + found.drawn) + len(found.before)]
+    before = before[: before.index(found.context + found.replacement) + len(found.context)]
     probs = probs_after(before, 0.8)
     for text, p, q in found.rows:
-        (id,) = [id for id in probs.topk(400).indices.tolist() if runs.text_of(id) == text]
+        (id,) = [id for id in probs.topk(400).indices.tolist() if runs.token_text(id) == text]
         assert p == pytest.approx(probs[id].item(), rel=1e-3)
         if text == found.draft:
-            assert found.chance == pytest.approx(min(1, p / q))
+            assert found.acceptance_prob == pytest.approx(min(1, p / q))
     assert lines.lines[0].tokens[-1].kind == "third"
 
 
@@ -516,7 +518,7 @@ def test_batches_have_each_token_once():
     for at, step in enumerate(record.continuous):  # no row is idle while a request waits
         waiting = set(range(1, 7)) - {n for early in record.continuous[: at + 1] for n in early}
         assert None not in step or not waiting
-    for seed, (text, length) in enumerate(zip(record.run.texts(), lengths)):
+    for seed, (text, length) in enumerate(zip(record.run.token_texts(), lengths)):
         params = {"max_new_tokens": length, "ignore_eos": True, "temperature": 1.0, "seed": seed}
         assert text == ["Lily", *written("Lily", **params)]
 
@@ -525,11 +527,11 @@ def test_the_player_has_the_run():
     record, shown = drawn("continuous-batching")
     (player,) = forms(shown, scene.Player)
     assert len(player.frames) == len(record.continuous)
-    assert player.setup["texts"] == dict(enumerate(record.run.texts(), 1))
+    assert player.setup["texts"] == dict(enumerate(record.run.token_texts(), 1))
     page = pictures.page("42-continuous-batching")
     assert pictures.PLAYER.read_text("utf-8") in page
     assert pictures.PLAYER.read_text("utf-8") not in pictures.page("07-top-p")
-    computed = sum(runs.work_of(frame, 0) for frame in player.frames)
+    computed = sum(runs.num_scheduled_tokens(frame, 0) for frame in player.frames)
     assert computed == player.frames[-1]["positions"]
 
 

@@ -23,9 +23,9 @@ def test_runs_of_the_engine(slug):
         texts = [request.tokens for request in run.requests]
         size = run.setup["page_size"]
         for request in run.requests:
-            prompt = "".join(runs.texts_of(request.tokens[: request.prompt_length]))
+            prompt = "".join(runs.token_texts(request.tokens[: request.prompt_length]))
             params = vars(request.params)
-            assert runs.texts_of(request.output) == written(prompt, **params)
+            assert runs.token_texts(request.output) == written(prompt, **params)
         for frame in run.frames:
             held = {}
             for row in frame["running"]:
@@ -54,7 +54,7 @@ def test_pages_and_block_tables(slug, common):
         pages = [int(cell.text) for cell in table.cells]
         assert pages == row["pages"]
         cells = [cell for page in pages for cell in pool.rows[page].cells]
-        text = record.run.texts()[number - 1][: row["computed"]]
+        text = record.run.token_texts()[number - 1][: row["computed"]]
         assert [cell.text for cell in cells if cell.text] == [word.strip() for word in text]
         kinds = ["kept" if page in common else f"owner{number}" for page in pages]
         assert [cell.kind for cell in table.cells] == [cell.kind for cell in cells[::4]] == kinds
@@ -88,7 +88,7 @@ def test_preempted_requests_compute_their_text_again():
             kind = kinds.get(at)
             assert (kind == "bad") == (number in frame["preempted"])
             assert (kind in ("first", "second")) == (
-                runs.work_of(frame, number) > 0 and kind != "bad"
+                runs.num_scheduled_tokens(frame, number) > 0 and kind != "bad"
             )
         assert list(kinds.values()).count("second") == list(kinds.values()).count("bad")
     (pages,) = forms(shown, Cells)
@@ -128,20 +128,20 @@ NAME = "stories-llama"
 PROMPT = "Once upon a time"
 
 
-def texts_are_generated(clients) -> None:
+def outputs_are_generated(clients) -> None:
     """Each client has read what `generate` writes, or the beginning of it."""
     for client in clients:
         tokens = sum((tokens for _, tokens in client.reads), [])
         repeated = len(client.ids) // len(runs.encode(PROMPT, 20))
         own = written(PROMPT * repeated, NAME, max_new_tokens=client.count, ignore_eos=True)
-        assert runs.texts_of(tokens) == own[: len(tokens)]
+        assert runs.token_texts(tokens) == own[: len(tokens)]
         assert len(tokens) == client.count or client.error
 
 
 def test_a_busy_reader_misses_nothing():
     clients, scene = drawn("engine-thread")
-    texts_are_generated(clients)
-    a, b = ([(after, len(tokens)) for after, tokens in client.reads] for client in clients)
+    outputs_are_generated(clients)
+    a, b = ([(step, len(tokens)) for step, tokens in client.reads] for client in clients)
     assert a == [(after, 1) for after in range(1, 9)]
     assert b == [(2, 1), (3, 1), (4, 1), (7, 3), (8, 1), (9, 1)]
     assert "one update of 3 tokens" in scene.caption
@@ -153,7 +153,7 @@ def test_a_busy_reader_misses_nothing():
 
 def test_two_bounds_of_the_queue():
     clients, scene = drawn("full-queue")
-    texts_are_generated(clients[:5])
+    outputs_are_generated(clients[:5])
     refused = {client.name: client.error for client in clients if client.error}
     assert refused == {
         "E": "the queue is full, with 4 texts: try again",
@@ -173,7 +173,7 @@ def test_two_bounds_of_the_queue():
 
 def test_a_drain_ends_at_its_limit():
     (signal, limit, clients), scene = drawn("draining")
-    texts_are_generated(clients)
+    outputs_are_generated(clients)
     assert {client.name for client in clients if client.error} == {"B", "D"}
     assert all(client.end <= limit for client in clients) and signal < limit
     values = [lane.value for lane in forms(scene, Lanes)[0].lanes]
@@ -212,9 +212,9 @@ def test_where_requests_find_their_beginning():
     for way, sent in record.items():
         there = set()
         for each in sent:  # a beginning is found where it has been before, in whole pages
-            known = (each.engine, each.beginning) in there
-            assert each.found == (full[each.beginning] if known else 0)
-            there.add((each.engine, each.beginning))
+            known = (each.engine, each.prefix_id) in there
+            assert each.cache_hits == (full[each.prefix_id] if known else 0)
+            there.add((each.engine, each.prefix_id))
         assert len(there) == (3 if way == "by prefix" else 7)
     assert [each.engine for each in record["in turn"]] == [
         at % replicas.ENGINES for at in range(12)
@@ -238,9 +238,11 @@ def test_engines_follow_the_load():
     assert set(record.lengths) == {replicas.TOKENS} and len(record.lengths) > 40
     for now, second in enumerate(seconds):
         lately = replicas.CLIENTS[max(0, now - 4) : now + 1]
-        assert second.wanted == -(-sum(lately) // (4 * len(lately)))
+        assert second.desired == -(-sum(lately) // (4 * len(lately)))
         if now and second.target != seconds[now - 1].target:
-            assert {each.wanted for each in seconds[now - 5 : now + 1]} != {seconds[now - 1].target}
+            assert {each.desired for each in seconds[now - 5 : now + 1]} != {
+                seconds[now - 1].target
+            }
     assert [second.target for second in seconds] == [1] * 16 + [3] * 25 + [1] * 19
     requests, rows = forms(scene, Lines)[0].curves
     assert requests.points[::2] == list(enumerate(replicas.CLIENTS))

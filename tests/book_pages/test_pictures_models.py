@@ -42,13 +42,13 @@ def test_beams_beat_greedy_decoding():
 def test_drafts_are_copied_from_the_repeat():
     record, shown = drawn("prompt-lookup")
     prompt = "".join(record.prompt)
-    tokens = [text for each in record.verdicts for text in each.tokens]
+    tokens = [text for each in record.verifications for text in each.tokens]
     assert tokens == written(prompt, max_new_tokens=16)
-    text = record.prompt + [t for each in record.verdicts[: record.shown] for t in each.tokens]
-    repeat = text[record.source : record.source + record.size]
-    assert repeat == text[-record.size :] == [" upon", " a", " time"]
-    drafts = record.verdicts[record.shown].drafts
-    assert drafts == text[record.source + record.size :][: len(drafts)]
+    text = record.prompt + [t for each in record.verifications[: record.shown] for t in each.tokens]
+    repeat = text[record.source : record.source + record.ngram_size]
+    assert repeat == text[-record.ngram_size :] == [" upon", " a", " time"]
+    drafts = record.verifications[record.shown].drafts
+    assert drafts == text[record.source + record.ngram_size :][: len(drafts)]
     line = forms(shown, Tokens)[0].lines[0].tokens
     assert [token.text for token in line if token.kind == "second"] == repeat * 2
     assert [token.text for token in line if token.kind == "first"] == drafts * 2
@@ -77,7 +77,7 @@ def test_only_the_fastest_is_asked():
 
 def test_a_row_in_bytes_and_a_scale():
     record, shown = drawn("int8-weights")
-    values, scale = quantize(runs.watched()[0].wte.weight)
+    values, scale = quantize(runs.record_passes()[0].wte.weight)
     row = runs.encode("Once upon a time", 9)[-1]
     assert record.weights == runs.load().wte.weight[row].tolist()
     assert record.values == values[row].tolist()
@@ -152,10 +152,10 @@ def test_merges_end_in_the_tokens_of_the_word(prompt):
     record, shown = drawn("llama-3-tokenizer", prompt)
     ids = runs.encode(prompt, 20)
     parts = record[-1].parts
-    assert parts == [runs.text_of(id) for id in ids][-len(parts) :]
+    assert parts == [runs.token_text(id) for id in ids][-len(parts) :]
     for before, merge in zip(record, record[1:]):
         new = merge.parts[merge.at]
-        assert new == runs.text_of(merge.id) or "\\x" in "".join(before.parts)
+        assert new == runs.token_text(merge.id) or "\\x" in "".join(before.parts)
         assert len(merge.parts) == len(before.parts) - 1
     lines = forms(shown, Tokens)[0].lines
     assert [[token.text for token in line.tokens] for line in lines] == [m.parts for m in record]
@@ -204,7 +204,7 @@ def test_log_probabilities_are_the_model_s():
         (id,) = runs.encode(each.text, 1)
         best = logprobs.argmax().item()
         assert each.logprob == pytest.approx(logprobs[id].item(), abs=1e-4)
-        assert each.best == runs.text_of(best)
+        assert each.best == runs.token_text(best)
         assert bar.parts == [(math.exp(each.logprob), "first" if id == best else "second")]
         if id == best:
             assert bar.tick is None and "`" not in bar.value
@@ -236,15 +236,15 @@ def test_who_needs_a_logarithm():
         able = [id for id in range(start, start + 256) if bounds[id] > best]
         asked |= set(able)
         best = max([best, *(scores[id] for id in able)])
-    assert record.asked == len(asked) < 10 and f"{len(asked)} logarithms" in shown.caption
-    ids = {runs.text_of(id): id for id in range(4096)}
+    assert record.num_logarithms == len(asked) < 10 and f"{len(asked)} logarithms" in shown.caption
+    ids = {runs.token_text(id): id for id in range(4096)}
     winner = sample(logits[None], SamplingParams(temperature=0.8), None, draws).item()
     (bars,) = forms(shown, Bars)
     for each, bar in zip(record.racers, bars.rows, strict=True):
         id = ids[each.text]
         assert each.bound == pytest.approx(bounds[id]) and each.score == pytest.approx(scores[id])
-        assert each.asked == (id in asked) and each.drawn == (id == winner)
-        assert each.asked or each.score <= each.bound <= each.before
+        assert each.needs_logarithm == (id in asked) and each.drawn == (id == winner)
+        assert each.needs_logarithm or each.score <= each.bound <= each.before
         assert each.before == (0 if id == first else pytest.approx(blocks[id // 256]))
         kind = "good" if id == winner else "second" if id in asked else "kept"
         assert bar.parts == [(each.bound, kind)] and bar.tick == (each.before or None)
@@ -383,7 +383,7 @@ def test_a_rotation_leaves_steps_for_the_others():
         model(torch.tensor([ids]))
         hook.remove()
         rows = torch.nn.functional.silu(mlp.gate_proj(inputs[0])) * mlp.up_proj(inputs[0])
-    row = rows[runs.texts_of(ids).index(record.token)]
+    row = rows[runs.token_texts(ids).index(record.token)]
     assert record.row == pytest.approx(row.tolist(), abs=1e-5)
     matrix = torch.ones(1, 1)
     for _ in range(9):
@@ -427,7 +427,7 @@ def test_blocks_of_keys_end_in_the_weights_of_transformers():
     transformers = pytest.importorskip("transformers")
     record, shown = drawn("long-texts")
     ids = runs.encode(pictures.PICTURES["long-texts"].prompt, 60)
-    ids += runs.write(ids, max_new_tokens=128 - len(ids))
+    ids += runs.generate_tokens(ids, max_new_tokens=128 - len(ids))
     model = transformers.AutoModelForCausalLM.from_pretrained(
         STORIES, dtype=torch.float32, attn_implementation="eager"
     )
@@ -487,7 +487,7 @@ def test_all_spellings_of_the_choices():
         assert drawn_as == (approx(masked), approx(own / whole), count)
         assert row.parts == [(drawn_as[0], "first")] and row.tick == drawn_as[1]
     longer, mass = first
-    assert sorted(record.reached) == sorted(text.decode() for _, text, _ in longer)
+    assert sorted(record.first_tokens) == sorted(text.decode() for _, text, _ in longer)
     best = sorted((p for *_, p in longer), reverse=True)[:6]
     kept = [row for row in bars.rows if row.parts[0][1] == "good"]
     assert [row.tick for row in kept] == approx(best)
@@ -507,7 +507,7 @@ def test_what_a_schema_allows():
     said = json.loads("".join(text[:-1]))
     assert list(said) == ["name", "age", "pet"] and 0 <= said["age"] <= 120
     assert len(said["name"]) <= 12 and said["pet"] in ("dog", "cat")
-    pieces = [runs.text_of(id) for id in range(4095)]
+    pieces = [runs.token_text(id) for id in range(4095)]
     ends = [f'{age},"pet":"' for age in range(121)]
     for at, ways in (
         (text.index("age") + 3, ends),
@@ -528,8 +528,8 @@ def test_what_a_schema_allows():
         assert token == (each.text, expected, f"{each.allowed:,}")
         if expected == "second":
             numbers.append((f"token {at + 1}", f"rank {better + 1}"))
-            struck = [other.text for other in overruled[len(numbers) - 1].tokens[:-1]]
-            assert struck == [runs.text_of(id) for id in probs.topk(min(better, 3)).indices]
+            rejected = [other.text for other in overruled[len(numbers) - 1].tokens[:-1]]
+            assert rejected == [runs.token_text(id) for id in probs.topk(min(better, 3)).indices]
     assert [(each.name, each.value) for each in overruled] == numbers and numbers
     kinds = Counter(token.kind for token in line.tokens)
     assert f"At {kinds['good']} its favourite was allowed" in shown.caption
@@ -539,7 +539,7 @@ def test_passes_without_forced_tokens():
     """Each position is computed once, before the next token that has a choice."""
     record, shown = drawn("forced-tokens")
     schema = drawn("json-schema")[0].tokens
-    assert [(each.text, each.forced) for each in record.tokens] == [
+    assert [(each.text, each.is_forced) for each in record.tokens] == [
         (each.text, each.allowed == 1) for each in schema
     ]
     counts = Counter()
@@ -548,7 +548,7 @@ def test_passes_without_forced_tokens():
     steps = generate(runs.load(), [prompt], params, encoding=runs.encoding(), counts=counts)
     assert len(list(steps)) == len(record.tokens)
     assert counts["passes"] == len(record.positions)
-    chosen = [at for at, each in enumerate(record.tokens) if not each.forced]
+    chosen = [at for at, each in enumerate(record.tokens) if not each.is_forced]
     computed = [record.prompt + at for at in chosen]  # how many positions, when each is chosen
     starts = [0, *computed]
     assert record.positions == [list(range(*pair)) for pair in zip(starts, computed)]
@@ -575,8 +575,8 @@ def test_an_adapter_in_a_batch():
     ids = runs.encode("Once upon a time", 12)
     params = SamplingParams(24)
     output = [token for (token,) in generate(merged, [ids], params)]
-    assert [each.text for each in record.tokens] == [runs.text_of(id) for id in output]
-    assert record.others == written("Once upon a time", "stories-llama", max_new_tokens=24)
+    assert [each.text for each in record.tokens] == [runs.token_text(id) for id in output]
+    assert record.base_texts == written("Once upon a time", "stories-llama", max_new_tokens=24)
     frogs, none = forms(shown, Tokens)[0].lines
     with torch.inference_mode():
         both = [
@@ -611,7 +611,7 @@ def test_min_p_keeps_what_transformers_keeps():
             assert each.kept[name] == (kept.sum(), pytest.approx(logits.exp()[kept].sum().item()))
     (bars,) = forms(shown, Bars)
     own = record[0]
-    assert {bar.tick for bar in bars.rows} == {0.1 * own.likely[0][1]}
+    assert {bar.tick for bar in bars.rows} == {0.1 * own.top_tokens[0][1]}
     assert sum(bar.parts[0][1] == "first" for bar in bars.rows) == own.kept["min-p"][0] == 11
     (table,) = forms(shown, Cells)
     assert [row.cells[0].text for row in table.rows] == ["11", "1", "37", "37"]
@@ -636,7 +636,7 @@ def test_the_divergence_of_each_dtype():
 
     record, shown = drawn("quality")
     ids = runs.encode("Once upon a time", 10)
-    text = ids + runs.write(ids, "stories-llama", max_new_tokens=60)
+    text = ids + runs.generate_tokens(ids, "stories-llama", max_new_tokens=60)
     exact = torch.cat(list(quality.model_logits(runs.load("stories-llama"), text)))[:-1]
     for name, dtype in (("bfloat16", torch.bfloat16), ("int8", torch.int8)):
         model = load_model(STORIES.with_name("stories-llama"), dtype, "cpu")
@@ -771,7 +771,7 @@ def test_stop_tokens_and_a_minimum():
         assert [at for at, text in enumerate(each.tokens) if text == "."] == [len(each.tokens) - 1]
         for at in each.banned[-2:]:
             before = "".join(["One day, a girl named", *each.tokens[:at]])
-            assert runs.text_of(probs_after(before).argmax().item()) == "." and at < least
+            assert runs.token_text(probs_after(before).argmax().item()) == "." and at < least
     kinds = [[token.kind for token in line.tokens] for line in forms(shown, Tokens)[0].lines]
     counts = [len(each.banned) for each in record.texts.values()]
     assert [row.count("second") for row in kinds] == counts and all(
@@ -793,10 +793,10 @@ def test_an_adapter_in_the_weights():
             for name in names
         ]
         assert sorted(each.changes) == pytest.approx(sorted(changes), rel=1e-3)
-    assert sum(each.thin for each in record.layers.values()) == 108_544  # as lesson 146 says
+    assert sum(each.n_lora for each in record.layers.values()) == 108_544  # as lesson 146 says
     ids = runs.encode("Once upon a time", 12)
     output = [token for (token,) in generate(merged, [ids], SamplingParams(24))]
-    assert record.texts["with it"] == runs.texts_of(output)
+    assert record.texts["with it"] == runs.token_texts(output)
     assert record.texts["without"] == written(
         "Once upon a time", "stories-llama", max_new_tokens=24
     )
@@ -806,25 +806,25 @@ def test_places_of_a_regular_expression():
     import re
 
     record, shown = drawn("show-allowed")
-    text = "".join(each.token for each in record.places).removesuffix("<|endoftext|>")
+    text = "".join(each.token for each in record.steps).removesuffix("<|endoftext|>")
     assert re.fullmatch(constrained.REGEX, text)
     possible = [f"{a} {b}." for a in ("a", "the") for b in ("cat", "dog")]
     before = ""
-    for each in record.places[:-1]:
+    for each in record.steps[:-1]:
         probs = probs_after(f"Lily saw{before}")
         beginnings = [
             id
             for id in range(len(probs))
             if id not in runs.load().config.eos_token_ids
-            and any(whole.startswith(before + runs.text_of(id)) for whole in possible)
+            and any(whole.startswith(before + runs.token_text(id)) for whole in possible)
         ]
         if each.count > 1:
             assert each.count == len(beginnings)
-        assert each.token in [runs.text_of(id) for id in beginnings]
+        assert each.token in [runs.token_text(id) for id in beginnings]
         assert [p for _, p in each.allowed] == sorted((p for _, p in each.allowed), reverse=True)
         before += each.token
     lines = forms(shown, Tokens)[0].lines
-    assert [line.value for line in lines] == [f"{each.count} allowed" for each in record.places]
+    assert [line.value for line in lines] == [f"{each.count} allowed" for each in record.steps]
 
 
 @pytest.mark.parametrize("prompt", ["She saw a butterfly", "playground", "\u00e9t\u00e9 <"])
@@ -857,7 +857,7 @@ def test_three_splits_of_one_vocabulary():
     assert record.keys() == parts.keys()
     for name, text in parts.items():
         wanted = [
-            runs.text_of(id) for part in text.split("|") for id in runs.encoding().encode(part)
+            runs.token_text(id) for part in text.split("|") for id in runs.encoding().encode(part)
         ]
         assert record[name] == wanted, name
     lines = forms(shown, Tokens)[0].lines
