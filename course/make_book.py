@@ -98,7 +98,7 @@ class Section:
     name: str  # of its page
     summary: str
     body: str
-    apart: bool = False
+    has_own_page: bool = False
 
 
 def lesson_pages(
@@ -116,43 +116,47 @@ def lesson_pages(
     """
     parts = course.read_message(message)
     changes = [change for change in commit.changes if not change.is_test]
-    reading, marks = link_code(prose.prose(parts.get("Read", "").strip()), changes)
-    order = [*marks, *(change.path for change in changes)]
+    reading, anchors = link_code(prose.to_html(parts.get("Read", "").strip()), changes)
+    order = [*anchors, *(change.path for change in changes)]
     changes.sort(key=lambda change: (not change.is_code, order.index(change.path)))
     notes = notes_of(reading, parts)
     # In a long diff only the definitions that Read names are open.
     added = sum(change.count("+") + change.count("-") for change in changes if change.is_code)
-    long = added > LONG and any(marks.values())
+    long = added > LONG and any(anchors.values())
     files = []
     for change in changes:
-        found = marks.get(change.path, {})
+        found = anchors.get(change.path, {})
         closed = not change.is_code or context["previous"] is None or (long and not found)
-        said = {line: notes[id] for line, id in found.items() if id in notes}
-        files.append(file_diff(change, change.is_code, closed, found, said, long and not closed))
+        line_notes = {line: notes[id] for line, id in found.items() if id in notes}
+        files.append(
+            file_diff(change, change.is_code, closed, found, line_notes, long and not closed)
+        )
     preparing = [
         diff_section(f"{lesson.id}.before-{number}", each) for number, each in enumerate(before, 1)
     ]
     tests = test_section(lesson, [change for change in commit.changes if change.is_test])
     sections = preparing + tests
-    explain = glossary.linker(lesson.id, ids)
+    link_words = glossary.link_first_uses(lesson.id, ids)
     problem, idea = split_problem(parts[""])
     context |= {
         "lesson": lesson,
-        "problem": explain(prose.prose(problem)),
-        "idea": explain(prose.prose(idea)),
-        "trying": explain(prose.commands(message)),
-        "reading": explain(reading),
-        "testing": explain(prose.prose(prose.capital(parts.get("Tests", "")))),
-        "exercise": explain(context["exercise"]),
+        "problem": link_words(prose.to_html(problem)),
+        "idea": link_words(prose.to_html(idea)),
+        "trying": link_words(prose.commands(message)),
+        "reading": link_words(reading),
+        "testing": link_words(prose.to_html(prose.capitalize(parts.get("Tests", "")))),
+        "exercise": link_words(context["exercise"]),
         "steps": prose.steps(parts.get("Steps", "")),
         "implement": prose.specification(parts.get("Implement", "")),
         "files": files,
         "tests": tests,
         "before": preparing,
     }
-    pages = {f"{lesson.id}.html": fit(lambda: make("lesson.html", **context), sections, lesson.id)}
+    pages = {
+        f"{lesson.id}.html": fit_page(lambda: make("lesson.html", **context), sections, lesson.id)
+    }
     for section in sections:
-        if section.apart:
+        if section.has_own_page:
             pages[f"{section.name}.html"] = make("part.html", **context | {"section": section})
     return pages, "".join(context[name] for name in SECTIONS)
 
@@ -171,25 +175,25 @@ def link_code(reading: str, changes: list[diffs.Change]) -> tuple[str, dict[str,
 
     Returns the ids of lines too, path -> line -> id, with files in the order of the text.
     """
-    marks = {}
+    anchors = {}
     shown = ""
     for clause in re.split(r"(?<=[;.]\s)", reading):  # each is about some files
         words = re.findall(r"[\w.-]*\w", re.sub(r"<[^>]*>", " ", clause))
         named = [change for change in changes if Path(change.path).name in words]
 
         def link(found: re.Match, named: list[diffs.Change] = named) -> str:
-            place = find_code(found[1], named) or find_code(found[1], changes)
-            if not place:
+            definition = find_code(found[1], named) or find_code(found[1], changes)
+            if not definition:
                 return found[0]
-            change, line = place
+            change, line = definition
             id = f"code-{changes.index(change)}-{line + 1}"
-            marks.setdefault(change.path, {})[line] = id
+            anchors.setdefault(change.path, {})[line] = id
             return f'<a href="#{id}">{found[0]}</a>'
 
         shown += re.sub(r"<code>([\w.]+)(?:\([^<]*)?</code>", link, clause)
         for change in named:
-            marks.setdefault(change.path, {})
-    return shown, marks
+            anchors.setdefault(change.path, {})
+    return shown, anchors
 
 
 def notes_of(reading: str, parts: dict[str, str]) -> dict[str, str]:
@@ -202,7 +206,7 @@ def notes_of(reading: str, parts: dict[str, str]) -> dict[str, str]:
     sentences = [
         each
         for block in blocks
-        for each in re.split(r"(?<=[.?]) (?=[`A-Z])", prose.unwrap(block))
+        for each in re.split(r"(?<=[.?]) (?=[`A-Z])", prose.join_lines(block))
         if each.endswith(".") and "longer than" not in each and len(each) < NOTE
     ]
     notes = {}
@@ -211,50 +215,52 @@ def notes_of(reading: str, parts: dict[str, str]) -> dict[str, str]:
         named = rf"`(?:\w+\.)*{last}(?:\([^`]*\))?`"
         if re.search(r"._.|[a-z][A-Z]", last):  # no word of the language
             named += rf"|(?<![\w.]){last}(?!\w)"
-        said = next((prose.inline(each) for each in sentences if re.search(named, each)), "")
-        if said and said not in notes.values():
-            notes[id] = said
+        note = next((prose.inline(each) for each in sentences if re.search(named, each)), "")
+        if note and note not in notes.values():
+            notes[id] = note
     return notes
 
 
 def find_code(name: str, changes: list[diffs.Change]) -> tuple[diffs.Change, int] | None:
     """Where a name, or a method of that name, is defined; None if these files do not define it."""
-    places = [
+    definitions = [
         (f".{found}", change, line)
         for change in changes
         if change.is_code
-        for line, found in diffs.places_of(change.new, change.path)
+        for line, found in diffs.definition_lines(change.new, change.path)
     ]
-    places.sort(key=lambda place: place[0] != f".{name}")
-    return next((place[1:] for place in places if place[0].endswith(f".{name}")), None)
+    definitions.sort(key=lambda definition: definition[0] != f".{name}")
+    return next(
+        (definition[1:] for definition in definitions if definition[0].endswith(f".{name}")), None
+    )
 
 
-def fit(render: Callable[[], str], sections: list[Section], name: str) -> str:
+def fit_page(render: Callable[[], str], sections: list[Section], name: str) -> str:
     """A page of at most LIMIT bytes: while it is larger, the largest section goes apart.
 
     Raises LessonError, which names the page, if that is not enough.
     """
     page = render()
     while len(page.encode()) > LIMIT:
-        inside = [section for section in sections if not section.apart]
+        inside = [section for section in sections if not section.has_own_page]
         if not inside:
             raise LessonError(
                 f"the page of {name} has more than {LIMIT} bytes, and nothing is left to move"
             )
-        max(inside, key=lambda section: len(section.body)).apart = True
+        max(inside, key=lambda section: len(section.body)).has_own_page = True
         page = render()
     return page
 
 
 # Not what lessons are about; the first three are where two of these were before.
-APART = ("answers/", "pictures/", "tools/", "course/", "tests/book_pages/")
+LEFT_OUT_PATHS = ("answers/", "pictures/", "tools/", "course/", "tests/book_pages/")
 
 
 def diff_section(name: str, commit: diffs.Commit) -> Section:
     """A commit between two lessons: its message and its diff, but for data and the book's code."""
-    body = prose.prose(commit.body)
+    body = prose.to_html(commit.body)
     for change in commit.changes:
-        if Path(change.path).suffix in (".csv", ".json") or change.path.startswith(APART):
+        if Path(change.path).suffix in (".csv", ".json") or change.path.startswith(LEFT_OUT_PATHS):
             path = f"<code>{html.escape(change.path)}</code>"
             body += f"<p>{path}: {change.count('+')} new lines, left out here.</p>"
         else:
@@ -287,7 +293,7 @@ def file_diff(change: diffs.Change, folded: bool, closed: bool = False, *shown) 
 # The first page.
 
 # On the page Play a token at least as probable as the first of these is not coloured, and so on.
-SHADES = (0.9, 0.5, 0.2, 0.05, 0.0)
+PROBABILITY_LEVELS = (0.9, 0.5, 0.2, 0.05, 0.0)
 CARD = "18-speculative-decoding"  # the picture of the first page
 # How the name of a plot begins -> slugs of the lessons that it belongs to, and what it shows.
 PLOTS = {
@@ -401,29 +407,29 @@ def make_pages(
     make = page_maker(ref, lessons, bool(scripts))
     names = set(git("ls-tree", "-r", "--name-only", ref).splitlines())
     commits = diffs.read_commits(ref)
-    places = {commit.hash: place for place, commit in enumerate(commits)}
+    indices = {commit.hash: index for index, commit in enumerate(commits)}
     pages = {}
     sizes = {}
     exercises = []
     entries = []
     plots, files = read_plots(ref, names)
-    last = -1  # the place of the lesson before
+    last = -1  # the index of the lesson before
     ids = {lesson.slug: lesson.id for lesson in lessons}
     part = {lesson: name for name, group in parts_of(lessons).items() for lesson in group}
     evening = evening_of(lessons)
     following = dict(zip((stop.lesson for stop in evening), [*evening[1:], None]))
     for number, lesson in enumerate(lessons):
-        place = places[lesson.commit]
-        commit = commits[place]
-        before = commits[last + 1 : place]
-        last = place
+        index = indices[lesson.commit]
+        commit = commits[index]
+        before = commits[last + 1 : index]
+        last = index
         message = course.message(lesson)
-        exercise = prose.prose(prose.capital(course.read_message(message).get("Exercise", "")))
+        exercise = prose.to_html(prose.capitalize(course.read_message(message).get("Exercise", "")))
         path = f"course/answers/{lesson.id}.md"
         answered = path in names
         exercises.append((lesson, exercise, answered))
-        own = diffs.code_lines([commit], "+")
-        added = diffs.code_lines(before, "+") + "\n" + own
+        added_code = diffs.code_lines([commit], "+")
+        added = diffs.code_lines(before, "+") + "\n" + added_code
         papers = papers_of([*before, commit], added)
         made, shown = lesson_pages(
             lesson,
@@ -452,8 +458,11 @@ def make_pages(
             "code": sum(change.count("+") for change in commit.changes if change.is_code),
             "tests": sum(change.count("+") for change in commit.changes if change.is_test),
         }
-        entries.append(search_entry(lesson, shown, own, papers))
-    shades = [f"from {least:.0%}" if least else f"below {SHADES[-2]:.0%}" for least in SHADES]
+        entries.append(search_entry(lesson, shown, added_code, papers))
+    levels = [
+        f"from {least:.0%}" if least else f"below {PROBABILITY_LEVELS[-2]:.0%}"
+        for least in PROBABILITY_LEVELS
+    ]
     headline, first, start = introduction(git("show", f"{ref}:Readme.md"))
     pages |= files
     card = read_card(ref, names, lessons)
@@ -479,15 +488,15 @@ def make_pages(
     pages["transformer.html"] = make(
         "transformer.html", prompt=prompt, pieces=pieces, first=first, cache=cache
     )
-    words = [(word, ids.get(word.slug)) for word in glossary.WORDS]
+    words = [(word, ids.get(word.slug)) for word in glossary.ENTRIES]
     pages["glossary.html"] = make("glossary.html", words=words)
     pages["search-index.js"] = f"window.SEARCH_INDEX = {json.dumps(entries, ensure_ascii=False)};\n"
-    own = ["style.css", "../pictures/scenes.css", "book.js", "pictures.js"]
+    assets = ["style.css", "../pictures/scenes.css", "book.js", "pictures.js"]
     if scripts:
-        pages["play.html"] = make("play.html", ids=ids, shades=shades)
+        pages["play.html"] = make("play.html", ids=ids, levels=levels)
         pages |= scripts
-        own += ["model.js", "play.js"]
-    for name in own:
+        assets += ["model.js", "play.js"]
+    for name in assets:
         pages[Path(name).name] = (TEMPLATES / name).read_text("utf-8")
     if any(pictures.RECORDED in page for page in figures.values()):
         pages["player.js"] = pictures.PLAYER.read_text("utf-8")

@@ -74,13 +74,13 @@ def record() -> dict:
         use_native(model)
     encoding = load_encoding(directory, model.config.vocab_size)
     ids = encoding.encode(PROMPT)
-    written = [token for (token,) in generate(model, [ids], PARAMS)]
-    (rows,) = next_logits(model, [ids + written[:-1]], KVCache(model), keep=len(written))
+    output = [token for (token,) in generate(model, [ids], PARAMS)]
+    (rows,) = next_logits(model, [ids + output[:-1]], KVCache(model), keep=len(output))
     tokens = []
-    for row, token in zip(rows, written):
+    for row, token in zip(rows, output):
         probs = sampling_probs(row, PARAMS)
-        own = token_logprob(row, token, ALTERNATIVES)
-        chances = [(token, own.logprob), *own.top]
+        scored = token_logprob(row, token, ALTERNATIVES)
+        candidates = [(token, scored.logprob), *scored.top]
         about = [
             {
                 "token": id,
@@ -88,7 +88,7 @@ def record() -> dict:
                 "logprob": round(logprob, 6),
                 "p": round(probs[id].item(), 6),
             }
-            for id, logprob in chances
+            for id, logprob in candidates
         ]
         if token in model.config.eos_token_ids:
             about[0]["text"] = ""
@@ -209,9 +209,9 @@ class Image:
         kind = kind or type(value)
         if issubclass(kind, ctypes.Structure):
             fields = {name: self.translate(getattr(value, name), of) for name, of in kind._fields_}
-            return small(kind)(**fields)
+            return wasm32_type(kind)(**fields)
         if issubclass(kind, ctypes.Array):
-            return small(kind)(*(self.translate(each, kind._type_) for each in value))
+            return wasm32_type(kind)(*(self.translate(each, kind._type_) for each in value))
         if issubclass(kind, ctypes._Pointer):  # to the layers, or NULL: a layer without experts
             if not value:
                 return 0
@@ -223,12 +223,12 @@ class Image:
 
 
 @functools.cache
-def small(kind: type) -> type:
+def wasm32_type(kind: type) -> type:
     """A ctypes type as WebAssembly has it: its pointers have 32 bits."""
     if issubclass(kind, ctypes.Structure):
-        return struct(kind.__name__, **{name: small(of) for name, of in kind._fields_})
+        return struct(kind.__name__, **{name: wasm32_type(of) for name, of in kind._fields_})
     if issubclass(kind, ctypes.Array):
-        return small(kind._type_) * kind._length_
+        return wasm32_type(kind._type_) * kind._length_
     if issubclass(kind, ctypes._Pointer | ctypes.c_void_p):
         return ctypes.c_uint32
     return kind

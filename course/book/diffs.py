@@ -134,7 +134,7 @@ def read_bytes(name: str) -> bytes:
 
 
 @functools.cache
-def places_of(name: str, path: str) -> list[tuple[int, str]]:
+def definition_lines(name: str, path: str) -> list[tuple[int, str]]:
     """What a file defines: (line, name) of each function, class and constant, lines from 0."""
     found = []
     if path.endswith(".py"):
@@ -259,7 +259,7 @@ FOLD = 4  # unchanged lines from which on they are folded
 
 
 @dataclass
-class Piece:
+class DiffSection:
     """A part of a diff as HTML: lines of hunks in one <pre>, or what lies between hunks."""
 
     html: str
@@ -271,33 +271,35 @@ class Piece:
 def show_change(
     change: Change,
     folded: bool,
-    marks: dict[int, str] | None = None,
+    anchors: dict[int, str] | None = None,
     notes: dict[int, str] | None = None,
-    only_marked: bool = False,
+    only_linked: bool = False,
 ) -> str:
     """Return the hunks of a change as HTML.
 
-    folded: the lines between them are there too, one click away. marks: the ids of lines of the new
-    file that links lead to. notes: what is said, as HTML, of the definitions that begin at such a
-    line. only_marked: fold changes in definitions that have no mark.
+    folded: the lines between them are there too, one click away. anchors: the ids of lines of the
+    new file that links lead to. notes: what is said, as HTML, of the definitions that begin at such
+    a line. only_linked: fold changes in definitions that have no anchor.
     """
     if not change.hunks:
         return "<p>Data: left out here.</p>"
     old = highlight(change.old, change.path)
     new = list(highlight(change.new, change.path))
-    for number, id in (marks or {}).items():
+    for number, id in (anchors or {}).items():
         new[number] = f'<span class="at" id="{id}"></span>{new[number]}'
-    named = [definition_at(change.new, change.path, line) for line in marks or {}]
-    said = {definition_at(change.new, change.path, line): notes[line] for line in notes or {}}
-    said.pop("", None)
+    named = [definition_at(change.new, change.path, line) for line in anchors or {}]
+    notes_by_name = {
+        definition_at(change.new, change.path, line): notes[line] for line in notes or {}
+    }
+    notes_by_name.pop("", None)
     pieces = []
     shown = 0  # lines of the new file so far
     for hunk in change.hunks:
         between = new[shown : hunk.first]
         near = folded and len(between) < FOLD and bool(pieces)  # one piece of code
         for number, (name, lines) in enumerate(split_hunk(change, hunk)):
-            is_open = not only_marked or any(f"{name}.".startswith(f"{each}.") for each in named)
-            note = said.pop(name, "")
+            is_open = not only_linked or any(f"{name}.".startswith(f"{each}.") for each in named)
+            note = notes_by_name.pop(name, "")
             joins = pieces and pieces[-1].is_open == is_open and not note and (number or near)
             before = spans(between) if near and not number else ""
             body = before + "".join(show_lines(lines, old, new))
@@ -308,22 +310,24 @@ def show_change(
                 continue
             where = ""
             if not number and not near:
-                pieces.append(Piece(gap(between, folded), None))
+                pieces.append(DiffSection(gap(between, folded), None))
                 where = heading(change, hunk) if change.is_code or change.is_test else ""
             head = f'<h4 class="where"><code>{html.escape(where)}</code></h4>' if where else ""
             note = note and f'<p class="said">{note}</p>'
-            pieces.append(Piece(f"{note}{head}<pre>{body}</pre>", is_open, [name], list(lines)))
+            pieces.append(
+                DiffSection(f"{note}{head}<pre>{body}</pre>", is_open, [name], list(lines))
+            )
         shown = max([hunk.first] + [line.new + 1 for line in hunk.lines if line.kind != "-"])
     if change.new.strip("0"):
-        pieces.append(Piece(gap(new[shown:] if blob(change.new) else [], folded), None))
+        pieces.append(DiffSection(gap(new[shown:] if blob(change.new) else [], folded), None))
     return fold_closed(pieces)
 
 
-def fold_closed(pieces: list[Piece]) -> str:
+def fold_closed(pieces: list[DiffSection]) -> str:
     """Return the pieces as HTML, each run of closed ones behind a line that counts its changes."""
     parts = []
     closed = []  # closed pieces, and what lies between them
-    for piece in [*pieces, Piece("", True)]:
+    for piece in [*pieces, DiffSection("", True)]:
         if piece.is_open is False or (piece.is_open is None and closed):
             closed.append(piece)
             continue
@@ -331,17 +335,19 @@ def fold_closed(pieces: list[Piece]) -> str:
         if closed:
             names = dict.fromkeys(name for each in closed for name in each.names)
             lines = [line.kind for each in closed for line in each.lines]
-            said = ", ".join(f"<code>{html.escape(name)}</code>" for name in names if name)
-            said = f"{said or 'top of the file'}: +{lines.count('+')} &minus;{lines.count('-')}"
+            summary = ", ".join(f"<code>{html.escape(name)}</code>" for name in names if name)
+            summary = (
+                f"{summary or 'top of the file'}: +{lines.count('+')} &minus;{lines.count('-')}"
+            )
             body = "".join(each.html for each in closed)
-            parts.append(f'<details class="gap more"><summary>{said}</summary>{body}</details>')
+            parts.append(f'<details class="gap more"><summary>{summary}</summary>{body}</details>')
         parts += [each.html for each in [*after, piece]]
         closed = []
     return "".join(parts)
 
 
 @functools.cache
-def starts_of(name: str, path: str) -> list[tuple[int, str]]:
+def definition_starts(name: str, path: str) -> list[tuple[int, str]]:
     """Return where each stretch of a file begins, and the definition it lies in, (line, name).
 
     The blank lines and comments above a definition are its own. In Python what follows the end of
@@ -350,7 +356,7 @@ def starts_of(name: str, path: str) -> list[tuple[int, str]]:
     """
     lines = blob(name).split("\n")
     starts = {}
-    found = places_of(name, path)
+    found = definition_lines(name, path)
     if path.endswith(".py"):
         inner_first = [each for each in reversed(definitions(name)) if each[2].count(".") < 2]
         starts = {after: words.rpartition(".")[0] for _, after, words in inner_first}
@@ -364,15 +370,15 @@ def starts_of(name: str, path: str) -> list[tuple[int, str]]:
 
 def definition_at(name: str, path: str, line: int) -> str:
     """Return the function, method or class that a line of a file lies in; "" for none."""
-    starts = starts_of(name, path)
-    place = bisect.bisect_right(starts, line, key=lambda start: start[0])
-    return starts[place - 1][1] if place else ""
+    starts = definition_starts(name, path)
+    index = bisect.bisect_right(starts, line, key=lambda start: start[0])
+    return starts[index - 1][1] if index else ""
 
 
 def split_hunk(change: Change, hunk: Hunk) -> Iterator[tuple[str, list[Line]]]:
     """Yield the lines of a hunk by the definition they lie in, (its name, lines)."""
-    place = functools.partial(definition_at, change.new, change.path)
-    for name, lines in itertools.groupby(hunk.lines, key=lambda line: place(line.new)):
+    definition = functools.partial(definition_at, change.new, change.path)
+    for name, lines in itertools.groupby(hunk.lines, key=lambda line: definition(line.new)):
         yield name, list(lines)
 
 

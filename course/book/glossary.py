@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-def after(words: str, form: str) -> str:
+def after_words(words: str, form: str) -> str:
     """Return a pattern of a form behind one of these words, which are cut at "|"."""
     return "|".join(f"(?<={word} )(?:{form})" for word in words.split("|"))
 
 
 # What is linked, where that is not a part of the name and its plural; "" for nothing. A word with
 # several meanings is a link only where the words beside it decide.
-FORMS = {
+LINK_PATTERNS = {
     "acceptance": r"acceptance|accepted(?= drafts| ones)|accepts(?= a draft)",
     "block": "",
     "cache": r"(?<!L1 )(?<!processor's )(?<!registers and the )(?<!stays in a )caches?"
@@ -22,39 +22,39 @@ FORMS = {
     "closed loop, open loop": "(?:closed|open)[ -]loops?",
     "decode, prefill": "prefill(?:ed|s)?|(?:decode|decoding)(?= steps?)",
     "draw": "draws?|drawn",
-    "form": after("with a|to a|fit the|its", "form") + "|forms?(?= allows| says| forces)",
+    "form": after_words("with a|to a|fit the|its", "form") + "|forms?(?= allows| says| forces)",
     "gap": "",
     "gather, reduce": "gather(?:ed|s)?|all-reduces?",
     "greedy": "greedy|greedily",
-    "head": "heads|" + after("one|each|tied|tie their", "head") + "|head(?= of [0-9])",
+    "head": "heads|" + after_words("one|each|tied|tie their", "head") + "|head(?= of [0-9])",
     "key, query, value": "keys and values|queries and keys|quer(?:y|ies)",
     "log-probability": "log-probabilit(?:y|ies)|logprobs?",
     "mask": "mask(?:s|ed)?",
     "noise": "(?<!is )noise",
     "padding": "padding|padded",
     "page, pool, table": "(?<!web )pages?|pools?|page tables?",
-    "pass": after("the|one|a|each|first|whole", "pass") + "|(?<=forward )pass(?:es)?",
+    "pass": after_words("the|one|a|each|first|whole", "pass") + "|(?<=forward )pass(?:es)?",
     "penalty": "penalt(?:y|ies)",
     "preemption": "preempt(?:ion|ions|ed|s)?",
-    "race": after("a|the", "races?"),
-    "request": after("running|waiting|preempted|ended|Many", "requests?")
+    "race": after_words("a|the", "races?"),
+    "request": after_words("running|waiting|preempted|ended|Many", "requests?")
     + "|requests?(?= joins| leaves| runs| holds| is preempted)",
     "residual": "residuals?(?! stream)",
     "rotary positions": "rotary positions?|rotations?",
-    "row": after("ragged|unequal|free|finished|shorter", "rows?")
+    "row": after_words("ragged|unequal|free|finished|shorter", "rows?")
     + "|row(?= is one text)|rows?(?= of (?:a|the) batch)",
     "sampling": "sampl(?:ing|ed)",
     "span": "spans?(?! several)",
-    "step": after("decode|decoding|each|every|all|same|later|next", "steps?")
+    "step": after_words("decode|decoding|each|every|all|same|later|next", "steps?")
     + "|(?<=is a )step(?=:)|(?<=a )step(?= of the engine| takes| has| brings)",
     "time to first token": "time to (?:the )?first token",
     "trie": "trie",
     "weights": "(?<!sum of )(?<!sum of the )(?<!their )weights",
     "window": "(?<!sliding )windows?",
-    "work": after("a|each|one", "work") + "|works(?= of)",
+    "work": after_words("a|each|one", "work") + "|works(?= of)",
 }
 # Slugs of the lessons in which a word means something else.
-ELSEWHERE = {
+EXCLUDED_LESSONS = {
     "cache": "response-format",
     "chat template": "known-fields",
     # Of HTTP; of a text that quality.py cuts.
@@ -73,13 +73,13 @@ ELSEWHERE = {
     "gguf-gemma half-weights lora-in-c",  # chat windows; those of a layer
 }
 # A word in these elements is no prose.
-CLOSED = ("a", "code", "pre", "h1", "h2", "h3", "h4", "summary", "q")
+UNLINKED_TAGS = ("a", "code", "pre", "h1", "h2", "h3", "h4", "summary", "q")
 
 
-class Word(NamedTuple):
+class GlossaryEntry(NamedTuple):
     name: str
     slug: str  # of the lesson that brings it
-    meaning: str
+    definition: str
 
     @property
     def id(self) -> str:
@@ -89,18 +89,18 @@ class Word(NamedTuple):
     @property
     def pattern(self) -> str:
         parts = (rf"{re.escape(part)}(?:e?s)?" for part in self.name.split(", "))
-        return FORMS.get(self.name, "|".join(parts))
+        return LINK_PATTERNS.get(self.name, "|".join(parts))
 
     @property
-    def elsewhere(self) -> list[str]:
-        return ELSEWHERE.get(self.name, "").split()
+    def excluded_lessons(self) -> list[str]:
+        return EXCLUDED_LESSONS.get(self.name, "").split()
 
 
-ENTRY = r"^- \*\*(.+?)\*\* \(([\w-]+)\): (.+\n(?:  .+\n)*)"
+ENTRY_PATTERN = r"^- \*\*(.+?)\*\* \(([\w-]+)\): (.+\n(?:  .+\n)*)"
 TEXT = Path(__file__).with_name("glossary.md").read_text("utf-8")
-WORDS = [
-    Word(name, slug, " ".join(meaning.split()))
-    for name, slug, meaning in re.findall(ENTRY, TEXT, re.MULTILINE)
+ENTRIES = [
+    GlossaryEntry(name, slug, " ".join(definition.split()))
+    for name, slug, definition in re.findall(ENTRY_PATTERN, TEXT, re.MULTILINE)
 ]
 
 
@@ -108,16 +108,16 @@ def number_of(id: str) -> int:
     return int(id.partition("-")[0])
 
 
-def linker(id: str, ids: dict[str, str]) -> Callable[[str], str]:
+def link_first_uses(id: str, ids: dict[str, str]) -> Callable[[str], str]:
     """A function that links words where they first fall on the page of a lesson, HTML -> HTML.
 
     It remembers which it has linked. Words that a later lesson brings are none yet. ids: of all
     lessons, by slug.
     """
     names = {}  # of a group of the pattern -> word
-    for number, word in enumerate(sorted(WORDS, key=lambda word: -len(word.name))):
-        brought = word.slug in ids and number_of(ids[word.slug]) <= number_of(id)
-        if word.pattern and brought and id.partition("-")[2] not in word.elsewhere:
+    for number, word in enumerate(sorted(ENTRIES, key=lambda word: -len(word.name))):
+        is_introduced = word.slug in ids and number_of(ids[word.slug]) <= number_of(id)
+        if word.pattern and is_introduced and id.partition("-")[2] not in word.excluded_lessons:
             names[f"w{number}"] = word
     if not names:
         return lambda text: text
@@ -138,7 +138,7 @@ def linker(id: str, ids: dict[str, str]) -> Callable[[str], str]:
         inside = []  # elements whose words stay as they are
         for piece in re.split(r"(<[^>]*>)", text):
             tag = re.match(r"<(/?)(\w+)", piece)
-            if tag and tag[2] in CLOSED:
+            if tag and tag[2] in UNLINKED_TAGS:
                 inside = inside[:-1] if tag[1] else [*inside, tag[2]]
             shown.append(piece if tag or inside else words.sub(link, piece))
         return "".join(shown)

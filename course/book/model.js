@@ -19,32 +19,32 @@
 //   {error}
 "use strict";
 
-const SLOWEST = 0.4; // seconds for a token; what is slower is no pleasure
+const MAX_TOKEN_SECONDS = 0.4; // seconds for a token; what is slower is no pleasure
 
 class PageModel {
   #worker;
   #loaded = {}; // name -> promise
-  #asked = new Map(); // id of a model that is opened -> what its answer goes to
+  #pending = new Map(); // id of a model that is opened -> what its answer goes to
   #writing = 0; // id of what is being written
-  #hear; // who hears the events of that
+  #onEvent; // who hears the events of that
   #id = 0;
 
   // Fails with the reason, in words, where the models cannot run.
   async load(names) {
-    const reason = unable();
+    const reason = unsupportedReason();
     if (reason) throw new Error(reason);
     await loadScript("engine.js");
     this.#worker ??= this.#start();
     for (const name of names) {
       this.#loaded[name] ??= this.#open(name);
       const { seconds } = await this.#loaded[name];
-      if (seconds > SLOWEST) throw new Error(`a token takes ${seconds.toFixed(1)} s`);
+      if (seconds > MAX_TOKEN_SECONDS) throw new Error(`a token takes ${seconds.toFixed(1)} s`);
     }
   }
 
   // It ends what was being written before.
-  write(prompt, params, hear) {
-    this.#hear = hear;
+  write(prompt, params, onEvent) {
+    this.#onEvent = onEvent;
     this.#writing = this.#send({ write: { prompt, params } });
   }
 
@@ -57,15 +57,15 @@ class PageModel {
     const source = new Blob([window.ENGINE.source, "\nserve();\n"], { type: "text/javascript" });
     const worker = new Worker(URL.createObjectURL(source));
     worker.onmessage = ({ data: { id, event, answer } }) => {
-      const asked = this.#asked.get(id);
-      this.#asked.delete(id);
-      if (asked && event?.error) asked.fail(new Error(event.error));
-      else if (asked) asked.done(answer);
-      else if (id === this.#writing) this.#hear(event);
+      const pending = this.#pending.get(id);
+      this.#pending.delete(id);
+      if (pending && event?.error) pending.fail(new Error(event.error));
+      else if (pending) pending.done(answer);
+      else if (id === this.#writing) this.#onEvent(event);
     };
     worker.onerror = ({ message }) => {
-      for (const { fail } of this.#asked.values()) fail(new Error(message));
-      this.#hear?.({ error: message });
+      for (const { fail } of this.#pending.values()) fail(new Error(message));
+      this.#onEvent?.({ error: message });
     };
     return worker;
   }
@@ -73,7 +73,7 @@ class PageModel {
   async #open(name) {
     await loadScript(`weights-${name}.js`);
     const id = this.#send({ open: [window.ENGINE.code, name, window.WEIGHTS[name]] });
-    return new Promise((done, fail) => this.#asked.set(id, { done, fail }));
+    return new Promise((done, fail) => this.#pending.set(id, { done, fail }));
   }
 
   #send(message) {
@@ -83,7 +83,7 @@ class PageModel {
 }
 
 // Why there can be no model in this browser; "" if there can.
-function unable() {
+function unsupportedReason() {
   // A program that has one vector of 128 bits: SIMD, which gpt.c is compiled for.
   const program = [
     0, 97, 115, 109, 1, 0, 0, 0, 1, 5, 1, 96, 0, 1, 123, 3, 2, 1, 0, 10, 10, 1, 8, 0, 65, 0, 253,

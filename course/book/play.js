@@ -4,7 +4,7 @@
 const find = (id) => document.getElementById(id);
 const form = find("play");
 const model = new PageModel();
-const SHADES = [0.9, 0.5, 0.2, 0.05, 0]; // as in make_book.py
+const PROBABILITY_LEVELS = [0.9, 0.5, 0.2, 0.05, 0]; // as in make_book.py
 const OFF = {
   top_k: 0,
   top_p: 1,
@@ -13,9 +13,9 @@ const OFF = {
   repetition_penalty: 1,
 };
 const MADE = "This text was written when the book was made.";
-let shown = []; // what was said of each token of the text
-let kept = 0; // so many of them are the reader's choice
-let turns = 0; // how often a text was begun
+let textTokens = []; // what was said of each token of the text
+let numKept = 0; // so many of them are the reader's choice
+let lastRunId = 0; // how many texts were begun
 
 function make(tag, properties = {}, ...children) {
   const element = Object.assign(document.createElement(tag), properties);
@@ -41,9 +41,9 @@ function parameters() {
 
 // Write on after the tokens that are kept.
 async function write() {
-  const turn = ++turns;
-  const params = { ...parameters(), logprobs: 8, begin: shown.slice(0, kept).map((t) => t.token) };
-  shown.length = kept;
+  const runId = ++lastRunId;
+  const params = { ...parameters(), logprobs: 8, begin: textTokens.slice(0, numKept).map((t) => t.token) };
+  textTokens.length = numKept;
   // So that the sliders below stay where they are while the text is written anew.
   find("text").style.minHeight = `${find("text").offsetHeight}px`;
   find("status").textContent = "Writing …";
@@ -56,11 +56,11 @@ async function write() {
     fail(error.message);
     return;
   }
-  if (turn !== turns) return;
+  if (runId !== lastRunId) return;
   const counts = { tokens: 0, passes: 0, drafts: 0, accepted: 0, began: performance.now() };
-  counts.own = params.draft ? "own" : ""; // what a token is that was no draft
+  counts.byTarget = params.draft ? "target" : ""; // what a token is that was no draft
   find("drafted").hidden = !params.draft;
-  model.write(find("prompt").value, params, (event) => hear(event, counts));
+  model.write(find("prompt").value, params, (event) => onEvent(event, counts));
 }
 
 // Where the model does not run: the recording, and why.
@@ -71,16 +71,16 @@ function fail(reason) {
 }
 
 function showRecording() {
-  kept = 0;
-  shown = [...RECORDING.tokens];
+  numKept = 0;
+  textTokens = [...RECORDING.tokens];
   clear(RECORDING.prompt);
 }
 
-function hear(event, counts) {
+function onEvent(event, counts) {
   if (event.error) fail(event.error);
   if (event.prompt) clear(event.prompt.map(({ text }) => text).join(""));
   for (const [i, token] of (event.tokens ?? []).entries()) {
-    add({ ...token, draft: event.drafts[i], by: i < event.accepted ? "accepted" : counts.own });
+    add({ ...token, draft: event.drafts[i], by: i < event.accepted ? "accepted" : counts.byTarget });
   }
   if (event.tokens) {
     counts.passes++;
@@ -104,31 +104,31 @@ function end(rest, { tokens, passes, drafts, accepted, began }) {
 // The text anew: the prompt, and the tokens that are kept.
 function clear(prompt) {
   find("text").replaceChildren(prompt.startsWith("<|") ? "" : prompt);
-  find("place").hidden = true;
-  for (const token of shown.splice(0)) add(token);
+  find("alternatives").hidden = true;
+  for (const token of textTokens.splice(0)) add(token);
 }
 
 function add(token) {
-  const shade = SHADES.findIndex((least) => Math.exp(token.logprob) >= least);
-  const element = make("span", { className: `token p${shade}`, tabIndex: shown.length ? -1 : 0 });
+  const shade = PROBABILITY_LEVELS.findIndex((least) => Math.exp(token.logprob) >= least);
+  const element = make("span", { className: `token p${shade}`, tabIndex: textTokens.length ? -1 : 0 });
   element.setAttribute("role", "button");
-  element.dataset.index = shown.length;
+  element.dataset.index = textTokens.length;
   if (token.by) element.classList.add(token.by);
   const [first, ...rest] = (token.text || "∎").split("\n");
   element.append(first, ...rest.flatMap((line) => [make("br"), line]));
-  shown.push(token);
+  textTokens.push(token);
   find("text").append(element);
 }
 
 // The alternatives of a token.
 function showAlternatives(element) {
   const index = Number(element.dataset.index);
-  const { text, logprob, p, draft, by, top } = shown[index];
+  const { text, logprob, p, draft, by, top } = textTokens[index];
   for (const other of document.querySelectorAll(".chosen")) other.classList.remove("chosen");
   element.classList.add("chosen");
   element.focus();
   const about = [make("code", {}, visible(text)), ` ${percent(Math.exp(logprob))} by the model`];
-  if (by === "taken") about.push("; your choice");
+  if (by === "reader") about.push("; your choice");
   else about.push(`, ${percent(p)} in what it was drawn from`);
   if (by === "accepted") about.push(`; drafted with ${percent(draft.q)}`);
   else if (draft) {
@@ -138,7 +138,7 @@ function showAlternatives(element) {
   const head = ["token", "by the model", "", "drawn from"].map((words) =>
     make("th", { textContent: words, scope: "col" }),
   );
-  find("place").replaceChildren(
+  find("alternatives").replaceChildren(
     make("p", { className: "hint" }, ...about, "."),
     make(
       "table",
@@ -147,27 +147,27 @@ function showAlternatives(element) {
       make("tbody", {}, ...top.map((other) => alternative(other, index))),
     ),
   );
-  find("place").hidden = false;
+  find("alternatives").hidden = false;
 }
 
 function alternative(other, index) {
-  const own = Math.exp(other.logprob);
+  const probability = Math.exp(other.logprob);
   const button = make("button", { type: "button" }, make("code", {}, visible(other.text)));
   button.title = "Go on from here with this one";
   button.addEventListener("click", () => {
-    shown = [...shown.slice(0, index), { ...other, top: shown[index].top, by: "taken" }];
-    if (other.text === "<|endoftext|>") shown[index].text = "";
-    kept = index + 1;
+    textTokens = [...textTokens.slice(0, index), { ...other, top: textTokens[index].top, by: "reader" }];
+    if (other.text === "<|endoftext|>") textTokens[index].text = "";
+    numKept = index + 1;
     write();
   });
-  const bars = make("span", { className: "chances" }, make("i"), make("i"));
-  bars.firstChild.style.width = `${100 * own}%`;
+  const bars = make("span", { className: "probabilities" }, make("i"), make("i"));
+  bars.firstChild.style.width = `${100 * probability}%`;
   bars.lastChild.style.width = `${100 * other.p}%`;
   return make(
     "tr",
     {},
     make("td", {}, button),
-    make("td", { className: "count", textContent: percent(own) }),
+    make("td", { className: "count", textContent: percent(probability) }),
     make("td", {}, bars),
     make("td", { className: "count", textContent: percent(other.p) }),
   );
@@ -183,7 +183,7 @@ function showCommand(params) {
   for (const [name, off] of Object.entries(OFF))
     if (params[name] !== off) words.push(`--${name.replaceAll("_", "-")} ${params[name]}`);
   find("command").textContent = words.join(" ");
-  find("clone").hidden = kept > 0;
+  find("clone").hidden = numKept > 0;
 }
 
 function showValues() {
@@ -193,13 +193,13 @@ function showValues() {
 
 form.addEventListener("submit", (event) => {
   event.preventDefault();
-  kept = 0;
+  numKept = 0;
   find("text").style.minHeight = "";
   write();
 });
 
 find("prompt").addEventListener("input", () => {
-  kept = 0;
+  numKept = 0;
   showCommand(parameters());
 });
 
@@ -211,7 +211,7 @@ find("sliders").addEventListener("input", () => {
 
 find("stop").addEventListener("click", () => {
   model.stop();
-  turns++;
+  lastRunId++;
   find("stop").hidden = true;
   find("status").textContent = "Stopped.";
 });

@@ -37,16 +37,16 @@ PAPERS = {  # as lessons and docstrings name them
     "Zhang & Sennrich 2019": ARXIV + "1910.07467",
     "Zheng et al. 2023": ARXIV + "2312.07104",
 }
-NUMBER = r"\b\d\d(?:0[1-9]|1[0-2])\.\d{5}\b"  # of a paper on arXiv: year, month, and a count
+ARXIV_ID = r"\b\d\d(?:0[1-9]|1[0-2])\.\d{5}\b"  # of a paper on arXiv: year, month, and a count
 TRACKERS = {"transformers": "huggingface/transformers", "vllm": "vllm-project/vllm"}
 # A message as HTML.
 
-PAPER = "|".join(re.escape(name).replace(r"\ ", r"\s") for name in PAPERS)
-MARKED = re.compile(
+PAPER_PATTERN = "|".join(re.escape(name).replace(r"\ ", r"\s") for name in PAPERS)
+LINKS = re.compile(
     rf"""`(?P<code>[^`]+)`
-    | (?P<arxiv>{NUMBER})
+    | (?P<arxiv>{ARXIV_ID})
     | (?P<issue>\b(?:{"|".join(TRACKERS)})\#\d+)
-    | (?P<paper>{PAPER})""",
+    | (?P<paper>{PAPER_PATTERN})""",
     re.VERBOSE,
 )
 
@@ -55,32 +55,34 @@ def inline(text: str) -> str:
     """A line of prose: code, which is in backticks, and papers and issues as links."""
     parts = []
     end = 0
-    for found in MARKED.finditer(text):
-        parts += [html.escape(text[end : found.start()], quote=False), marked(found)]
+    for found in LINKS.finditer(text):
+        parts += [html.escape(text[end : found.start()], quote=False), link_html(found)]
         end = found.end()
     return "".join(parts) + html.escape(text[end:], quote=False)
 
 
-def marked(found: re.Match) -> str:
+def link_html(found: re.Match) -> str:
     kind = found.lastgroup
     words = found[kind]
     shown = html.escape(words, quote=False)
     if kind == "arxiv":
         return f'<a href="{ARXIV}{shown}">arXiv:{shown}</a>'
     if kind == "paper":
-        return f'<a href="{html.escape(PAPERS[unwrap(words)])}">{shown}</a>'
+        return f'<a href="{html.escape(PAPERS[join_lines(words)])}">{shown}</a>'
     if kind == "issue":
         tracker, _, number = words.partition("#")
         return f'<a href="https://github.com/{TRACKERS[tracker]}/issues/{number}">{shown}</a>'
     return f"<code>{shown}</code>"
 
 
-def prose(text: str) -> str:
+def to_html(text: str) -> str:
     """Paragraphs, lists, and formulas, which are indented."""
     parts = []
     for block in re.split(r"\n\s*\n", text.strip("\n")):
         lines = block.split("\n")
-        for kind, pairs in itertools.groupby(zip(kinds(lines), lines), key=lambda pair: pair[0]):
+        for kind, pairs in itertools.groupby(
+            zip(line_kinds(lines), lines), key=lambda pair: pair[0]
+        ):
             run = "\n".join(line for _, line in pairs)
             if kind == "formula":
                 shown = re.sub(r"^    ", "", run, flags=re.MULTILINE)
@@ -88,14 +90,14 @@ def prose(text: str) -> str:
             elif kind == "list":
                 items = re.split(r"^- ", run, flags=re.MULTILINE)[1:]
                 texts = [re.sub(r"^  ", "", item, flags=re.MULTILINE) for item in items]
-                shown = "".join(f"<li>{prose(item)}</li>" for item in texts)
+                shown = "".join(f"<li>{to_html(item)}</li>" for item in texts)
                 parts.append(f"<ul>{shown}</ul>")
             elif run.strip():
-                parts.append(f"<p>{inline(unwrap(run))}</p>")
+                parts.append(f"<p>{inline(join_lines(run))}</p>")
     return "".join(parts)
 
 
-def kinds(lines: list[str]) -> Iterator[str]:
+def line_kinds(lines: list[str]) -> Iterator[str]:
     """What each line of a block belongs to: a paragraph, a formula or a list."""
     in_list = False
     for line in lines:
@@ -103,26 +105,26 @@ def kinds(lines: list[str]) -> Iterator[str]:
         yield "list" if in_list else "formula" if line.startswith("    ") else "paragraph"
 
 
-def unwrap(text: str) -> str:
+def join_lines(text: str) -> str:
     """One line; a word that a hyphen cuts at the end of a line is whole."""
     return " ".join(re.sub(r"(?<=\w)-\n\s*(?=\w)", "-", text).split())
 
 
-def capital(text: str) -> str:
+def capitalize(text: str) -> str:
     """A section begins as a sentence does, unless it begins with code."""
     text = text.strip()
     return text if re.match(r"\w*[_.(`=A-Z]", text) else text[:1].upper() + text[1:]
 
 
-def remark(text: str) -> str:
+def as_sentence(text: str) -> str:
     """What stands right behind a section's name, as a sentence if it is all in parentheses."""
-    whole = re.fullmatch(r"\((.*)\)", unwrap(text))
-    return capital(f"{whole[1].rstrip('.')}." if whole else text)
+    whole = re.fullmatch(r"\((.*)\)", join_lines(text))
+    return capitalize(f"{whole[1].rstrip('.')}." if whole else text)
 
 
 def commands(message: str) -> str:
     """The `Try:` section: each command with a button that copies it, then what it printed."""
-    shown = {"prose": lambda text: prose(remark(text)), "command": command, "output": output}
+    shown = {"prose": lambda text: to_html(as_sentence(text)), "command": command, "output": output}
     return "".join(shown[kind](text) for kind, text in course.read_try(message))
 
 
@@ -149,16 +151,16 @@ def output(text: str) -> str:
 def specification(text: str) -> str:
     """An `Implement:` section: a list, whose items are indented once and go on indented twice."""
     before, *items = re.split(r"^ {4}(?=\S)", text, flags=re.MULTILINE)
-    note = inline(unwrap(remark(before)))
-    shown = "".join(f"<li>{inline(unwrap(item))}</li>" for item in items)
+    note = inline(join_lines(as_sentence(before)))
+    shown = "".join(f"<li>{inline(join_lines(item))}</li>" for item in items)
     return (f"<p>{note}</p>" if note else "") + (f"<ul>{shown}</ul>" if shown else "")
 
 
 def steps(text: str) -> str:
     """A `Steps:` section: in what order to write the lesson, as a numbered list."""
     before, *items = re.split(r"^ {4}\d+\. ", text, flags=re.MULTILINE)
-    note = inline(unwrap(remark(before)))
-    shown = "".join(f"<li>{inline(unwrap(item))}</li>" for item in items)
+    note = inline(join_lines(as_sentence(before)))
+    shown = "".join(f"<li>{inline(join_lines(item))}</li>" for item in items)
     return (f"<p>{note}</p>" if note else "") + (f"<ol>{shown}</ol>" if shown else "")
 
 
@@ -167,15 +169,15 @@ def answer(text: str) -> str:
     parser = markdown_it.MarkdownIt("commonmark", {"html": False, "highlight": code_block})
     parser.validateLink = lambda address: address.startswith("https://")
 
-    def first(found: re.Match) -> str:
+    def title_sentence(found: re.Match) -> str:
         return f"**{found[1].upper()}{found[2]}.**\n"
 
-    text = re.sub(r"^# [^:\n]*: (.)(.*)\n+(?:>.*\n)+", first, text)
+    text = re.sub(r"^# [^:\n]*: (.)(.*)\n+(?:>.*\n)+", title_sentence, text)
 
-    def deeper(tag: re.Match) -> str:
+    def demote_heading(tag: re.Match) -> str:
         return f"<{tag[1]}h{int(tag[2]) + 1}>"
 
-    return re.sub(r"<(/?)h([1-5])>", deeper, parser.render(text))
+    return re.sub(r"<(/?)h([1-5])>", demote_heading, parser.render(text))
 
 
 def code_block(text: str, language: str, _) -> str:
@@ -184,10 +186,10 @@ def code_block(text: str, language: str, _) -> str:
 
 def find_papers(text: str) -> dict[str, str]:
     """The papers that a text names or numbers, name -> address."""
-    words = unwrap(text)
+    words = join_lines(text)
     names = {address: name for name, address in PAPERS.items()}
     found = {name: address for name, address in PAPERS.items() if name in words}
-    for number in re.findall(NUMBER, words):
+    for number in re.findall(ARXIV_ID, words):
         address = ARXIV + number
         found[names.get(address, f"arXiv:{number}")] = address
     return dict(sorted(found.items()))

@@ -49,11 +49,11 @@ MARKS = """() => [...document.querySelectorAll("#found mark")].map((mark) =>
 PLAYER = "document.querySelector('.recorded').player"
 # Firefox writes what Play shows first: the tokens before and after.
 WRITE_AGAIN = """async () => {
-  const before = shown.map(({ token }) => token).join();
+  const before = textTokens.map(({ token }) => token).join();
   form.requestSubmit();
   while (!find("status").textContent.includes(" tokens in "))
     await new Promise((done) => setTimeout(done, 50));
-  return [before, shown.map(({ token }) => token).join()];
+  return [before, textTokens.map(({ token }) => token).join()];
 }"""
 
 
@@ -64,9 +64,9 @@ def look(view: View, name: str) -> None:
         view.page.evaluate(DRAWN)
         view.picture(name)
         if name == "index":
-            for place in FIRST_SCREEN:
-                top = view.page.locator(f"main {place}").first.bounding_box()["y"]
-                view.must(top < 700, f"{place} is not on the first screen")
+            for selector in FIRST_SCREEN:
+                top = view.page.locator(f"main {selector}").first.bounding_box()["y"]
+                view.must(top < 700, f"{selector} is not on the first screen")
         view.looks()
         blocks = view.page.evaluate(ROOM)
         view.must(blocks == 0, f"{blocks} blocks fade although there is room beside them")
@@ -116,8 +116,8 @@ class Hand:
     def __init__(self, view: View):
         self.view = view
         self.page = view.page
-        self.place = self.page.locator(".recorded")
-        self.place.scroll_into_view_if_needed()
+        self.player = self.page.locator(".recorded")
+        self.player.scroll_into_view_if_needed()
         self.last = self.page.evaluate(f"{PLAYER}.frames.length - 1")
 
     def at(self, index: int, what: str) -> None:
@@ -128,11 +128,11 @@ class Hand:
         self.page.evaluate(f"{PLAYER}.seek({index})")
 
     def button(self, name: str):
-        return self.place.get_by_role("button", name=name, exact=True)
+        return self.player.get_by_role("button", name=name, exact=True)
 
     def ends(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """Where the slider begins and ends on the screen."""
-        slider = self.place.locator("input")
+        slider = self.player.locator("input")
         slider.scroll_into_view_if_needed()
         box = slider.bounding_box()
         middle = box["y"] + box["height"] / 2
@@ -172,11 +172,11 @@ class Hand:
         page.wait_for_function(f"!{PLAYER}.playing")
         self.at(self.last, "playing to the end")
         self.seek(self.last // 2)
-        self.place.locator(".requests").focus()
+        self.player.locator(".requests").focus()
         page.keyboard.press("ArrowDown")
         page.wait_for_function("document.querySelectorAll('.recorded .lit').length === 1")
-        if self.place.locator(".pool").is_visible():
-            self.place.locator(".pool").focus()
+        if self.player.locator(".pool").is_visible():
+            self.player.locator(".pool").focus()
             page.keyboard.press("ArrowRight")
             page.wait_for_function(
                 "document.querySelector('.recorded [aria-live]').innerText.startsWith('Page 0')"
@@ -202,7 +202,7 @@ class Hand:
         self.at(self.last, "a drag by a finger")
         self.button("one frame back").tap()
         self.at(self.last - 1, "a tap")
-        self.place.locator(".requests li").first.tap()
+        self.player.locator(".requests li").first.tap()
         self.page.wait_for_function("document.querySelectorAll('.recorded .lit').length === 1")
 
 

@@ -60,15 +60,15 @@ WRITE = """async ([prompt, params]) => {
 # The first of two texts must end where the second begins, and both by what comes after.
 CANCEL = """() => new Promise((done) => {
   const heard = [0, 0, 0];
-  const hear = (which) => (event) => {
+  const onEvent = (which) => (event) => {
     heard[which]++;
-    if (which === 0 && heard[0] === 5) window.checked.write("One", {}, hear(1));
+    if (which === 0 && heard[0] === 5) window.checked.write("One", {}, onEvent(1));
     if (which === 1 && heard[1] === 5) {
       window.checked.stop();
       window.checked.load(["stories-llama"]).then(() => setTimeout(() => done(heard), 200));
     }
   };
-  window.checked.write("Once", { max_new_tokens: 400, ignore_eos: true }, hear(0));
+  window.checked.write("Once", { max_new_tokens: 400, ignore_eos: true }, onEvent(0));
 })"""
 
 
@@ -118,19 +118,19 @@ SAME = """() => {
   const near = (a, b) => a.token === b.token && Math.abs(a.logprob - b.logprob) < 2e-6 &&
     Math.abs(a.p - b.p) < 2e-6 && a.text === b.text;
   const tokens = RECORDING.tokens;
-  return shown.length === tokens.length && tokens.every((token, i) =>
-    near(token, shown[i]) && token.top.every((other, j) => near(other, shown[i].top[j])));
+  return textTokens.length === tokens.length && tokens.every((token, i) =>
+    near(token, textTokens[i]) && token.top.every((other, j) => near(other, textTokens[i].top[j])));
 }"""
 # Whether the alternatives show, in words and in bars, the chances of the chosen token's.
-CHANCES = """() => {
-  const { top } = shown[document.querySelector(".chosen").dataset.index];
-  const rows = [...document.querySelectorAll("#place tbody tr")];
+PROBABILITIES = """() => {
+  const { top } = textTokens[document.querySelector(".chosen").dataset.index];
+  const rows = [...document.querySelectorAll("#alternatives tbody tr")];
   const width = (bar) => bar.getBoundingClientRect().width;
-  const whole = width(rows[0].querySelector(".chances i")) / Math.exp(top[0].logprob);
+  const whole = width(rows[0].querySelector(".probabilities i")) / Math.exp(top[0].logprob);
   return rows.every((row, i) => {
-    const bars = [...row.querySelectorAll(".chances i")].map((bar) => width(bar) / whole);
-    const chances = [Math.exp(top[i].logprob), top[i].p];
-    const right = chances.every((p, j) => Math.abs(p - bars[j]) < 0.01);
+    const bars = [...row.querySelectorAll(".probabilities i")].map((bar) => width(bar) / whole);
+    const probabilities = [Math.exp(top[i].logprob), top[i].p];
+    const right = probabilities.every((p, j) => Math.abs(p - bars[j]) < 0.01);
     return right && (row.cells[3].textContent === "cut") === (top[i].p === 0);
   });
 }"""
@@ -162,14 +162,17 @@ def use(view: View) -> None:
     page.select_option("#draft", "stories-draft")
     first = written(page, write.click)
     must(first == before, "drafts change the text")
-    marks = [page.locator(f"#text .{kind}").count() for kind in ("accepted", "own")]
+    marks = [page.locator(f"#text .{kind}").count() for kind in ("accepted", "target")]
     must(sum(marks) == len(first) and min(marks) > 20, f"{marks} tokens are marked")
     page.locator(WRITTEN).nth(4).click()
     page.keyboard.press("ArrowRight")
     must(page.locator("#text .chosen").get_attribute("data-index") == "5", "no arrow keys")
-    others = page.locator("#place button")
+    others = page.locator("#alternatives button")
     must(others.count() == 8, f"{others.count()} alternatives")
-    must(page.evaluate(CHANCES), "the chances of the alternatives are not what was said of them")
+    must(
+        page.evaluate(PROBABILITIES),
+        "the chances of the alternatives are not what was said of them",
+    )
     names = [name.replace("\\n", "") for name in others.all_text_contents()]
     place = next(i for i, name in enumerate(names) if name.strip() != first[5].strip())
     second = written(page, others.nth(place).click)

@@ -430,8 +430,8 @@ def blobs(monkeypatch):
 
     def clear() -> None:
         diffs.definitions.cache_clear()
-        diffs.places_of.cache_clear()
-        diffs.starts_of.cache_clear()
+        diffs.definition_lines.cache_clear()
+        diffs.definition_starts.cache_clear()
 
     clear()
     yield put
@@ -491,17 +491,17 @@ def test_the_largest_part_of_a_page_goes_first(monkeypatch, limit, apart):
     sections = [make_book.Section(name, name, "x" * size) for name, size in sizes.items()]
 
     def render() -> str:
-        return "x" * 10 + "".join(part.body for part in sections if not part.apart)
+        return "x" * 10 + "".join(part.body for part in sections if not part.has_own_page)
 
-    assert len(make_book.fit(render, sections, "07-top-p")) <= limit
-    assert sorted(part.name for part in sections if part.apart) == list(apart)
+    assert len(make_book.fit_page(render, sections, "07-top-p")) <= limit
+    assert sorted(part.name for part in sections if part.has_own_page) == list(apart)
 
 
 def test_a_page_that_is_too_large_without_its_parts_is_no_book(monkeypatch):
     monkeypatch.setattr("make_book.LIMIT", 9)
     sections = [make_book.Section("a", "a", "x")]
     with pytest.raises(course.LessonError, match="the page of 07-top-p has more than 9 bytes"):
-        make_book.fit(lambda: "x" * 10, sections, "07-top-p")
+        make_book.fit_page(lambda: "x" * 10, sections, "07-top-p")
 
 
 def test_a_commit_that_prepares_a_lesson_is_folded_behind_its_subject(pages):
@@ -692,14 +692,16 @@ def test_a_sentence_of_the_message_stands_beside_the_code_it_names(blobs):
 
 
 def test_the_glossary_names_lessons_and_is_in_order():
-    WORDS = glossary.WORDS
+    WORDS = glossary.ENTRIES
     _, lessons = course.read_main()
     slugs = {lesson.id.partition("-")[2] for lesson in lessons}
-    assert {slug for word in WORDS for slug in (word.slug, *word.elsewhere)} <= slugs
+    assert {slug for word in WORDS for slug in (word.slug, *word.excluded_lessons)} <= slugs
     names = [word.name.lower() for word in WORDS]
     assert names == sorted(names) and len({word.id for word in WORDS}) == len(WORDS)
-    assert all(word.meaning.endswith(".") for word in WORDS)
-    assert glossary.FORMS.keys() | glossary.ELSEWHERE.keys() <= {word.name for word in WORDS}
+    assert all(word.definition.endswith(".") for word in WORDS)
+    assert glossary.LINK_PATTERNS.keys() | glossary.EXCLUDED_LESSONS.keys() <= {
+        word.name for word in WORDS
+    }
     assert len(WORDS) == glossary.TEXT.count("\n- ")  # each entry is read
     assert {"GQA", "RoPE", "TTFT", "ITL", "PagedAttention", "backpressure"} <= {
         word.name for word in WORDS
@@ -710,7 +712,7 @@ def test_the_first_use_of_a_word_is_a_link_and_no_other():
     ids = {"init": "00-init", "paged-cache": "39-paged-cache", "page": "70-page"}
 
     def linked(id: str, *texts: str) -> list[tuple[str, str]]:
-        link = glossary.linker(id, ids)
+        link = glossary.link_first_uses(id, ids)
         shown = "".join(link(text) for text in texts)
         return re.findall(r'<a class="word" href="glossary.html#([\w-]+)">([^<]+)</a>', shown)
 
@@ -745,7 +747,7 @@ MEANINGS = (
 
 @pytest.mark.parametrize("wanted", MEANINGS)
 def test_a_word_with_several_meanings_is_a_link_where_words_beside_it_decide(wanted):
-    link = glossary.linker("99-all", {word.slug: "99-all" for word in glossary.WORDS})
+    link = glossary.link_first_uses("99-all", {word.slug: "99-all" for word in glossary.ENTRIES})
     shown = link(re.sub(r"[][]", "", wanted))
     assert re.sub(r"<a [^>]*>(\w+)</a>", r"[\1]", shown) == wanted
 
@@ -754,9 +756,9 @@ def test_a_word_is_a_link_from_the_lesson_on_that_brings_it():
     """By number: 103 comes after 39, and before 140."""
     ids = {"paged-cache": "39-paged-cache", "choice-trie": "140-choice-trie"}
     for id, wanted in (("32-a", []), ("39-a", ["pages"]), ("103-a", ["pages"])):
-        shown = glossary.linker(id, ids)("<p>the pages of a matcher</p>")
+        shown = glossary.link_first_uses(id, ids)("<p>the pages of a matcher</p>")
         assert re.findall(r">(\w+)</a>", shown) == wanted
-    shown = glossary.linker("140-a", ids)("<p>the pages of a matcher</p>")
+    shown = glossary.link_first_uses("140-a", ids)("<p>the pages of a matcher</p>")
     assert re.findall(r">(\w+)</a>", shown) == ["pages", "matcher"]
 
 
@@ -774,7 +776,7 @@ def test_a_lesson_links_words_once_in_prose_and_nowhere_else(pages):
 
 def test_code_in_backticks_is_no_html():
     assert (
-        prose.prose("so `<b>&amp;</b>` is")
+        prose.to_html("so `<b>&amp;</b>` is")
         == "<p>so <code>&lt;b&gt;&amp;amp;&lt;/b&gt;</code> is</p>"
     )
     assert "<code>&lt;b&gt;</code>" in prose.specification("\n    `<b>`, a tag")

@@ -54,8 +54,8 @@ def test_play_shows_a_recording_of_the_model_that_it_loads():
         ends = token["token"] in model.config.eos_token_ids
         assert token["text"] == ("" if ends else encoding.decode([token["token"]]))
         assert len(token["top"]) == 8 and token["p"] > 0
-        chances = [other["logprob"] for other in token["top"]]
-        assert chances == sorted(chances, reverse=True)
+        candidates = [other["logprob"] for other in token["top"]]
+        assert candidates == sorted(candidates, reverse=True)
         # Top-p cuts the tail, and what stays shares the mass: all that is cut is less likely.
         kept = [other["p"] > 0 for other in token["top"]]
         assert kept == sorted(kept, reverse=True)
