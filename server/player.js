@@ -1,12 +1,12 @@
 // The engine at work: rows, queue and pages over time, from frames live or recorded.
 //
-//   const player = new Player(element, setup, told);
+//   const player = new Player(element, setup, onChange);
 //   player.add(frame);     // live: as they come; recorded: all of them, then player.seek(0)
 //   player.notice(why);    // say for some seconds why what is shown has changed
 //   player.close();        // before another one takes its place
 //
 // setup: max_num_seqs, num_pages, page_size, block_size, max_num_batched_tokens and gamma (0: no drafts) of the engine;
-// period: seconds from frame to frame, at least. told: a function that hears what is shown, "live",
+// period: seconds from frame to frame, at least. onChange: a function that hears what is shown, "live",
 // "paused" or "replayed". A frame is what server/live.py makes: how the engine stands, and what it
 // did since the frame before. Each number shown is one of a frame, or a sum over frames.
 //
@@ -117,10 +117,10 @@ const PARTS = ["pages", "preemption", "sharing", "drafts"]; // that setup.shows 
 const HUES = [255, 145, 330, 75, 195, 295, 110, 20, 225, 50, 170, 350];
 const COLUMN = 6; // pixels of a frame in a strip, at least
 const WIDEST = 16; // where a whole recording fits
-const KEPT = 1500; // frames, half a minute at least
-const SLOWLY = 100; // milliseconds for a frame, at least
-const NOTICED = 6000; // milliseconds for which a notice stays
-const LEAST_ROWS = 12; // requests in the list: the last ones stay in it when they are over
+const MAX_FRAMES = 1500; // frames, half a minute at least
+const SLOW_FRAME_MS = 100; // milliseconds for a frame, at least
+const NOTICE_MS = 6000; // milliseconds for which a notice stays
+const MIN_ROWS = 12; // requests in the list: the last ones stay in it when they are over
 const MAX_ROWS = 40;
 const STILL = matchMedia("(prefers-reduced-motion: reduce)");
 const DARK = matchMedia("(prefers-color-scheme: dark)");
@@ -150,20 +150,20 @@ function prepare(canvas, height) {
 }
 
 class Player {
-  constructor(element, setup, told = () => {}) {
+  constructor(element, setup, onChange = () => {}) {
     if (!document.getElementById("player-style")) {
       const style = make("style", document.head, "", PLAYER_STYLE);
       style.id = "player-style";
     }
     this.setup = setup;
-    this.told = told;
+    this.onChange = onChange;
     this.shows = new Set(setup.shows || PARTS);
     if (!setup.gamma) this.shows.delete("drafts");
     this.column = COLUMN;
     this.frames = [];
     this.index = -1;
     this.playing = !setup.recorded;
-    this.least = 0; // milliseconds for which a frame is shown
+    this.minFrameMs = 0; // milliseconds for which a frame is shown
     this.lost = false; // whether the frame that was shown is no longer kept
     this.noticed = ""; // why what is shown has changed
     this.timer = null;
@@ -185,7 +185,7 @@ class Player {
     clearTimeout(this.passing);
     this.closing.abort();
     this.sizes.disconnect();
-    this.told = () => {};
+    this.onChange = () => {};
   }
 
   build(parent) {
@@ -197,10 +197,10 @@ class Player {
       "--columns",
       `3.2rem 9.5rem 6.2rem ${shows.has("pages") ? `${table}px` : ""} minmax(8rem, 1fr)`,
     );
-    root.addEventListener("keydown", (event) => this.press(event));
+    root.addEventListener("keydown", (event) => this.onKey(event));
     if (!this.setup.recorded) { // a recording does nothing by itself
-      this.because = make("p", root, "why");
-      this.because.setAttribute("role", "status");
+      this.reasonLine = make("p", root, "why");
+      this.reasonLine.setAttribute("role", "status");
     }
     const groups = make("div", root, "groups");
     this.figures = {};
@@ -253,7 +253,7 @@ class Player {
       const item = event.target.closest("li");
       this.light(item ? item.request : null);
     });
-    this.leaves(this.list, () => this.light(null));
+    this.onLeave(this.list, () => this.light(null));
 
     this.title = make("h3", root);
     this.pool = make("canvas", root, "pool");
@@ -262,7 +262,7 @@ class Player {
     this.pool.setAttribute("role", "img");
     this.pool.addEventListener("pointermove", (event) => this.point(this.hit(event)));
     this.pool.addEventListener("pointerdown", (event) => this.point(this.hit(event)));
-    this.leaves(this.pool, () => this.point(null));
+    this.onLeave(this.pool, () => this.point(null));
     this.pool.addEventListener("keydown", (event) => {
       const move = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.across, ArrowDown: this.across };
       if (!move[event.key]) return;
@@ -270,8 +270,8 @@ class Player {
       if (page >= 0 && page < this.setup.num_pages) this.point(page);
       event.preventDefault();
     });
-    this.said = make("p", root, "note");
-    this.said.setAttribute("aria-live", "polite");
+    this.description = make("p", root, "note");
+    this.description.setAttribute("aria-live", "polite");
     this.legend = make("p", root, "legend");
     this.samples = {};
     for (const [kind, text, part] of [
@@ -292,8 +292,8 @@ class Player {
 
     const controls = make("div", root, "controls");
     if (this.setup.recorded) { // what happens is below the hand that moves it
-      this.happened = make("p", root, "happened");
-      root.prepend(controls, this.happened);
+      this.storyLine = make("p", root, "happened");
+      root.prepend(controls, this.storyLine);
     }
     const button = (text, label, act) => {
       const made = make("button", controls, "", text);
@@ -333,7 +333,7 @@ class Player {
   }
 
   /** What to do when a pointer that hovers leaves, or the focus; a tap stays until the next one. */
-  leaves(element, act) {
+  onLeave(element, act) {
     element.addEventListener("blur", act);
     element.addEventListener("pointerleave", (event) => {
       if (event.pointerType !== "touch") act();
@@ -341,7 +341,7 @@ class Player {
   }
 
   /** Left and right are one frame back and on, but where they move something else. */
-  press(event) {
+  onKey(event) {
     if (!event.key.startsWith("Arrow")) return;
     event.stopPropagation(); // a page around it may use these keys
     const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
@@ -355,12 +355,12 @@ class Player {
     const requests = new Map();
     const states = ["running", "waiting", "over"];
     for (const state of states) {
-      for (const row of frame[state]) requests.set(row.number, { pages: [], ...row, state });
+      for (const request of frame[state]) requests.set(request.number, { pages: [], ...request, state });
     }
     const owners = new Map(); // page -> requests that have it
-    for (const row of frame.running) {
-      for (const page of row.pages) {
-        if (page !== null) owners.set(page, [...(owners.get(page) || []), row.number]);
+    for (const request of frame.running) {
+      for (const page of request.pages) {
+        if (page !== null) owners.set(page, [...(owners.get(page) || []), request.number]);
       }
     }
     const taken = new Set([...requests.keys()].map((id) => this.slots.get(id)));
@@ -371,19 +371,19 @@ class Player {
       taken.add(slot);
       this.slots.set(id, slot);
     }
-    const tokens = [...requests.values()].reduce((sum, row) => sum + row.work[3], 0);
+    const tokens = [...requests.values()].reduce((sum, request) => sum + request.work[3], 0);
     const before = this.frames.at(-1)?.requests;
-    for (const [id, row] of requests) {
-      const still = row.state === "waiting" && before?.get(id)?.preempted;
-      row.preempted = frame.preempted.includes(id) || still;
+    for (const [id, request] of requests) {
+      const still = request.state === "waiting" && before?.get(id)?.preempted;
+      request.preempted = frame.preempted.includes(id) || still;
     }
     this.frames.push({ ...frame, requests, owners, tokens });
-    if (this.frames.length > KEPT && !this.setup.recorded) {
+    if (this.frames.length > MAX_FRAMES && !this.setup.recorded) {
       for (const { number: id } of this.frames.shift().over) this.slots.delete(id);
       this.lost ||= this.index === 0;
       this.index = Math.max(this.index - 1, 0);
     }
-    if (this.index < 0 || (this.playing && !this.timer && !this.least)) {
+    if (this.index < 0 || (this.playing && !this.timer && !this.minFrameMs)) {
       this.index = this.frames.length - 1;
     }
     if (this.playing && !this.timer) this.tick();
@@ -401,11 +401,11 @@ class Player {
     this.seek(this.index + by);
   }
 
-  play(on, least = 0) {
+  play(on, minFrameMs = 0) {
     clearTimeout(this.timer);
     this.timer = null;
     this.playing = on;
-    this.least = least;
+    this.minFrameMs = minFrameMs;
     this.lost = false;
     if (on && this.setup.recorded && this.index === this.frames.length - 1) this.index = 0;
     if (on) this.tick();
@@ -421,7 +421,7 @@ class Player {
 
   /** Show what follows, and what is to come, so slowly that it can be seen. */
   slowly() {
-    this.play(true, SLOWLY);
+    this.play(true, SLOW_FRAME_MS);
   }
 
   /** Say for some seconds why what is shown has changed. */
@@ -431,7 +431,7 @@ class Player {
     this.passing = setTimeout(() => {
       this.noticed = "";
       this.draw();
-    }, NOTICED);
+    }, NOTICE_MS);
     this.draw();
   }
 
@@ -441,12 +441,12 @@ class Player {
     const behind = this.index < last;
     const present = "\u201cNow\u201d shows the present.";
     if (!this.playing) {
-      const kept = number.format(KEPT);
+      const kept = number.format(MAX_FRAMES);
       return this.lost ? `The last ${kept} frames are kept: the one that was shown is gone.` : "";
     }
-    if (this.least && (behind || (last >= 0 && !this.rests(last)))) {
+    if (this.minFrameMs && (behind || (last >= 0 && !this.isIdle(last)))) {
       const left = this.lost ? ", and so far behind that frames are left out" : "";
-      return `Slowed down to ${1000 / this.least} frames a second, to be seen${left}. ${present}`;
+      return `Slowed down to ${1000 / this.minFrameMs} frames a second, to be seen${left}. ${present}`;
     }
     if (behind) return `As it was, at its own pace; times of rest are left out. ${present}`;
     if (this.noticed) return this.noticed;
@@ -463,7 +463,7 @@ class Player {
       return;
     }
     const took = this.setup.recorded ? 250 : 1000 * (next.time - frame.time);
-    const wait = this.rests(this.index) ? 0 : Math.max(Math.min(took, 1000), this.least);
+    const wait = this.isIdle(this.index) ? 0 : Math.max(Math.min(took, 1000), this.minFrameMs);
     this.timer = setTimeout(() => {
       this.seek(this.index + 1);
       this.tick();
@@ -473,13 +473,13 @@ class Player {
   /** Where what the engine did last before this frame began. */
   begin(index) {
     let first = index;
-    while (first > 0 && this.rests(first - 1)) first -= 1;
-    while (first > 0 && !this.rests(first - 1)) first -= 1;
+    while (first > 0 && this.isIdle(first - 1)) first -= 1;
+    while (first > 0 && !this.isIdle(first - 1)) first -= 1;
     return first;
   }
 
   /** Whether the engine has nothing to do. */
-  rests(index) {
+  isIdle(index) {
     const { running, waiting } = this.frames[index];
     return !running.length && !waiting.length;
   }
@@ -534,12 +534,12 @@ class Player {
     if (frame) {
       this.showFigures(frame);
       this.showRequests(frame);
-      if (this.setup.recorded) this.happened.textContent = this.story(frame);
+      if (this.setup.recorded) this.storyLine.textContent = this.story(frame);
     }
-    if (this.because) this.because.textContent = this.reason();
+    if (this.reasonLine) this.reasonLine.textContent = this.reason();
     const shown = frame || { owners: new Map(), cached: [], requests: new Map() };
     if (this.shows.has("pages")) this.showPool(shown);
-    this.said.textContent = this.say(shown);
+    this.description.textContent = this.describeTarget(shown);
   }
 
   /** What a step of a recording did, in words. */
@@ -549,23 +549,23 @@ class Player {
     const tell = (ids, one, many = one) => {
       if (ids.length) parts.push(`${ids.join(", ")} ${ids.length > 1 ? many : one}`);
     };
-    const rows = [...frame.requests.values()];
-    const ids = (holds) => rows.filter(holds).map((row) => row.number).sort((a, b) => a - b);
+    const requests = [...frame.requests.values()];
+    const ids = (holds) => requests.filter(holds).map((request) => request.number).sort((a, b) => a - b);
     const worked = ({ work }) => work[0] > 0;
-    const begins = (row) => worked(row) && (earlier?.requests.get(row.number)?.state ?? "waiting") === "waiting";
+    const begins = (request) => worked(request) && (earlier?.requests.get(request.number)?.state ?? "waiting") === "waiting";
     tell(frame.preempted, "is preempted", "are preempted");
     tell(ids(begins), "joins", "join");
     const found = frame.shared - (earlier?.shared ?? 0);
     if (found && this.shows.has("sharing")) parts.push(`${found} positions are found in the cache`);
-    for (const row of rows.filter((row) => row.work[0] - row.work[1] > 1)) {
-      parts.push(`${row.number} reads ${row.work[0] - row.work[1]} tokens`);
+    for (const request of requests.filter((request) => request.work[0] - request.work[1] > 1)) {
+      parts.push(`${request.number} reads ${request.work[0] - request.work[1]} tokens`);
     }
-    for (const row of rows.filter((row) => row.work[1])) {
-      parts.push(`${row.number} keeps ${row.work[2]} of ${row.work[1]} drafts`);
+    for (const request of requests.filter((request) => request.work[1])) {
+      parts.push(`${request.number} keeps ${request.work[2]} of ${request.work[1]} drafts`);
     }
-    tell(ids((row) => row.work[3]), "writes", "write");
-    tell(ids((row) => row.state === "over"), "is done", "are done");
-    const waits = (row) => row.state === "waiting" && !frame.preempted.includes(row.number);
+    tell(ids((request) => request.work[3]), "writes", "write");
+    tell(ids((request) => request.state === "over"), "is done", "are done");
+    const waits = (request) => request.state === "waiting" && !frame.preempted.includes(request.number);
     tell(ids(waits), "waits", "wait");
     return `Step ${number.format(frame.steps)}: ${parts.join("; ")}.`;
   }
@@ -592,10 +592,10 @@ class Player {
   /** New tokens a second over the last second of frames. */
   rate() {
     const last = this.frames[this.index];
-    if (this.rests(this.index)) return "0";
+    if (this.isIdle(this.index)) return "0";
     let first = this.index;
     let tokens = 0;
-    while (first > 0 && last.time - this.frames[first].time < 1 && !this.rests(first - 1)) {
+    while (first > 0 && last.time - this.frames[first].time < 1 && !this.isIdle(first - 1)) {
       tokens += this.frames[first].tokens;
       first -= 1;
     }
@@ -614,9 +614,9 @@ class Player {
     this.head.textContent = this.columned + (from ? `; the last ${count} fit` : "");
     const latest = new Map(); // what was last seen of each request
     for (const column of columns) {
-      for (const [id, row] of column.requests) latest.set(id, row);
+      for (const [id, request] of column.requests) latest.set(id, request);
     }
-    for (let index = from - 1; index >= 0 && latest.size < LEAST_ROWS; index--) {
+    for (let index = from - 1; index >= 0 && latest.size < MIN_ROWS; index--) {
       const { over, requests } = this.frames[index];
       for (const { number: id } of over) latest.set(id, requests.get(id));
     }
@@ -625,7 +625,7 @@ class Player {
       (a, b) => order[latest.get(a).state] - order[latest.get(b).state] || a - b,
     );
     const ids = all.slice(0, MAX_ROWS).sort((a, b) => a - b);
-    this.more.textContent = this.rest(frame, all.length - ids.length, latest, from);
+    this.more.textContent = this.hiddenNote(frame, all.length - ids.length, latest, from);
     if (!ids.length) this.more.textContent = "Nothing to compute.";
     for (const [id, item] of this.items) {
       if (ids.includes(id)) continue;
@@ -641,11 +641,11 @@ class Player {
   }
 
   /** Which requests the list lacks. hidden: how many of those that a frame tells of. */
-  rest(frame, hidden, latest, from) {
+  hiddenNote(frame, hidden, latest, from) {
     const unseen = this.setup.recorded ? 0 : frame.queued - frame.waiting.length;
     const left = number.format(hidden + unseen);
     if (hidden + unseen) return `and ${left} more: the list has ${MAX_ROWS}, first those that run`;
-    const gone = ({ over }) => over.some((row) => !latest.has(row.number));
+    const gone = ({ over }) => over.some((request) => !latest.has(request.number));
     return this.frames.slice(0, from).some(gone) ? "Requests that were over before have left the list." : "";
   }
 
@@ -665,24 +665,24 @@ class Player {
     return item;
   }
 
-  showRequest(item, row, frame, columns) {
-    const id = row.number;
-    const lacking = row.tokens - row.start - row.computed;
+  showRequest(item, request, frame, columns) {
+    const id = request.number;
+    const uncomputed = request.tokens - request.start - request.computed;
     const owns = this.page !== null && (frame.owners.get(this.page) || []).includes(id);
-    let state = row.state === "over" ? `over: ${row.reason}` : row.state;
-    const again = row.state === "waiting" && row.preempted;
+    let state = request.state === "over" ? `over: ${request.reason}` : request.state;
+    const again = request.state === "waiting" && request.preempted;
     if (again) state = "preempted, waits";
-    if (row.state === "running") {
-      state = lacking > 1 ? `reads, ${number.format(lacking)} to go` : "writes";
+    if (request.state === "running") {
+      state = uncomputed > 1 ? `reads, ${number.format(uncomputed)} to go` : "writes";
     }
     item.state.textContent = state;
-    item.state.classList.toggle("alarm", again || row.reason === "error");
-    item.classList.toggle("over", row.state === "over");
+    item.state.classList.toggle("alarm", again || request.reason === "error");
+    item.classList.toggle("over", request.state === "over");
     item.classList.toggle("past", !columns.some(({ requests }) => requests.has(id)));
     item.classList.toggle("lit", id === this.lit || owns);
     item.chip.style.background = this.colour(id);
-    item.counts.textContent = `${number.format(row.prompt)} + ${number.format(row.tokens - row.prompt)}`;
-    if (this.shows.has("pages")) this.showTable(item.table, row, frame);
+    item.counts.textContent = `${number.format(request.prompt)} + ${number.format(request.tokens - request.prompt)}`;
+    if (this.shows.has("pages")) this.showTable(item.table, request, frame);
     this.showStrip(item.strip, id, columns);
   }
 
@@ -690,18 +690,18 @@ class Player {
    * The pages of a request in the order of its text, each as full as what is computed in it. The
    * place of one that went back, null, stays empty.
    */
-  showTable(canvas, row, frame) {
+  showTable(canvas, request, frame) {
     const [context, width] = prepare(canvas, 14);
     const cell = Math.min(13, Math.max(width / this.mostPages, 2));
     const side = cell > 4 ? cell - 2 : cell - 0.5;
     const top = (14 - side) / 2;
-    row.pages.forEach((page, index) => {
+    request.pages.forEach((page, index) => {
       if (page === null) return;
       const left = index * cell;
-      const filled = row.computed - index * this.setup.page_size;
+      const filled = request.computed - index * this.setup.page_size;
       const share = Math.min(Math.max(filled / this.setup.page_size, 0), 1);
       context.globalAlpha = 0.28;
-      context.fillStyle = this.colour(row.number);
+      context.fillStyle = this.colour(request.number);
       context.fillRect(left, top, side, side);
       context.globalAlpha = 1;
       context.fillRect(left, top, side * share, side);
@@ -730,27 +730,27 @@ class Player {
         context.fillStyle = this.ink.line; // nothing happened for a while
         context.fillRect(left, 0, 1, height);
       }
-      const row = frame.requests.get(id);
-      if (!row) return;
-      this.bar(context, left, row, height);
+      const request = frame.requests.get(id);
+      if (!request) return;
+      this.bar(context, left, request, height);
       const old = before?.requests.get(id);
-      if (old && row.start !== old.start) { // the window hopped
+      if (old && request.start !== old.start) { // its context was shifted
         context.fillStyle = this.ink.ink;
         context.fillRect(left - 1, 0, 1, height);
       }
       if (frame.preempted.includes(id)) this.cross(context, left + this.column / 2 - 3, height / 2);
-      if (row.state === "over") {
-        context.fillStyle = row.reason === "error" ? this.ink.alarm : this.ink.ink;
+      if (request.state === "over") {
+        context.fillStyle = request.reason === "error" ? this.ink.alarm : this.ink.ink;
         context.fillRect(left + this.column - 2, 2, 2, height - 2);
       }
     });
   }
 
-  bar(context, left, row, height, wide = this.column) {
-    const [positions, drafts, accepted, tokens] = row.work;
+  bar(context, left, request, height, wide = this.column) {
+    const [positions, drafts, accepted, tokens] = request.work;
     if (!positions) {
       context.fillStyle = this.ink.soft;
-      if (row.state === "waiting") context.fillRect(left, height - 3, wide - 2, 1);
+      if (request.state === "waiting") context.fillRect(left, height - 3, wide - 2, 1);
       return;
     }
     const more = Math.log2(positions) / Math.log2(Math.max(this.setup.max_num_batched_tokens, 2));
@@ -758,7 +758,7 @@ class Player {
     const refused = (full * (drafts - accepted)) / positions;
     // A step that gives tokens has one position for the first, and one for each accepted draft.
     const anew = (full * Math.max(positions - drafts - (tokens - accepted), 0)) / positions;
-    context.fillStyle = this.colour(row.number);
+    context.fillStyle = this.colour(request.number);
     context.fillRect(left, height - full + refused, wide - 1, full - refused);
     if (refused) {
       context.fillStyle = this.ink.soft;
@@ -848,11 +848,11 @@ class Player {
   }
 
   /** What the page or request under the pointer is; without one, how to ask. */
-  say(frame) {
-    if (this.page !== null) return this.tell(this.page, frame);
-    const row = frame.requests.get(this.lit);
-    const text = row && this.textOf(row.number, 0, row.tokens);
-    return text ? `Request ${row.number}: ${text}` : this.hint();
+  describeTarget(frame) {
+    if (this.page !== null) return this.describePage(this.page, frame);
+    const request = frame.requests.get(this.lit);
+    const text = request && this.textOf(request.number, 0, request.tokens);
+    return text ? `Request ${request.number}: ${text}` : this.hint();
   }
 
   /** Part of the text of a request, if it is known. */
@@ -875,7 +875,7 @@ class Player {
     return "Point at a page, or tap it.";
   }
 
-  tell(page, frame) {
+  describePage(page, frame) {
     const ids = frame.owners.get(page) || [];
     const { page_size } = this.setup;
     if (!ids.length) {
@@ -883,11 +883,11 @@ class Player {
       const why = found ? ", and found again by a text that begins alike" : "";
       return `Page ${page}: free${why}.`;
     }
-    const row = frame.requests.get(ids[0]);
-    const from = row.pages.indexOf(page) * page_size;
+    const request = frame.requests.get(ids[0]);
+    const from = request.pages.indexOf(page) * page_size;
     const who = ids.length > 1 ? `shared by requests ${ids.join(", ")}` : `of request ${ids[0]}`;
-    const to = Math.min(from + page_size, row.computed);
-    const text = to > from && this.textOf(ids[0], row.start + from, row.start + to);
+    const to = Math.min(from + page_size, request.computed);
+    const text = to > from && this.textOf(ids[0], request.start + from, request.start + to);
     const holds = text ? `: ${text}` : ".";
     return `Page ${page}: ${who}, positions ${from} to ${from + page_size - 1}${holds}`;
   }
@@ -919,7 +919,7 @@ class Player {
     const behind = frame ? this.frames[last].time - frame.time : 0;
     const late = behind && !this.setup.recorded ? `, ${behind.toFixed(1)} s ago` : "";
     this.clock.textContent = frame ? `step ${number.format(frame.steps)}${late}` : "";
-    if (this.playing) this.told(this.index < last ? "replayed" : "live");
-    else this.told("paused");
+    if (this.playing) this.onChange(this.index < last ? "replayed" : "live");
+    else this.onChange("paused");
   }
 }

@@ -94,7 +94,7 @@ def test_the_page_reads_what_the_live_view_sends():
     script = (ROOT / "server" / "player.js").read_text("utf-8")
     made = (ROOT / "server" / "live.py").read_text("utf-8")
     used = set(re.findall(r"(?:frame|last|before|column)\.(\w+)", script))
-    used |= set(re.findall(r"row\.(\w+)", script)) | set(re.findall(r"setup\.(\w+)", script))
+    used |= set(re.findall(r"request\.(\w+)", script)) | set(re.findall(r"setup\.(\w+)", script))
     own = {"requests", "owners", "state", "recorded", "shows", "texts"}
     sent = set(re.findall(r'"(\w+)"', made))
     assert used - own - sent == set()

@@ -60,8 +60,8 @@ SMALL = """() => [...document.querySelectorAll("button, input, textarea")]
 # Notes each line of what may come next.
 NOTED = """() => {
   window.noted = [];
-  const own = Text.prototype.foretell;
-  Text.prototype.foretell = function (place) {
+  const own = SequenceView.prototype.showAllowed;
+  SequenceView.prototype.showAllowed = function (place) {
     own.call(this, place);
     window.noted.push(this.next.textContent);
   };
@@ -90,7 +90,7 @@ LEFT_OUT = """async () => {
   other.seek(0);
   for (let time = 1000; time < 1600; time++) other.add({ ...frame, time });
   await drawn();
-  said.push(other.because.textContent);
+  said.push(other.reasonLine.textContent);
   other.close();
   other.element.remove();
   return said;
@@ -120,7 +120,7 @@ OVER = """() => {
     document.querySelector(name).getBoundingClientRect());
   return tip.top < card.bottom && card.top < tip.bottom;
 }"""
-QUIET = "player && player.frames.length && !player.frames.at(-1).running.length && !writing.size"
+QUIET = "player && player.frames.length && !player.frames.at(-1).running.length && !active.size"
 
 
 def serve(port: int) -> tuple[subprocess.Popen, str]:
@@ -298,7 +298,7 @@ def hands(check: Check) -> None:
     page.locator("input[name=max_tokens]").fill("60")
     page.evaluate("player.step(-1)")
     page.click("button.first")
-    page.wait_for_function("!writing.size")
+    page.wait_for_function("!active.size")
     check.must("A new text began" in check.why(), f"after a new text the view says {check.why()}")
 
 
@@ -322,27 +322,27 @@ def chat(check: Check) -> None:
         page.locator("input[name=temperature]").fill(str(temperature))
         field.fill("rocket, moon")
         field.press("Enter")
-        check.must(page.evaluate("go.disabled || !writing.size"), "two turns at a time")
+        check.must(page.evaluate("go.disabled || !active.size"), "two turns at a time")
         check.quiet()
         found = page.evaluate("messages.length")
         check.must(found == messages, f"{found} messages of the chat, not {messages}")
         kept = field.input_value()
         check.must((kept != "") == (temperature < 0), f"the field has {kept!r}")
     check.must(page.locator("#texts .error").count() == 1, "the chat fails")
-    check.must(page.locator("#texts .said").count() == 3, "what was said is not shown")
+    check.must(page.locator("#texts .message").count() == 3, "what was said is not shown")
     page.check("input[value=text]")
     page.click("button.first")
-    page.wait_for_function("!writing.size && document.querySelector('#texts .token')")
+    page.wait_for_function("!active.size && document.querySelector('#texts .token')")
     page.check("input[value=chat]")
-    kept = page.locator("#texts .said").count(), page.evaluate("messages.length")
+    kept = page.locator("#texts .message").count(), page.evaluate("messages.length")
     check.must(kept == (3, 4), f"after another text {kept} are left of the chat")
     check.looks()
     check.picture("chat")
     field.fill("")
     page.click("button.first")
-    check.must(page.locator("#texts .said").count() == 3, "nothing was sent as a message")
+    check.must(page.locator("#texts .message").count() == 3, "nothing was sent as a message")
     page.click("#anew")
-    page.evaluate("roles.push('system'), choose('chat')")
+    page.evaluate("roles.push('system'), setMode('chat')")
     page.locator("textarea[name=system]").fill("You write stories.")
     field.fill("rocket")
     page.click("button.first")
@@ -361,7 +361,7 @@ def chat(check: Check) -> None:
 def held(check: Check) -> None:
     """A text in the form of a schema, and what it allows at each place."""
     page = check.page
-    page.evaluate("get('shape').open = true")
+    page.evaluate("get('constraint').open = true")
     schema = page.locator("textarea[name=schema]")
     schema.fill('{"type": ')
     page.click("button.first")
@@ -372,7 +372,7 @@ def held(check: Check) -> None:
     page.locator("#texts .error").wait_for()
     schema.fill("")
     page.click("#example")
-    check.must("held" in page.locator("#shape summary").inner_text(), "a form is not told of")
+    check.must("held" in page.locator("#constraint summary").inner_text(), "a form is not told of")
     page.locator("input[name=max_tokens]").fill("200")
     page.locator("input[name=seed]").fill("7")
     page.evaluate(NOTED)
@@ -381,7 +381,7 @@ def held(check: Check) -> None:
         page.evaluate("noted = []")
         page.locator("textarea[name=prompt]").fill("A cat says")
         page.click("button.first")
-        page.wait_for_function("!writing.size && document.querySelector('#texts .token')")
+        page.wait_for_function("!active.size && document.querySelector('#texts .token')")
         check.quiet()
         written = page.locator("#texts .token").all_inner_texts()
         names = json.loads("".join(written)).keys()
@@ -400,7 +400,7 @@ def held(check: Check) -> None:
             check.must(not page.evaluate(OVER), "the tip covers the text")
         check.looks()
         check.picture(f"held-{kind}")
-        page.evaluate("point(null)")
+        page.evaluate("showTip(null)")
     # As it is written: in JavaScript "10" would come first.
     page.check("input[value=text]")
     schema.fill('{"enum": [{"b": 12, "10": true}]}')
@@ -408,7 +408,7 @@ def held(check: Check) -> None:
     for most, end in ((9, "cut"), (200, "the end")):
         page.locator("input[name=max_tokens]").fill(str(most))
         page.click("button.first")
-        page.wait_for_function("!writing.size && document.querySelector('#texts .token')")
+        page.wait_for_function("!active.size && document.querySelector('#texts .token')")
         state = page.locator("#texts header span").last.inner_text()
         check.must(state.endswith(end), f"of {most} tokens the state is {state}")
     written = page.locator("#texts .token").all_inner_texts()
@@ -417,7 +417,7 @@ def held(check: Check) -> None:
     count = int(state.split(" tokens")[0].split()[-1])
     page.locator("input[name=max_tokens]").fill(str(count - 1))
     page.click("button.first")
-    page.wait_for_function("!writing.size && document.querySelector('#texts .token')")
+    page.wait_for_function("!active.size && document.querySelector('#texts .token')")
     state = page.locator("#texts header span").last.inner_text()
     check.must(state.endswith("max tokens"), f"of a whole text without an end the state is {state}")
     orders = page.evaluate(ORDERS)
@@ -480,7 +480,7 @@ def main(pictures: Path | None = None) -> int:
             calm.picture("gone")
             process, _ = serve(port)
             calm.shows("live")
-            calm.page.wait_for_function("player.because.innerText.startsWith('Connected again')")
+            calm.page.wait_for_function("player.reasonLine.innerText.startsWith('Connected again')")
             browser.close()
     finally:
         process.terminate()
