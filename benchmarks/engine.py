@@ -298,8 +298,8 @@ def throughput(benches: list[Bench]) -> None:
                     values[f"x {other[0]}"] = rate / rates[backend, *other]
             if backend != "torch" and ("torch", name, batch_size) in rates:
                 values["x torch"] = rate / rates["torch", name, batch_size]
-            peers = {"library": common.library(name)} if name == "transformers" else {}
-            bench.write(name, batch_size, repeat, values, **peers)
+            extra_columns = {"library": common.library(name)} if name == "transformers" else {}
+            bench.write(name, batch_size, repeat, values, **extra_columns)
 
 
 # One step, or a few

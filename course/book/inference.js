@@ -42,7 +42,7 @@ class Tokenizer {
   }
 
   // A token that stands alone; bytes of a part of a character as \xc3.
-  alone(token) {
+  tokenText(token) {
     const part = (byte) => (byte < 128 ? String.fromCharCode(byte) : `\\x${byte.toString(16)}`);
     try {
       return textDecoder(true).decode(bytes(this.tokens[token]));
@@ -80,7 +80,7 @@ class Model {
     this.layers = this.allocate(8 * 2 * n_layer); // all of group 0, and their indices
     const places = new BigInt64Array(exports.memory.buffer, this.layers + 8 * n_layer, n_layer);
     places.forEach((_, i) => (places[i] = BigInt(i)));
-    this.held = []; // the tokens whose keys and values are in the cache
+    this.cachedTokens = []; // the tokens whose keys and values are in the cache
   }
 
   allocate(bytes) {
@@ -90,14 +90,14 @@ class Model {
   // 13-kv-cache-dynamic: the logits at the last `keep` positions of a window; what it shares with
   // the cache is not computed again. Returns them and how many positions were there already.
   logits(window, keep) {
-    let known = 0;
-    while (known < window.length - keep && this.held[known] === window[known]) known++;
-    const T = window.length - known;
+    let numCached = 0;
+    while (numCached < window.length - keep && this.cachedTokens[numCached] === window[numCached]) numCached++;
+    const T = window.length - numCached;
     const numbers = new BigInt64Array(this.exports.memory.buffer, this.lists);
     const addresses = [0, 1, 2, 3].map((row) => this.lists + 8 * T * row);
     for (let t = 0; t < T; t++) {
-      numbers[t] = BigInt(window[known + t]); // tokens
-      numbers[T + t] = BigInt(known + t); // positions
+      numbers[t] = BigInt(window[numCached + t]); // tokens
+      numbers[T + t] = BigInt(numCached + t); // positions
       numbers[2 * T + t] = 0n; // where the pages of each begin
       numbers[3 * T + t] = BigInt(T - keep + t); // whose logits are wanted
     }
@@ -113,11 +113,11 @@ class Model {
       view.setUint32(56 + 4 * i, address, true),
     );
     this.exports.gpt_pass(this.config.model, this.pass, this.kept, this.work, 1);
-    this.held = window.slice();
+    this.cachedTokens = window.slice();
     const size = this.config.vocab_size;
     const all = new Float32Array(this.exports.memory.buffer, this.kept, keep * size).slice();
     const rows = Array.from({ length: keep }, (_, i) => all.subarray(i * size, (i + 1) * size));
-    return { rows, known };
+    return { rows, numCached };
   }
 }
 
@@ -151,14 +151,14 @@ function penalize(logits, params, text, promptLength) {
 }
 
 function softmax(logits) {
-  const largest = most(logits);
+  const largest = maxOf(logits);
   const weights = new Float64Array(logits).map((logit) => Math.exp(logit - largest));
   let sum = 0;
   for (const weight of weights) sum += weight;
   return weights.map((weight) => weight / sum);
 }
 
-function most(numbers) {
+function maxOf(numbers) {
   let largest = -Infinity;
   for (const number of numbers) if (number > largest) largest = number;
   return largest;
@@ -166,7 +166,7 @@ function most(numbers) {
 
 // 05-temperature: below 1 it sharpens the softmax, above 1 it flattens it.
 function applyTemperature(logits, temperature) {
-  const largest = most(logits);
+  const largest = maxOf(logits);
   const round = Math.fround; // as torch does
   return logits.map((logit) => round(logit - largest) / round(temperature));
 }
@@ -198,7 +198,7 @@ function samplingProbs(logits, { temperature, top_k, top_p }) {
   if (temperature === 0) {
     // 01-greedy-decoding: all on the most likely token
     const probs = new Float64Array(logits.length);
-    probs[logits.indexOf(most(logits))] = 1;
+    probs[logits.indexOf(maxOf(logits))] = 1;
     return probs;
   }
   return softmax(topP(topK(applyTemperature(logits, temperature), top_k), top_p));
@@ -305,11 +305,11 @@ function* generate(models, prompt, given) {
   params.begin.forEach(add);
   while (!over) {
     const start = windowStart(text.length, blockSize);
-    // No pass crosses a hop: all of its positions see one window.
-    const room = Math.min(start + blockSize - text.length, end - text.length - 1, params.gamma);
-    const drafts = propose(models, params, text, promptLength, room);
+    // No pass crosses a context shift: all of its positions see one window.
+    const maxDrafts = Math.min(start + blockSize - text.length, end - text.length - 1, params.gamma);
+    const drafts = propose(models, params, text, promptLength, maxDrafts);
     const window = [...text.slice(start), ...drafts.map((each) => each.token)];
-    const { rows, known } = target.logits(window, drafts.length + 1);
+    const { rows, numCached } = target.logits(window, drafts.length + 1);
     const tokens = [];
     // The target chooses after each draft that is what it chose itself.
     for (const [i, logits] of rows.entries()) {
@@ -320,8 +320,8 @@ function* generate(models, prompt, given) {
       if (over || token !== drafts[i]?.token) break;
     }
     const accepted = tokens.filter(({ token }, i) => token === drafts[i]?.token).length;
-    for (const each of drafts) each.text = tokenizer.alone(each.token);
-    yield { start, known, computed: window.length - known, drafts, accepted, tokens, over };
+    for (const each of drafts) each.text = tokenizer.tokenText(each.token);
+    yield { start, numCached, computed: window.length - numCached, drafts, accepted, tokens, over };
   }
   yield { rest: decoder.decode(), over };
 }
@@ -329,14 +329,14 @@ function* generate(models, prompt, given) {
 // 52-logprobs: how probable a token was, by the model itself, and the most likely ones there. p: in
 // what it was drawn from.
 function report(logits, probs, token, count, tokenizer) {
-  const own = softmax(logits);
-  const one = (id) => ({ token: id, logprob: Math.log(own[id]), p: probs[id] });
-  const top = best(logits, count).map((id) => ({ ...one(id), text: tokenizer.alone(id) }));
+  const modelProbs = softmax(logits);
+  const one = (id) => ({ token: id, logprob: Math.log(modelProbs[id]), p: probs[id] });
+  const top = topIds(logits, count).map((id) => ({ ...one(id), text: tokenizer.tokenText(id) }));
   return { ...one(token), top };
 }
 
 // The ids of the largest numbers, the largest first, and of equal ones the lower id.
-function best(numbers, count) {
+function topIds(numbers, count) {
   const ids = [];
   numbers.forEach((number, id) => {
     if (ids.length === count && number <= numbers[ids.at(-1)]) return;
@@ -354,7 +354,7 @@ function serve() {
   const { port1, port2 } = new MessageChannel();
   let newest;
   port1.start();
-  const turn = () =>
+  const nextTask = () =>
     new Promise((done) => {
       port1.addEventListener("message", done, { once: true });
       port2.postMessage(null); // sooner than setTimeout, which waits for 4 ms
@@ -366,7 +366,7 @@ function serve() {
       if (!write) return;
       for (const event of generate(models, write.prompt, write.params)) {
         postMessage({ id, event });
-        await turn();
+        await nextTask();
         if (newest !== id) return;
       }
     } catch (error) {

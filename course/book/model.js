@@ -8,7 +8,7 @@
 // Names and defaults of parameters: DEFAULTS in inference.js, which runs in a worker. Events, in
 // order; each list has {token, text}, and what stands here beside it:
 //   {prompt: [...]}
-//   {start, known, computed,   of the window: its first position in the text, how many positions
+//   {start, numCached, computed,   of the window: its first position in the text, how many positions
 //                              were in the cache, and how many this pass of the model computed
 //    drafts: [{q, p}],         what each was drawn from, in the draft model and in the target
 //    accepted,                 how many of them
