@@ -38,15 +38,15 @@ from engine.engine import Engine
 from engine.options import (
     add_engine_options,
     check_engine_options,
-    follow_leader,
-    leading,
+    driver_group,
     load_engine,
     parse_adapters,
+    run_worker,
 )
 from engine.request import Request
 from errors import UserError
 from loading.load import resolve_source
-from parallel.ranks import Ranks
+from parallel.ranks import TensorParallelGroup
 
 
 def main(argv=None) -> None:
@@ -71,13 +71,13 @@ def run(args) -> None:
     Raises UserError for bad input.
     """
     if is_worker():
-        follow_leader(args)
+        run_worker(args)
         return
-    with leading(args) as ranks:
-        write_all(args, ranks)
+    with driver_group(args) as tp_group:
+        write_all(args, tp_group)
 
 
-def write_all(args, ranks: Ranks | None) -> None:
+def write_all(args, tp_group: TensorParallelGroup | None) -> None:
     """Write a text for each prompt, with the processes that compute the model. Raises UserError."""
     check_chat_options(args)
     check_engine_options(args)
@@ -93,7 +93,7 @@ def write_all(args, ranks: Ranks | None) -> None:
     device = pick_device(args.device)
     seed = pick_seed(args.seed)
     chat = load_chat(args, source)
-    engine = load_engine(args, source, device, ranks)
+    engine = load_engine(args, source, device, tp_group)
     encoding = engine.encoding
     params = with_tool_calls(params, chat, encoding, engine.model.config)
     print_sampling_defaults(defaults)
@@ -151,8 +151,8 @@ def run_engine(engine: Engine, request_args: list[tuple], output: OutputWriter) 
         else ""
     )
     print(f"{computed}, {preemptions}{drafts}{total}", file=sys.stderr)
-    if ranks := engine.model.runner.ranks:
-        print(ranks.statistics(engine.steps), file=sys.stderr)
+    if tp_group := engine.model.runner.tp_group:
+        print(tp_group.statistics(engine.steps), file=sys.stderr)
     if requests:
         outputs = [request.output for request in requests]
         warn_truncated_outputs(requests[0].params, engine.encoding, engine.model.config, outputs)

@@ -88,7 +88,7 @@ class TorchRunner:
     comes with each call, so that a runner keeps none alive.
     """
 
-    ranks = None  # the processes that compute the model together, where there are several
+    tp_group = None  # the processes that compute the model together, where there are several
 
     def logits(self, model, cache, spans: list[Span], keep: list[int]) -> torch.Tensor:
         """The logits at the last keep[i] positions of span i, from one pass over all of them.

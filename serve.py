@@ -38,14 +38,14 @@ from command_line import (
 from engine.options import (
     add_engine_options,
     check_engine_options,
-    follow_leader,
-    leading,
+    driver_group,
     load_engine,
     parse_adapters,
+    run_worker,
 )
 from errors import UserError, check_limits
 from loading.load import Source, find_package_file, resolve_source
-from parallel.ranks import RankError, Ranks
+from parallel.ranks import RankError, TensorParallelGroup
 from server.app import allowed_hosts, make_app
 from server.engine_thread import EngineThread
 from server.memory import freeze, trim
@@ -107,13 +107,13 @@ def run(args) -> None:
     if is_worker():  # it ends when rank 0 has drained
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        follow_leader(args)
+        run_worker(args)
         return
-    with leading(args) as ranks:
+    with driver_group(args) as tp_group:
         source = resolve_source(args.model)
         device = pick_device(args.device)
         with listen(args.host, args.port) as sock:
-            if asyncio.run(serve(args, source, device, sock, ranks)) == signal.SIGINT:
+            if asyncio.run(serve(args, source, device, sock, tp_group)) == signal.SIGINT:
                 raise KeyboardInterrupt
 
 
@@ -364,7 +364,11 @@ def url_of(host: str, port: int) -> str:
 
 
 async def serve(
-    args, source: Source, device: str, sock: socket.socket, ranks: Ranks | None = None
+    args,
+    source: Source,
+    device: str,
+    sock: socket.socket,
+    tp_group: TensorParallelGroup | None = None,
 ) -> int | None:
     """Load the model, print the address, and answer until a signal comes, which is returned.
 
@@ -373,7 +377,7 @@ async def serve(
     """
     name = served_name(source)
     defaults = server_defaults(args, source)
-    make = functools.partial(load_engine, args, source, device, ranks)
+    make = functools.partial(load_engine, args, source, device, tp_group)
     thread = EngineThread(make, args.max_waiting, args.max_waiting_tokens)
     adapters = parse_adapters(args.lora_modules)
     chat = find_chat(source, args.chat_template)
@@ -392,7 +396,7 @@ async def serve(
         server.should_exit = True
         server.force_exit = True  # no client waits for a text
     failed = False
-    if ranks:
+    if tp_group:
         ended = asyncio.ensure_future(asyncio.to_thread(thread.thread.join))
         await asyncio.wait((ended, serving), return_when=asyncio.FIRST_COMPLETED)
         failed = ended.done() and not server.should_exit  # by itself: no signal, no failed socket

@@ -14,7 +14,7 @@ from benchmarks.predict import Step
 from command_line import Parser, run_script
 from errors import UserError
 from llama import LlamaConfig
-from parallel.ranks import WAYS
+from parallel.ranks import PARALLEL_MODES
 
 ITEM = 2  # bytes of a bfloat16
 KERNELS = 10  # of a layer
@@ -41,7 +41,7 @@ class Assumed(NamedTuple):
     link: float
     latency: float
     kernel: float
-    leader: float
+    driver: float
     ingress: float
     failures: float
 
@@ -54,7 +54,7 @@ ASSUMED = {  # an H200 where it says so
     "link": (4.5e11, "bytes a second from a GPU to others of its machine, one way; an H200's"),
     "latency": (1.5e-5, "seconds that a collective takes besides"),
     "kernel": (3e-6, "seconds from one kernel to the next, of ten a layer"),
-    "leader": (1e-3, "seconds of scheduling and draws, before a step"),
+    "driver": (1e-3, "seconds of scheduling and draws, before a step"),
     "ingress": (6e-4, "seconds of a core for each token, where clients come in"),
     "failures": (0.004, "how often a machine fails in a day"),
 }
@@ -63,24 +63,24 @@ ASSUMED = {  # an H200 where it says so
 class Case(NamedTuple):
     """A way to run the model on a machine, and what comes of it."""
 
-    way: str
+    parallel_mode: str
     ranks: int
     num_seqs: int  # of a replica
     memory: float  # bytes of a GPU
     step: float  # seconds
-    meeting: float  # seconds of it
+    communication: float  # seconds of it
 
 
 def step_of(assumed: Assumed, num_seqs: int, positions: int) -> Step:
     """Where the seconds of a step would go on one GPU: what is slower, reading or multiplying."""
-    whole = predict.part_of(LLAMA, 0, 1, "reduce")
-    numbers = predict.multiplied(whole)
+    whole = predict.shard_of(LLAMA, 0, 1, "reduce")
+    numbers = predict.num_multiplied(whole)
     read = assumed.bandwidth * assumed.efficiency
     computed = assumed.flops * assumed.efficiency
     products = max(ITEM * numbers / read, 2 * numbers * num_seqs / computed)
     attention = predict.cache_bytes(whole, num_seqs, positions, ITEM) / read
     each = assumed.kernel * KERNELS * LLAMA.n_layer
-    return Step(assumed.leader, each, products, attention)
+    return Step(assumed.driver, each, products, attention)
 
 
 def cases(assumed: Assumed, gpus: int, num_seqs: int, positions: int) -> Iterator[Case]:
@@ -89,22 +89,26 @@ def cases(assumed: Assumed, gpus: int, num_seqs: int, positions: int) -> Iterato
         seqs_per_replica = num_seqs * ranks // gpus
         if not seqs_per_replica:
             continue  # more replicas than texts
-        for way in WAYS if ranks > 1 else ("-",):
+        for parallel_mode in PARALLEL_MODES if ranks > 1 else ("-",):
             memory = 0
             for rank in range(ranks):
-                part = predict.part_of(LLAMA, rank, ranks, way)
+                part = predict.shard_of(LLAMA, rank, ranks, parallel_mode)
                 held = predict.weights(part, ITEM)
                 held += predict.cache_bytes(part, seqs_per_replica, positions, ITEM)
                 memory = max(memory, held)
-            meeting = 0.0
+            communication = 0.0
             if ranks > 1:
-                for each in predict.meetings(LLAMA, ranks, way, seqs_per_replica, ITEM):
-                    meeting += assumed.latency + predict.crossing(each, ranks) / assumed.link
-            share = predict.shares(LLAMA, ranks, way)
+                for each in predict.collectives(
+                    LLAMA, ranks, parallel_mode, seqs_per_replica, ITEM
+                ):
+                    communication += (
+                        assumed.latency + predict.bytes_through_driver(each, ranks) / assumed.link
+                    )
+            share = predict.largest_shares(LLAMA, ranks, parallel_mode)
             step = predict.step_seconds(
-                step_of(assumed, seqs_per_replica, positions), share, 1, meeting
+                step_of(assumed, seqs_per_replica, positions), share, 1, communication
             )
-            yield Case(way, ranks, seqs_per_replica, memory, step, meeting)
+            yield Case(parallel_mode, ranks, seqs_per_replica, memory, step, communication)
 
 
 def run(args) -> None:
@@ -115,13 +119,13 @@ def run(args) -> None:
     print("ranks  join     seqs  GB a GPU  step, ms  meeting  tokens/s: a text  a machine")
     best = 0.0
     for case in cases(assumed, args.gpus, args.num_seqs, args.positions):
-        line = f"{case.ranks:5}  {case.way:6}{case.num_seqs:7}{case.memory / 1e9:10.1f}"
+        line = f"{case.ranks:5}  {case.parallel_mode:6}{case.num_seqs:7}{case.memory / 1e9:10.1f}"
         if case.memory > assumed.memory:
             print(f"{line}  does not fit")
             continue
         rate = args.gpus // case.ranks * case.num_seqs / case.step
         best = max(best, rate)
-        times = f"{1000 * case.step:10.2f}{1000 * case.meeting:9.2f}"
+        times = f"{1000 * case.step:10.2f}{1000 * case.communication:9.2f}"
         print(f"{line}{times}{1 / case.step:18.1f}{rate:11,.0f}")
     if not best:
         raise UserError(f"nothing fits into GPUs of {assumed.memory / 1e9:g} GB")

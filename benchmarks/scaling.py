@@ -46,7 +46,7 @@ PROMPT = 8  # tokens
 WORDS = (5, 20)  # of a prompt to a server
 NEW = (20, 60)  # tokens of its answer
 LIMIT = 600  # seconds for a group of processes
-PARTS = ("step", "hidden", "head", "products", "attention", "meeting", "tell")
+PARTS = ("step", "hidden", "head", "products", "attention", "communication", "broadcast")
 REPLICA = "ServeReplica:default:Replica"  # as Ray calls its processes
 INGRESS_PROCESSES = ("ServeReplica:default:Door", "ProxyActor")  # all tokens pass both
 
@@ -125,20 +125,22 @@ def step_of(found: list[dict]) -> Step:
     passes = mean["hidden"] + mean["head"]
     split = mean["products"] + mean["attention"]
     # A rank that is alone meets nobody, but has all the calls.
-    each = passes - split - mean["meeting"]
-    return Step(mean["step"] - passes - mean["tell"], each, mean["products"], mean["attention"])
+    each = passes - split - mean["communication"]
+    return Step(
+        mean["step"] - passes - mean["broadcast"], each, mean["products"], mean["attention"]
+    )
 
 
-def cost(links: list[dict], kind: str, size: int) -> float:
+def cost(collective_times: list[dict], kind: str, size: int) -> float:
     """Seconds of a collective that brings so many bytes, by those that were measured.
 
     Beyond the largest one they grow as bytes do.
     """
     found = []
-    for times in (each[kind] for each in links):
+    for times in (each[kind] for each in collective_times):
         if size <= SIZES[len(times) - 1]:
             found.append(numpy.interp(size, SIZES[: len(times)], times))
-    return float(numpy.mean(found)) if found else links[-1][kind][-1] * size / SIZES[-1]
+    return float(numpy.mean(found)) if found else collective_times[-1][kind][-1] * size / SIZES[-1]
 
 
 def measure_ranks(args, directory: Path, config, repeat: int, results: Results) -> None:
@@ -181,30 +183,32 @@ def measure_ranks(args, directory: Path, config, repeat: int, results: Results) 
 
 def rank_values(args, config, join: str, size: int, one: dict, busy: Step, found: dict) -> dict:
     """What ranks are measured and predicted to make and take. one, busy: of one rank."""
-    meetings = predict.meetings(config, size, join, args.max_num_seqs)
-    links = found["links"]
-    meeting = sum(cost(links, meeting.kind, meeting.size) for meeting in meetings)
-    tell = cost(links, "tell", SIZES[0])
-    share = predict.shares(config, size, join)
+    collectives = predict.collectives(config, size, join, args.max_num_seqs)
+    collective_times = found["collective_times"]
+    communication = sum(
+        cost(collective_times, collective.kind, collective.size) for collective in collectives
+    )
+    broadcast = cost(collective_times, "broadcast", SIZES[0])
+    share = predict.largest_shares(config, size, join)
     turns = math.ceil(size / args.cores)
-    step = predict.step_seconds(busy, share, turns, meeting + tell)
+    step = predict.step_seconds(busy, share, turns, communication + broadcast)
     values = both("tokens/s", args.max_num_seqs / found["step"], args.max_num_seqs / step)
     values["collectives a step"] = found["collectives"]
     values["bytes sent a step"] = found["sent"]
-    sent = sum(predict.sent(meeting, size) for meeting in meetings)
+    sent = sum(predict.sent(collective, size) for collective in collectives)
     values["bytes sent a step, predicted"] = sent
     # Where ranks take turns, this has the turns of others in it, too.
-    values["in collectives, ms a step"] = 1000 * found["meeting"]
-    values["in collectives, ms a step, predicted"] = 1000 * meeting
+    values["in collectives, ms a step"] = 1000 * found["communication"]
+    values["in collectives, ms a step, predicted"] = 1000 * communication
     positions = PAGE * page_count(PROMPT + args.new_tokens - 1, PAGE)
     held = []
     for of in (1, size):
-        part = predict.part_of(config, 0, of, join)
+        part = predict.shard_of(config, 0, of, join)
         held.append(predict.weights(part) + predict.cache_bytes(part, args.max_num_seqs, positions))
     memory = one["memory"][0] - held[0] + held[1]
     values |= both("memory of rank 0, MB", found["memory"][0] / 1e6, memory / 1e6)
-    for kind, length in itertools.product(links[0], SIZES):
-        values[f"{kind} of {length // 1024} KiB, ms"] = 1000 * cost(links, kind, length)
+    for kind, length in itertools.product(collective_times[0], SIZES):
+        values[f"{kind} of {length // 1024} KiB, ms"] = 1000 * cost(collective_times, kind, length)
     return values
 
 
@@ -318,7 +322,7 @@ def measure(args, device: str, results: Results) -> None:
     args.native = not common.native_refusal(device)
     models = common.models_that_fit(args.model, max(PROMPT + args.new_tokens, WORDS[1] + NEW[1]))
     for name, size in itertools.product(models, args.ranks):
-        predict.part_of(load_config(name), 0, size, "gather")
+        predict.shard_of(load_config(name), 0, size, "gather")
     with_ray = bool(args.replicas) and importlib.util.find_spec("ray")
     if args.replicas and not with_ray:
         print("without replicas: pip install -r requirements-ray.txt", file=sys.stderr)

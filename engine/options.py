@@ -14,8 +14,8 @@ from loading.load import Source, empty_model, resolve_source
 from loading.lora import read_adapter
 from loading.tokenizer import load_encoding
 from model import Model
-from parallel.ranks import WAYS, Ranks
-from parallel.shards import join_vocabulary, load_part
+from parallel.ranks import PARALLEL_MODES, TensorParallelGroup
+from parallel.shards import load_shard, parallelize_vocabulary
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     draft_help = "a smaller model of the same vocabulary; lookup: copies from the text before"
     parser.add_argument("--draft", help=draft_help)
     join_help = "of several processes: gather keeps every bit, reduce sends less (int8: gather)"
-    parser.add_argument("--join", default="gather", choices=WAYS, help=join_help)
+    parser.add_argument("--join", default="gather", choices=PARALLEL_MODES, help=join_help)
     gamma_help = "for --draft: tokens to draft, 1 to 16; not given: 3, where that is faster"
     parser.add_argument("--gamma", type=int, help=gamma_help)
     adapters_help = "LoRA adapters that texts may have, each with a name for it; repeatable"
@@ -74,25 +74,27 @@ def load_adapters(model: Model, directories: dict[str, str]) -> None:
         model.adapters = Adapters(model, lora_weights)
 
 
-def load_engine(args, source: Source, device: str, ranks: Ranks | None = None) -> Engine:
+def load_engine(
+    args, source: Source, device: str, tp_group: TensorParallelGroup | None = None
+) -> Engine:
     """The engine of a command line, with its models, adapters and encoding. Raises UserError.
 
     On a rank above 0 it is for its model and its cache only.
     """
-    leads = ranks is None or ranks.rank == 0
+    is_driver = tp_group is None or tp_group.rank == 0
     directories = parse_adapters(args.lora_modules)
-    if ranks and directories:  # not where all ranks could fail at once, and any be the first
+    if tp_group and directories:  # not where all ranks could fail at once, and any be the first
         raise UserError("--lora-modules is for one process; --adapter is for several, too")
-    if ranks and leads:
-        ranks.tell()  # now the others load, too
-    has_draft = leads and args.draft not in (None, "lookup")
+    if tp_group and is_driver:
+        tp_group.broadcast()  # now the others load, too
+    has_draft = is_driver and args.draft not in (None, "lookup")
     names = [source, args.draft] if has_draft else [source]
-    load_first = functools.partial(load_part, ranks=ranks) if ranks else None
+    load_first = functools.partial(load_shard, tp_group=tp_group) if tp_group else None
     model, *drafts = load_models(names, args, device, load_first)
     load_adapters(model, directories)
-    if ranks:
-        join_vocabulary(model)
-        ranks.wait()
+    if tp_group:
+        parallelize_vocabulary(model)
+        tp_group.barrier()
     return Engine(
         model,
         max_num_seqs=args.max_num_seqs,
@@ -119,25 +121,25 @@ def make_drafter(
 
 
 @contextlib.contextmanager
-def leading(args) -> Iterator[Ranks | None]:
+def driver_group(args) -> Iterator[TensorParallelGroup | None]:
     """The processes that torchrun has started, for a block that only rank 0 runs.
 
-    It is None without torchrun. The followers end with the block.
+    It is None without torchrun. The workers end with the block.
     """
     if not is_distributed():
         yield None
         return
-    with Ranks(args.join) as ranks:
+    with TensorParallelGroup(args.join) as tp_group:
         device = pick_device(args.device)
         if device != "cpu":
             raise UserError(f"several processes compute with --device cpu; not {device}")
-        yield ranks
-        ranks.tell()
+        yield tp_group
+        tp_group.broadcast()
 
 
-def follow_leader(args) -> None:
+def run_worker(args) -> None:
     """Compute a part of the model, on a rank above 0, until the block of rank 0 ends."""
-    with Ranks(args.join) as ranks:
-        ranks.tell()  # not before rank 0 has read, which says what is wrong
-        engine = load_engine(args, resolve_source(args.model), "cpu", ranks)
-        engine.model.runner.follow(engine.model, engine.cache)
+    with TensorParallelGroup(args.join) as tp_group:
+        tp_group.broadcast()  # not before rank 0 has read, which says what is wrong
+        engine = load_engine(args, resolve_source(args.model), "cpu", tp_group)
+        engine.model.runner.run_worker_loop(engine.model, engine.cache)

@@ -16,7 +16,7 @@ def use_native(model: torch.nn.Module) -> None:
     Its weights are packed, in place. Raises BuildError and ValueError as `NativeRunner`; then the
     model is as it was.
     """
-    if model.runner.ranks:
+    if model.runner.tp_group:
         library = load()
         replace_with_native_linear(model, library)
         model.runner.runner = NativeSampler(library)

@@ -14,37 +14,37 @@ import torch.nn.functional as F
 
 from errors import UserError, catch_out_of_memory, is_out_of_memory
 
-WAYS = "gather", "reduce"
-LIMIT = timedelta(seconds=60)  # one that does not answer in this time is taken for dead
-FOREVER = timedelta(days=365)  # between two passes
-GONE = re.compile("connect|time.?out|timed out|socket|pipe|barrier", re.IGNORECASE)  # gloo's words
-ENDED = "another of the processes has ended or does not answer"
+PARALLEL_MODES = "gather", "reduce"
+TIMEOUT = timedelta(seconds=60)  # one that does not answer in this time is taken for dead
+IDLE_TIMEOUT = timedelta(days=365)  # between two passes
+LOST_CONNECTION = re.compile("connect|time.?out|timed out|socket|pipe|barrier", re.IGNORECASE)
+RANK_LOST = "another of the processes has ended or does not answer"
 
 
 class RankError(Exception):
     """One of several processes cannot go on, so none can."""
 
 
-class Ranks:
-    """The processes of this run: rank is which one this is, from 0 on, size how many there are.
+class TensorParallelGroup:
+    """The processes of this run: rank is the index of this one, from 0 on, size how many there are.
 
-    Rank 0 leads: it reads and prints, and tells the others each pass. way: how layers are joined,
-    "gather" or "reduce". collectives, traffic, seconds: how often ranks met in passes, how many
-    bytes this one sent, and how long it took, waiting included. What `tell` sends is not counted.
-    Use it as a context manager. All ranks leave the block together. If one fails in it, all do: the
-    first one says why, and the others raise SystemExit.
+    Rank 0 leads: it reads and prints, and tells the others each pass. parallel_mode: how layers are
+    joined, "gather" or "reduce". collectives, bytes_sent, seconds: how often ranks met in passes,
+    how many bytes this one sent, and how long it took, waiting included. What `broadcast` sends is
+    not counted. Use it as a context manager. All ranks leave the block together. If one fails in
+    it, all do: the first one says why, and the others raise SystemExit.
     """
 
-    def __init__(self, way: str = "gather"):
-        self.way = way
-        self.store, self.rank, self.size = next(dist.rendezvous("env://", timeout=LIMIT))
+    def __init__(self, parallel_mode: str = "gather"):
+        self.parallel_mode = parallel_mode
+        self.store, self.rank, self.size = next(dist.rendezvous("env://", timeout=TIMEOUT))
         group = {"store": self.store, "rank": self.rank, "world_size": self.size}
-        dist.init_process_group("gloo", timeout=LIMIT, **group)
-        # Followers wait forever; the leader times out, or it would hang on a stalled rank.
-        self.news = dist.new_group(timeout=FOREVER if self.rank else LIMIT)
-        self.patient = dist.new_group(timeout=FOREVER)
+        dist.init_process_group("gloo", timeout=TIMEOUT, **group)
+        # Workers wait forever; the driver times out, or it would hang on a stalled rank.
+        self.broadcast_group = dist.new_group(timeout=IDLE_TIMEOUT if self.rank else TIMEOUT)
+        self.barrier_group = dist.new_group(timeout=IDLE_TIMEOUT)
         self.collectives = 0
-        self.traffic = 0
+        self.bytes_sent = 0
         self.seconds = 0.0
         # A rank that waits in a collective does not come to raise KeyboardInterrupt.
         if self.rank and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -52,26 +52,26 @@ class Ranks:
 
     def all_gather(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor:
         """The parts of all ranks, (..., widths[rank]), side by side: (..., sum(widths))."""
-        padded, parts = of_one_size(x, widths)
-        self.call((self.size - 1) * padded.nbytes, dist.all_gather, parts, padded)
-        return side_by_side(parts, widths)
+        padded, parts = pad_to_widest(x, widths)
+        self.timed_collective((self.size - 1) * padded.nbytes, dist.all_gather, parts, padded)
+        return unpad_and_concat(parts, widths)
 
     def gather(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor:
         """Join the parts on rank 0; the other ranks send theirs, and get them back."""
-        padded, parts = of_one_size(x, widths)
+        padded, parts = pad_to_widest(x, widths)
         if self.rank:
-            self.call(padded.nbytes, dist.gather, padded)
+            self.timed_collective(padded.nbytes, dist.gather, padded)
             return x
-        self.call(0, dist.gather, padded, parts)
-        return side_by_side(parts, widths)
+        self.timed_collective(0, dist.gather, padded, parts)
+        return unpad_and_concat(parts, widths)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Add up the x of all ranks, in place (all-reduce)."""
-        self.call(2 * (self.size - 1) * x.nbytes // self.size, dist.all_reduce, x)
+        self.timed_collective(2 * (self.size - 1) * x.nbytes // self.size, dist.all_reduce, x)
         return x
 
     @contextlib.contextmanager
-    def no_way_back(self):
+    def fatal_out_of_memory(self):
         """Raise RankError if memory runs out inside the block: the others cannot go on."""
         try:
             with catch_out_of_memory("the texts of this step"):
@@ -79,64 +79,64 @@ class Ranks:
         except UserError as error:
             raise RankError(str(error)) from None
 
-    def tell(self, work=None):
+    def broadcast(self, command=None):
         """Broadcast what rank 0 has to say: it is returned on each rank. Others may wait long."""
-        box = [work]
-        self.guard(dist.broadcast_object_list, box, group=self.news)
-        return box[0]
+        objects = [command]
+        self.run_collective(dist.broadcast_object_list, objects, group=self.broadcast_group)
+        return objects[0]
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """A barrier: until all ranks are here, however long that takes."""
-        self.guard(dist.barrier, self.patient)
+        self.run_collective(dist.barrier, self.barrier_group)
 
-    def call(self, traffic: int, collective: Callable, *arguments) -> None:
-        """Meet the other ranks, and count it. traffic: bytes that this one sends."""
+    def timed_collective(self, bytes_sent: int, collective: Callable, *arguments) -> None:
+        """Meet the other ranks, and count it. bytes_sent: by this one."""
         began = time.perf_counter()
-        self.guard(collective, *arguments)
+        self.run_collective(collective, *arguments)
         self.collectives += 1
-        self.traffic += traffic
+        self.bytes_sent += bytes_sent
         self.seconds += time.perf_counter() - began
 
-    def guard(self, collective: Callable, *arguments, **options) -> None:
+    def run_collective(self, collective: Callable, *arguments, **options) -> None:
         """Meet the other ranks. Raises RankError if one of them is not there any more."""
         try:
             collective(*arguments, **options)
         except RuntimeError as error:
-            if GONE.search(str(error)):
-                raise RankError(ENDED) from error
+            if LOST_CONNECTION.search(str(error)):
+                raise RankError(RANK_LOST) from error
             raise
 
     def statistics(self, passes: int) -> str:
         """What a pass took of meetings, on average."""
         passes = max(passes, 1)
         each = f"{self.collectives / passes:.0f} collectives a step"
-        cost = f"{self.traffic / passes:,.0f} bytes sent, {1000 * self.seconds / passes:.1f} ms"
+        cost = f"{self.bytes_sent / passes:,.0f} bytes sent, {1000 * self.seconds / passes:.1f} ms"
         return f"{self.size} ranks: {each}, {cost}"
 
-    def __enter__(self) -> "Ranks":
+    def __enter__(self) -> "TensorParallelGroup":
         return self
 
-    def __exit__(self, kind, error, _) -> None:
+    def __exit__(self, error_type, error, _) -> None:
         if error is None:
             try:
-                self.wait()
+                self.barrier()
                 dist.destroy_process_group()
                 return
             except RankError as ended:
                 error = ended
-        first = self.is_first()
+        is_first = self.is_first_failure()
         if not isinstance(error, Exception):
             return  # Ctrl-C
-        if not first:
+        if not is_first:
             sys.exit(2)
-        sys.stderr = sys.__stderr__  # a follower's own leads nowhere
-        name = f"rank {self.rank}: " if self.rank else ""
+        sys.stderr = sys.__stderr__  # a worker's own leads nowhere
+        prefix = f"rank {self.rank}: " if self.rank else ""
         if is_out_of_memory(error):
             error = UserError("the model and its texts do not fit in memory")
         if isinstance(error, UserError | RankError):
-            raise UserError(f"{name}{error}") from None
+            raise UserError(f"{prefix}{error}") from None
 
-    def is_first(self) -> bool:
+    def is_first_failure(self) -> bool:
         """Whether no other process has failed before."""
         try:
             return self.store.add("failures", 1) == 1
@@ -144,42 +144,42 @@ class Ranks:
             return True
 
 
-class RankRunner:
+class TensorParallelRunner:
     """Lets several processes compute the passes of a model: rank 0 tells the others of each.
 
     runner: what computes this rank's part.
     """
 
-    def __init__(self, ranks: Ranks, runner):
-        self.ranks = ranks
+    def __init__(self, tp_group: TensorParallelGroup, runner):
+        self.tp_group = tp_group
         self.runner = runner
 
     def logits(self, model, cache, spans: list, keep: list[int]) -> torch.Tensor:
-        self.ranks.tell((spans, keep))
+        self.tp_group.broadcast((spans, keep))
         return self.compute(model, cache, spans, keep)
 
     def compute(self, model, cache, spans: list, keep: list[int]) -> torch.Tensor:
         """Compute this rank's part of a pass. Ranks above 0 have no use for the result."""
         # An engine goes on after a pass without memory, but the other ranks are inside of it.
-        with self.ranks.no_way_back():
+        with self.tp_group.fatal_out_of_memory():
             return self.runner.logits(model, cache, spans, keep)
 
     @torch.inference_mode()
-    def follow(self, model, cache) -> None:
+    def run_worker_loop(self, model, cache) -> None:
         """Compute each pass that rank 0 tells of, for it has the engine, until it has no more."""
-        while work := self.ranks.tell():
-            self.compute(model, cache, *work)
+        while command := self.tp_group.broadcast():
+            self.compute(model, cache, *command)
 
     def choose(self, *arguments) -> list[int]:
         return self.runner.choose(*arguments)
 
 
-def of_one_size(x: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def pad_to_widest(x: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """A part filled up to the widest, as gloo takes it, and room for those of all ranks."""
     padded = F.pad(x, (0, max(widths) - x.shape[-1]))
     return padded, [torch.empty_like(padded) for _ in widths]
 
 
-def side_by_side(parts: list[torch.Tensor], widths: list[int]) -> torch.Tensor:
+def unpad_and_concat(parts: list[torch.Tensor], widths: list[int]) -> torch.Tensor:
     """What was filled up, in its own width again: (..., sum(widths))."""
     return torch.cat([part[..., :width] for part, width in zip(parts, widths)], dim=-1)

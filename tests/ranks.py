@@ -108,10 +108,10 @@ def check_two_ranks(build, engine_cli, directory, max_new_tokens: int) -> None:
     arguments = ["--model", model, "--prompt", "Lily", "--num-samples", 3, "--seed", 1]
     arguments += ["--temperature", 0.8, "--max-new-tokens", max_new_tokens]
     out = engine_cli(*arguments)[1]
-    assert out and texts_of(2, directory, *arguments)[0] == out
+    assert out and run_engine_script(2, directory, *arguments)[0] == out
 
 
-def texts_of(size, directory, *arguments) -> tuple[str, str]:
+def run_engine_script(size, directory, *arguments) -> tuple[str, str]:
     """What infer_engine.py writes on `size` ranks: rank 0 to stdout, and the others nothing."""
     import infer_engine
 
@@ -152,34 +152,34 @@ def written(directory, size: int) -> list[tuple[str, str]]:
     ]
 
 
-def parallel_model(name, ranks, dtype=torch.float32, native=True):
+def parallel_model(name, tp_group, dtype=torch.float32, native=True):
     """This rank's part of a model. native: C computes its products."""
     from native import use_native
-    from parallel.shards import join_vocabulary, load_part
+    from parallel.shards import load_shard, parallelize_vocabulary
 
-    model = load_part(name, dtype, ranks=ranks)
+    model = load_shard(name, dtype, tp_group=tp_group)
     if native:
         use_native(model)
-    join_vocabulary(model)
+    parallelize_vocabulary(model)
     return model
 
 
-def logits_of(name, tokens, *way, dtype=torch.float32, native=True):
+def logits_of(name, tokens, *parallel_mode, dtype=torch.float32, native=True):
     """On a rank: its logits of tokens, (1, T), what they took, and how many heads it caches."""
-    from parallel.ranks import Ranks
+    from parallel.ranks import TensorParallelGroup
 
-    with Ranks(*way) as ranks, torch.inference_mode():
-        model = parallel_model(name, ranks, dtype, native)
+    with TensorParallelGroup(*parallel_mode) as tp_group, torch.inference_mode():
+        model = parallel_model(name, tp_group, dtype, native)
         logits = model(tokens)
-        counts = ranks.collectives, ranks.traffic
+        counts = tp_group.collectives, tp_group.bytes_sent
         return logits.numpy(), counts, model.n_kv_head
 
 
-def compared(size, name, tokens, *way, **options) -> tuple:
+def compared(size, name, tokens, *parallel_mode, **options) -> tuple:
     """How far rank 0's logits are from those of one process, what they took, and all heads."""
 
     def action():
-        return logits_of(name, tokens, *way, **options)
+        return logits_of(name, tokens, *parallel_mode, **options)
 
     with attention_in_float64():
         found = results(size, action)

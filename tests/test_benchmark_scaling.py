@@ -19,13 +19,15 @@ from ranks import logits_of, results, save_uneven
 from benchmarks import common
 from errors import UserError
 from loading.load import load_config, load_model
-from parallel.ranks import Ranks
+from parallel.ranks import TensorParallelGroup
 
 LAYERS = 8  # of stories-llama
 # The first of 3 ranks has 2 of 6 query heads and the key that they share, 192 of 512 inner numbers
 # and 1,376 of 4,096 tokens. A whole layer has 393,216 numbers, the head 786,432.
 THIRD = (LAYERS * (3 * 64 * 192 + 3 * 192 * 192) + 1376 * 192) / (LAYERS * 393216 + 786432)
-LINKS = {kind: [1e-3, 1e-3, 1e-3, 3e-3] for kind in ("sum", "all_gather", "gather", "tell")}
+COLLECTIVE_TIMES = {
+    kind: [1e-3, 1e-3, 1e-3, 3e-3] for kind in ("sum", "all_gather", "gather", "broadcast")
+}
 
 
 def config_of(name):
@@ -33,49 +35,49 @@ def config_of(name):
 
 
 def test_shares_are_those_of_the_rank_with_most():
-    from benchmarks.predict import shares
+    from benchmarks.predict import largest_shares
 
     # Of the second rank's two heads each has another key, and there are no more.
-    assert shares(config_of("stories-llama"), 3, "reduce") == pytest.approx((THIRD, 1))
-    for way in ("gather", "reduce"):
-        assert shares(config_of("stories"), 2, way) == (0.5, 0.5)
-        assert shares(config_of("stories"), 4, way) == (0.25, 0.25)
+    assert largest_shares(config_of("stories-llama"), 3, "reduce") == pytest.approx((THIRD, 1))
+    for parallel_mode in ("gather", "reduce"):
+        assert largest_shares(config_of("stories"), 2, parallel_mode) == (0.5, 0.5)
+        assert largest_shares(config_of("stories"), 4, parallel_mode) == (0.25, 0.25)
     # Two of four heads, 352 of 1,024 inner numbers, 96 of 256 outputs, 1,376 of 4,096 tokens.
     layer = 256 * (3 * 128 + 352) + 96 * (256 + 1024)
     products = (16 * layer + 1376 * 256) / (16 * 12 * 256**2 + 4096 * 256)
-    assert shares(config_of("stories"), 3, "gather") == pytest.approx((products, 0.5))
+    assert largest_shares(config_of("stories"), 3, "gather") == pytest.approx((products, 0.5))
 
 
-@pytest.mark.parametrize("way", ["gather", "reduce"])
+@pytest.mark.parametrize("parallel_mode", ["gather", "reduce"])
 @pytest.mark.parametrize("kind", ["tiny", "tiny_llama"])
-def test_meetings_are_those_of_real_ranks(request, tmp_path, kind, way):
-    from benchmarks.predict import meetings, sent
+def test_collectives_are_those_of_real_ranks(request, tmp_path, kind, parallel_mode):
+    from benchmarks.predict import collectives, sent
 
     model = save_uneven(request.getfixturevalue(kind), tmp_path / "model", kind)
     tokens = torch.arange(5)[None]
-    found = results(3, logits_of, model, tokens, way)
-    expected = meetings(load_config(model), 3, way, 5)
-    traffic = sum(sent(meeting, 3) for meeting in expected)
-    assert found[0][1] == (len(expected), traffic)
+    found = results(3, logits_of, model, tokens, parallel_mode)
+    expected = collectives(load_config(model), 3, parallel_mode, 5)
+    bytes_sent = sum(sent(collective, 3) for collective in expected)
+    assert found[0][1] == (len(expected), bytes_sent)
 
 
 def test_weights_are_those_that_a_rank_holds():
-    from benchmarks.predict import part_of, weights
+    from benchmarks.predict import shard_of, weights
 
     config = config_of("stories-draft")
-    whole = part_of(config, 0, 1, "gather")
+    whole = shard_of(config, 0, 1, "gather")
     model = load_model(CHECKPOINTS / "stories-draft")
     assert weights(whole) == sum(weight.nbytes for weight in model.parameters())
-    parts = [weights(part_of(config, rank, 2, "reduce")) for rank in (0, 1)]
+    parts = [weights(shard_of(config, rank, 2, "reduce")) for rank in (0, 1)]
     # Norms, the positions and two biases a layer are on both.
     twice = 4 * 128 * (256 + 2 + 2 * (4 + 2))
     assert sum(parts) == weights(whole) + twice
 
 
-def test_a_step_has_a_leader_turns_and_meetings():
+def test_a_step_has_a_driver_turns_and_collectives():
     from benchmarks.predict import Step, replica_rate, step_seconds
 
-    step = Step(leader=1, each=2, products=8, attention=4)
+    step = Step(driver=1, each=2, products=8, attention=4)
     assert step_seconds(step, (1, 1), 1, 0) == 15
     assert step_seconds(step, (0.5, 0.25), 1, 10) == 1 + 2 + 4 + 1 + 10
     assert step_seconds(step, (0.5, 0.25), 2, 10) == 1 + 2 * 7 + 10
@@ -92,10 +94,23 @@ def bench(request, monkeypatch):
     def run_group(directory, job, size, times=1):
         bench.asked.append((job["join"], size, times, job["threads"], job["parts"]))
         seconds = {"product 0": 0.003, "product 1": 0.005, "hidden": 0.02, "head": 0.002}
-        seconds |= {"attention": 0.004, "step": 0.03 * size, "meeting": 0.001, "tell": 0.003}
+        seconds |= {
+            "attention": 0.004,
+            "step": 0.03 * size,
+            "communication": 0.001,
+            "broadcast": 0.003,
+        }
         outputs = [[bench.token(job["join"], size)]]
-        links = [{kind: times[:3] for kind, times in LINKS.items()}, LINKS]
-        found = {"outputs": outputs, "memory": [5e7], "links": links, "collectives": 3}
+        collective_times = [
+            {kind: times[:3] for kind, times in COLLECTIVE_TIMES.items()},
+            COLLECTIVE_TIMES,
+        ]
+        found = {
+            "outputs": outputs,
+            "memory": [5e7],
+            "collective_times": collective_times,
+            "collectives": 3,
+        }
         return [found | seconds | {"sent": 7.0}] * times
 
     bench = Bench(request, script, "--model", CHECKPOINTS / "stories-llama")
@@ -124,14 +139,14 @@ def test_ranks_have_rows_of_what_is_measured_and_predicted(bench):
     assert threads == {"one process": [2], "reduce": [1], "busy reduce": [1]}
     assert set(rows["rows"]) == {3} and set(rows["cores"]) == {2}
     assert values(rows, "one process", 1) == {"tokens/s": 100, "memory, MB": 50}
-    busy = {"leader, ms": 5, "each, ms": 9, "products, ms": 8, "attention, ms": 4}
+    busy = {"driver, ms": 5, "each, ms": 9, "products, ms": 8, "attention, ms": 4}
     assert values(rows, "busy reduce", 2) == near(busy)
     two = values(rows, "reduce", 2)
     assert two["tokens/s"] == 50
     # A ms each: the embedding, two sums a layer, the logits; and what rank 0 tells.
-    meeting = 1 + 2 * LAYERS + 1
-    assert two["in collectives, ms a step, predicted"] == meeting
-    step = 5 + 9 + 8 / 2 + 4 / 2 + meeting + 1
+    communication = 1 + 2 * LAYERS + 1
+    assert two["in collectives, ms a step, predicted"] == communication
+    step = 5 + 9 + 8 / 2 + 4 / 2 + communication + 1
     assert two["tokens/s, predicted"] == near(3000 / step)
     assert two["tokens/s, predicted / measured"] == near(3000 / step / 50)
     assert (two["in collectives, ms a step"], two["collectives a step"]) == (1, 3)
@@ -140,7 +155,7 @@ def test_ranks_have_rows_of_what_is_measured_and_predicted(bench):
     assert two["bytes sent a step, predicted"] == near((1 + 2 * LAYERS) * 3 * 192 * 4)
     assert (two["sum of 4 KiB, ms"], two["gather of 4096 KiB, ms"]) == (1, 3)
     three = values(rows, "reduce", 3)
-    turns = 3000 / three["tokens/s, predicted"] - 5 - meeting - 1
+    turns = 3000 / three["tokens/s, predicted"] - 5 - communication - 1
     assert turns == near(2 * (9 + 8 * THIRD + 4))  # three ranks on two cores
     assert three["share of texts that are those of one process"] == 1
 
@@ -276,8 +291,8 @@ def test_the_plot_has_what_is_predicted_beside_what_is_measured(bench):
 def measured(model, max_num_seqs):
     from benchmarks.ranks import decode
 
-    with Ranks("gather") as ranks:
-        return decode(job_of(model, max_num_seqs) | {"parts": True}, ranks)
+    with TensorParallelGroup("gather") as tp_group:
+        return decode(job_of(model, max_num_seqs) | {"parts": True}, tp_group)
 
 
 def job_of(model, max_num_seqs):
@@ -286,20 +301,23 @@ def job_of(model, max_num_seqs):
 
 
 def test_two_real_ranks_find_what_they_took(monkeypatch):
-    from benchmarks.predict import meetings, sent
+    from benchmarks.predict import collectives, sent
     from benchmarks.ranks import SIZES, decode
 
     monkeypatch.setattr("benchmarks.ranks.TIMES", 2)
     model = str(CHECKPOINTS / "stories-draft")
     first, second = results(2, measured, model, 60)  # more than a step of 512 tokens takes
     assert second is None
-    expected = meetings(config_of("stories-draft"), 2, "gather", 60)
+    expected = collectives(config_of("stories-draft"), 2, "gather", 60)
     assert first["collectives"] == len(expected)
-    assert first["sent"] == sum(sent(meeting, 2) for meeting in expected)
+    assert first["sent"] == sum(sent(collective, 2) for collective in expected)
     passes = first["hidden"] + first["head"]
     products = sum(first[name] for name in first if name.startswith("product "))
-    assert 0 < first["meeting"] + products + first["attention"] < passes < first["step"]
-    few, all = ([len(times) for times in links.values()] for links in first["links"])
+    assert 0 < first["communication"] + products + first["attention"] < passes < first["step"]
+    few, all = (
+        [len(times) for times in collective_times.values()]
+        for collective_times in first["collective_times"]
+    )
     assert (few, all) == ([len(SIZES) - 1] * 4, [len(SIZES)] * 4)
     assert decode(job_of(model, 60), None)["outputs"] == first["outputs"]
     assert [len(tokens) for tokens in first["outputs"]] == [6] * 60
@@ -308,12 +326,12 @@ def test_two_real_ranks_find_what_they_took(monkeypatch):
 def test_a_collective_between_sizes_and_beyond():
     from benchmarks.scaling import cost
 
-    links = [{"sum": [1.0, 2.0, 3.0]}, {"sum": [3.0, 4.0, 5.0, 7.0]}]
-    assert cost(links, "sum", 1) == 2
-    assert cost(links, "sum", 2**15) == 3
-    assert cost(links, "sum", (2**12 + 2**15) // 2) == 2.5
-    assert cost(links, "sum", 2**22) == 7
-    assert cost(links, "sum", 2**23) == 14
+    collective_times = [{"sum": [1.0, 2.0, 3.0]}, {"sum": [3.0, 4.0, 5.0, 7.0]}]
+    assert cost(collective_times, "sum", 1) == 2
+    assert cost(collective_times, "sum", 2**15) == 3
+    assert cost(collective_times, "sum", (2**12 + 2**15) // 2) == 2.5
+    assert cost(collective_times, "sum", 2**22) == 7
+    assert cost(collective_times, "sum", 2**23) == 14
 
 
 def test_memory_is_what_was_not_there_before(monkeypatch):

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from conftest import CHECKPOINTS, random_tokens
-from ranks import SAMPLES, compared, texts_of
+from ranks import SAMPLES, compared, run_engine_script
 
 
 def test_texts(engine_cli, tmp_path):
     arguments = [*SAMPLES, "--dtype", "int8", "--seed", 1, "--temperature", 0.8]
     out = engine_cli(*arguments, "--backend", "torch")[1]
-    found, err = texts_of(2, tmp_path, *arguments, "--join", "reduce")
+    found, err = run_engine_script(2, tmp_path, *arguments, "--join", "reduce")
     assert found == out
     # 8 layers of two products, with a gather before and after each; the embedding and the head.
     assert "2 ranks: 34 collectives a step, " in err

@@ -157,8 +157,8 @@ def test_ranks_join_inputs_in_whole_blocks(tiny_llama, tmp_path):
     """So --join reduce is gather, and of layers with any widths each bit is that of one process."""
     tokens = torch.tensor([random_tokens(12)])
     name = save_uneven(tiny_llama, tmp_path, "tiny_llama")
-    for way in ("gather", "reduce"):
-        assert compared(3, name, tokens, way, dtype=torch.uint8, native=False)[0] == 0
+    for parallel_mode in ("gather", "reduce"):
+        assert compared(3, name, tokens, parallel_mode, dtype=torch.uint8, native=False)[0] == 0
     tokens = torch.tensor([random_tokens(12, 4096)])
     assert compared(2, LLAMA, tokens, dtype=torch.uint8, native=False)[0] == 0
 

@@ -36,7 +36,7 @@ def run(capsys, monkeypatch):
 
 
 def test_four_ranks_by_hand(run):
-    fast = ["--kernel", 1e-12, "--leader", 1e-12, "--efficiency", 1, "--memory", 1.2e10]
+    fast = ["--kernel", 1e-12, "--driver", 1e-12, "--efficiency", 1, "--memory", 1.2e10]
     code, lines, _ = run("--gpus", 4, "--num-seqs", 64, "--positions", 1000, *fast, "--machines", 1)
     assert code == 0
     assert lines[1].endswith("does not fit")  # whole
@@ -49,25 +49,25 @@ def test_four_ranks_by_hand(run):
     # rank 0 come the logits that three others have.
     one = 64 * 8192 * 2
     logits = 1.5e-5 + 3 * 64 * 128256 * 2 / 4 / 4.5e11
-    meeting = (1 + 2 * LAYERS) * (1.5e-5 + 1.5 * one / 4.5e11) + logits
-    assert float(reduce[5]) == pytest.approx(1000 * meeting, abs=0.006)
-    step = (2 * NUMBERS + cache) / 4 / 4.8e12 + meeting
+    communication = (1 + 2 * LAYERS) * (1.5e-5 + 1.5 * one / 4.5e11) + logits
+    assert float(reduce[5]) == pytest.approx(1000 * communication, abs=0.006)
+    step = (2 * NUMBERS + cache) / 4 / 4.8e12 + communication
     assert float(reduce[4]) == pytest.approx(1000 * step, abs=0.006)
     assert float(reduce[6]) == pytest.approx(1 / step, abs=0.06)
     assert int(reduce[7].replace(",", "")) == pytest.approx(64 / step, abs=1)
     assert lines[6] == f"1 machines: {reduce[7]} tokens/s"
     # Of heads, outputs, inner numbers and outputs a rank sends its quarter to three others.
     quarter = 64 * 2 * (8192 + 8192 + 28672 + 8192) / 4
-    meeting = 1.5e-5 + 1.5 * one / 4.5e11 + logits
-    meeting += LAYERS * (4 * 1.5e-5 + 3 * quarter / 4.5e11)
-    assert float(gather[5]) == pytest.approx(1000 * meeting, abs=0.006)
+    communication = 1.5e-5 + 1.5 * one / 4.5e11 + logits
+    communication += LAYERS * (4 * 1.5e-5 + 3 * quarter / 4.5e11)
+    assert float(gather[5]) == pytest.approx(1000 * communication, abs=0.006)
 
 
 def test_one_gpu_meets_nobody(run):
     code, lines, _ = run("--gpus", 1, "--num-seqs", 1, "--memory", 2e11, "--efficiency", 1)
     assert code == 0
-    ranks, join, _, _, took, meeting, *_ = lines[1].split()
-    assert (ranks, join, meeting) == ("1", "-", "0.00")
+    ranks, join, _, _, took, communication, *_ = lines[1].split()
+    assert (ranks, join, communication) == ("1", "-", "0.00")
     keys = 2000 * 2 * LAYERS * 8 * 128 * 2
     step = 1e-3 + 10 * LAYERS * 3e-6 + (2 * NUMBERS + keys) / 4.8e12
     assert float(took) == pytest.approx(1000 * step, abs=0.006)

@@ -4,7 +4,7 @@ import os
 import subprocess
 
 from conftest import CHECKPOINTS, ROOT
-from ranks import SCRIPT, TORCHRUN, script, start, texts_of, wait, written
+from ranks import SCRIPT, TORCHRUN, run_engine_script, script, start, wait, written
 
 import infer_engine
 
@@ -32,7 +32,7 @@ def test_drafts_are_rank_0_s(engine_cli, tmp_path):
     # Without --gamma: whether they are asked for is decided by a clock.
     arguments = [*PROMPTS, *WRITE, "--model", DRAFT, "--draft", DRAFT]
     out = engine_cli(*arguments)[1]
-    found, notes = texts_of(2, tmp_path, *arguments)
+    found, notes = run_engine_script(2, tmp_path, *arguments)
     assert found == out and "drafts accepted" in notes
 
 
@@ -41,7 +41,7 @@ def test_rank_0_reads_and_draws_a_seed(tmp_path, engine_cli):
     pipe, end = os.pipe()  # what is in it can be read once
     os.write(end, b"A")
     os.close(end)
-    out, err = texts_of(2, tmp_path, *arguments, "--prompt-file", f"/dev/fd/{pipe}")
+    out, err = run_engine_script(2, tmp_path, *arguments, "--prompt-file", f"/dev/fd/{pipe}")
     os.close(pipe)
     seed = err.splitlines()[0].rsplit(" ", 1)[1]
     assert engine_cli(*arguments, "--prompt", "A", "--seed", seed)[1] == out

@@ -202,29 +202,33 @@ def test_ranks_have_the_logits_of_one_process(tiny_experts, compiled, tmp_path, 
     assert found <= ROUNDING[kind] and heads == {2: [3, 2], 4: [2, 1, 1, 1]}[size]
 
 
-@pytest.mark.parametrize("way", ["gather", "reduce"])
-def test_ranks_in_float64(tiny_experts, tmp_path, way):
+@pytest.mark.parametrize("parallel_mode", ["gather", "reduce"])
+def test_ranks_in_float64(tiny_experts, tmp_path, parallel_mode):
     name = save_uneven(tiny_experts, tmp_path, "tiny_llama", **UNEVEN)
     tokens = torch.tensor([random_tokens(23)])
     options = {"dtype": torch.float64, "native": False}
-    found = results(3, lambda: logits_of(name, tokens, way, **options))[0][0]
+    found = results(3, lambda: logits_of(name, tokens, parallel_mode, **options))[0][0]
     with torch.inference_mode():
         assert (torch.from_numpy(found) - load(name)(tokens)).abs().max() < 1e-11
 
 
-@pytest.mark.parametrize("way", ["gather", "reduce"])
-def test_a_rank_has_a_share_of_each_expert_and_all_of_the_router(tiny_experts, way):
+@pytest.mark.parametrize("parallel_mode", ["gather", "reduce"])
+def test_a_rank_has_a_share_of_each_expert_and_all_of_the_router(tiny_experts, parallel_mode):
     from types import SimpleNamespace
 
-    from parallel.shards import Plan
+    from parallel.shards import ShardPlan
 
-    parts = Plan(tiny_experts(), SimpleNamespace(size=2, rank=1, way=way)).parts
+    parts = ShardPlan(
+        tiny_experts(), SimpleNamespace(size=2, rank=1, parallel_mode=parallel_mode)
+    ).shards
     expert = "layers.1.mlp.experts.4"
     assert parts["layers.1.mlp.gate.weight"].rows == [range(5)]
     for name in ("gate_proj", "up_proj"):
         assert parts[f"{expert}.{name}.weight"].rows == [range(6, 12)]
     down = parts[f"{expert}.down_proj.weight"]
-    expected = ([range(8, 16)], slice(None)) if way == "gather" else ([range(16)], slice(6, 12))
+    expected = (
+        ([range(8, 16)], slice(None)) if parallel_mode == "gather" else ([range(16)], slice(6, 12))
+    )
     assert (down.rows, down.columns) == expected
 
 

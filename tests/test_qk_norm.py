@@ -170,22 +170,22 @@ def test_ranks_have_the_logits_of_one_process(tiny_qwen3, compiled, tmp_path, dt
     assert found <= ROUNDING[dtype] and heads == {2: [3, 2], 4: [2, 1, 1, 1]}[size]
 
 
-@pytest.mark.parametrize("way", ["gather", "reduce"])
-def test_ranks_in_float64(tiny_qwen3, tmp_path, way):
+@pytest.mark.parametrize("parallel_mode", ["gather", "reduce"])
+def test_ranks_in_float64(tiny_qwen3, tmp_path, parallel_mode):
     name = save_uneven(tiny_qwen3, tmp_path, "tiny_llama")
     tokens = torch.tensor([random_tokens(23)])
     options = {"dtype": torch.float64, "native": False}
-    found = results(3, lambda: logits_of(name, tokens, way, **options))[0][0]
+    found = results(3, lambda: logits_of(name, tokens, parallel_mode, **options))[0][0]
     with torch.inference_mode():
         assert (torch.from_numpy(found) - load(name)(tokens)).abs().max() < 1e-11
 
 
 def test_every_rank_has_both_norms_whole(tiny_qwen3):
-    from parallel.shards import Plan
+    from parallel.shards import ShardPlan
 
     model = tiny_qwen3()
     for rank in range(2):
-        plan = Plan(model, SimpleNamespace(size=2, rank=rank, way="gather"))
+        plan = ShardPlan(model, SimpleNamespace(size=2, rank=rank, parallel_mode="gather"))
         for name in ("q_norm", "k_norm"):
             assert plan.parts[f"layers.1.self_attn.{name}.weight"].rows == [range(6)]
 

@@ -14,12 +14,12 @@ from ranks import SMALL, appears, script, serving, start, wait, written
 import infer_engine
 from engine import options
 from model import TorchRunner
-from parallel.ranks import RankRunner, Ranks
+from parallel.ranks import TensorParallelGroup, TensorParallelRunner
 
 ARGUMENTS = [*SMALL, "--prompt", "Tom", "--ignore-eos"]
 ENDLESS = [*ARGUMENTS, "--max-new-tokens", 10**9]
 STREAM = {"prompt": "Tom", "ignore_eos": True, "stream": True}
-ENDED = "another of the processes has ended or does not answer"
+RANK_LOST = "another of the processes has ended or does not answer"
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 
 
@@ -49,12 +49,12 @@ def test_one_is_killed(tmp_path, victim):
     processes[victim].kill()
     codes = wait(processes)
     assert (codes[victim], codes[1 - victim]) == (-signal.SIGKILL, 2)
-    check_line(tmp_path, ENDED if victim else f"rank 1: {ENDED}")
+    check_line(tmp_path, RANK_LOST if victim else f"rank 1: {RANK_LOST}")
 
 
-@pytest.mark.parametrize("place", ["tell", "all_gather"])
+@pytest.mark.parametrize("place", ["broadcast", "all_gather"])
 def test_one_stands_still(tmp_path, monkeypatch, place):
-    real = getattr(Ranks, place)
+    real = getattr(TensorParallelGroup, place)
     calls = []
 
     def stopping(self, *arguments):
@@ -63,12 +63,12 @@ def test_one_stands_still(tmp_path, monkeypatch, place):
             os.kill(os.getpid(), signal.SIGSTOP)
         return real(self, *arguments)
 
-    monkeypatch.setattr("parallel.ranks.LIMIT", timedelta(seconds=3))
-    monkeypatch.setattr(Ranks, place, stopping)
+    monkeypatch.setattr("parallel.ranks.TIMEOUT", timedelta(seconds=3))
+    monkeypatch.setattr(TensorParallelGroup, place, stopping)
     processes = start(2, script, tmp_path, infer_engine.main, ENDLESS)
     processes[0].join(100)
     assert wait(processes, 0) == [2, None]
-    check_line(tmp_path, ENDED)
+    check_line(tmp_path, RANK_LOST)
 
 
 def test_ctrl_c(tmp_path):
@@ -83,11 +83,11 @@ def test_ctrl_c(tmp_path):
     check_line(tmp_path)
 
 
-@pytest.mark.parametrize("place, victim", [("load_part", 1), ("logits", 0), ("logits", 1)])
+@pytest.mark.parametrize("place, victim", [("load_shard", 1), ("logits", 0), ("logits", 1)])
 def test_one_has_no_memory(tmp_path, monkeypatch, victim, place):
     from parallel.ranks import RankError  # noqa: F401  without it both would wait
 
-    owner = options if place == "load_part" else TorchRunner
+    owner = options if place == "load_shard" else TorchRunner
     real = getattr(owner, place)
     calls = []
 
@@ -107,8 +107,8 @@ def test_one_has_no_memory(tmp_path, monkeypatch, victim, place):
 
 def test_one_that_fails_when_the_other_is_done_ends_both():
     def end():
-        with Ranks() as ranks:
-            if ranks.rank:
+        with TensorParallelGroup() as tp_group:
+            if tp_group.rank:
                 raise ZeroDivisionError("a mistake")
 
     assert wait(start(2, end)) == [2, 1]
@@ -119,34 +119,34 @@ def test_without_a_store_each_says_why():
         def add(self, *_):
             raise RuntimeError("it was in a process that has ended")
 
-    ranks = object.__new__(Ranks)
-    ranks.store = Gone()
-    assert ranks.is_first()
+    tp_group = object.__new__(TensorParallelGroup)
+    tp_group.store = Gone()
+    assert tp_group.is_first_failure()
 
 
 def test_who_has_to_wait_has_no_limit(tmp_path, monkeypatch):
-    real = options.load_part
+    real = options.load_shard
 
     def slow(*arguments, **named):
         time.sleep(4 if os.environ["RANK"] == "1" else 0)
         return real(*arguments, **named)
 
     def idle():
-        with Ranks() as group:
+        with TensorParallelGroup() as group:
             time.sleep(0 if group.rank else 4)
-            group.tell()
+            group.broadcast()
 
-    monkeypatch.setattr(options, "load_part", slow)
-    monkeypatch.setattr("parallel.ranks.LIMIT", timedelta(seconds=3))
+    monkeypatch.setattr(options, "load_shard", slow)
+    monkeypatch.setattr("parallel.ranks.TIMEOUT", timedelta(seconds=3))
     loading = start(2, script, tmp_path, infer_engine.main, [*ARGUMENTS, "--max-new-tokens", 3])
     assert [wait(processes) for processes in (start(2, idle), loading)] == [[0, 0]] * 2
 
 
 def test_a_mistake_has_its_traceback(tmp_path, monkeypatch):
-    def follow(*arguments):
+    def run_worker_loop(*arguments):
         raise ZeroDivisionError("a mistake")
 
-    monkeypatch.setattr(RankRunner, "follow", follow)
+    monkeypatch.setattr(TensorParallelRunner, "run_worker_loop", run_worker_loop)
     processes = start(2, script, tmp_path, infer_engine.main, ARGUMENTS)
     assert wait(processes) == [2, 1]
     (_, err), (_, other) = written(tmp_path, 2)
@@ -166,7 +166,7 @@ def test_gloo_s_errors_are_known_by_their_words(words, kind):
         raise RuntimeError(words)
 
     with pytest.raises(Exception) as raised:
-        object.__new__(Ranks).guard(collective)
+        object.__new__(TensorParallelGroup).run_collective(collective)
     assert type(raised.value).__name__ == kind
 
 
@@ -189,9 +189,9 @@ def test_a_server_loses_a_process(tmp_path):
             answer.readline()
             processes[1].kill()
             *_, error, done, end = answer.read().split(b"\n\n")
-        assert data_of(error)["error"]["message"] == ENDED
+        assert data_of(error)["error"]["message"] == RANK_LOST
         assert (done, end, wait(processes)) == (b"data: [DONE]", b"", [2, -signal.SIGKILL])
-    check_line(tmp_path, ENDED)
+    check_line(tmp_path, RANK_LOST)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -153,14 +153,16 @@ def test_random_weights_end_branches_small():
     assert small == pytest.approx(wide / (2 * config.n_layer) ** 0.5, rel=0.05)
 
 
-@pytest.mark.parametrize("both, way", [(False, "gather"), (True, "reduce")], indirect=["both"])
-def test_ranks_share_it(both, way):
+@pytest.mark.parametrize(
+    "both, parallel_mode", [(False, "gather"), (True, "reduce")], indirect=["both"]
+)
+def test_ranks_share_it(both, parallel_mode):
     _, other = both
     options = {"dtype": torch.float64, "native": False}
-    found = results(3, lambda: logits_of(other, TOKENS, way, **options))
+    found = results(3, lambda: logits_of(other, TOKENS, parallel_mode, **options))
     logits, (collectives, _), heads = found[0]
     assert (torch.from_numpy(logits) - load_model(other, torch.float64)(TOKENS)).abs().max() < 1e-12
-    assert collectives == 11 * (4 if way == "gather" else 2) + 2 and heads == 2
+    assert collectives == 11 * (4 if parallel_mode == "gather" else 2) + 2 and heads == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])

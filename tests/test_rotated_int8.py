@@ -109,9 +109,17 @@ def test_ranks_join_inputs_before_they_rotate_them(tiny_llama, tmp_path):
     """So --join reduce is gather, and of layers with any widths each bit is that of one process."""
     tokens = torch.tensor([random_tokens(12)])
     name = save_uneven(tiny_llama, tmp_path, "tiny_llama")
-    for way in ("gather", "reduce"):
-        assert compared(3, name, tokens, way, dtype=torch.int8, native=way == "gather")[0] == 0
+    for parallel_mode in ("gather", "reduce"):
+        assert (
+            compared(
+                3, name, tokens, parallel_mode, dtype=torch.int8, native=parallel_mode == "gather"
+            )[0]
+            == 0
+        )
     tokens = torch.tensor([random_tokens(12, 4096)])
     options = {"dtype": torch.int8, "native": False}
-    took = [compared(2, LLAMA, tokens, way, **options)[1] for way in ("gather", "reduce")]
+    took = [
+        compared(2, LLAMA, tokens, parallel_mode, **options)[1]
+        for parallel_mode in ("gather", "reduce")
+    ]
     assert took[0] == took[1]

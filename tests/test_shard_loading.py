@@ -9,7 +9,7 @@ from ranks import compared, results
 from loading import load
 from loading.load import save_model
 from model import GPTConfig
-from parallel.ranks import Ranks
+from parallel.ranks import TensorParallelGroup
 
 SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 256, "vocab_size": 24000, "block_size": 16}
 
@@ -37,14 +37,14 @@ def large(tiny, tmp_path_factory):
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts it")
-@pytest.mark.parametrize("way", ["gather", "reduce"])
-def test_the_peak_of_each_rank(large, way):
+@pytest.mark.parametrize("parallel_mode", ["gather", "reduce"])
+def test_the_peak_of_each_rank(large, parallel_mode):
     def action():
-        from parallel.shards import load_part
+        from parallel.shards import load_shard
 
-        with Ranks(way) as ranks:
-            load_part(large / "small", ranks=ranks)  # code takes memory, too
-            return peak(lambda: load_part(large, ranks=ranks))
+        with TensorParallelGroup(parallel_mode) as tp_group:
+            load_shard(large / "small", tp_group=tp_group)  # code takes memory, too
+            return peak(lambda: load_shard(large, tp_group=tp_group))
 
     whole = (large / "model.safetensors").stat().st_size
     for grown in results(4, action):
@@ -59,10 +59,13 @@ def test_still_random_weights_are_those_of_one_process(monkeypatch):
     assert compared(3, "random:small", tokens, "reduce", **options)[0] < 1e-12
 
 
-def test_places_of_a_block():
-    from parallel.shards import places
+def test_overlapping_rows_of_a_block():
+    from parallel.shards import overlapping_rows
 
     rows = [range(2, 5), range(8, 10)]
-    assert places(rows, slice(0, 4)) == [(slice(0, 2), slice(2, 4))]
-    assert places(rows, slice(4, 12)) == [(slice(2, 3), slice(0, 1)), (slice(3, 5), slice(4, 6))]
-    assert places(rows, slice(5, 8)) == []
+    assert overlapping_rows(rows, slice(0, 4)) == [(slice(0, 2), slice(2, 4))]
+    assert overlapping_rows(rows, slice(4, 12)) == [
+        (slice(2, 3), slice(0, 1)),
+        (slice(3, 5), slice(4, 6)),
+    ]
+    assert overlapping_rows(rows, slice(5, 8)) == []

@@ -39,11 +39,14 @@ def test_still_the_logits_where_torch_multiplies(name, size):
 
 
 def test_keys_are_divided_as_equally_as_can_be(tiny_llama):
-    from parallel.shards import Plan
+    from parallel.shards import ShardPlan
 
     model = tiny_llama(n_head=12, n_kv_head=6)
-    plans = [Plan(model, SimpleNamespace(size=2, rank=rank, way="gather")) for rank in range(2)]
-    assert [plan.keys for plan in plans] == [[0, 1, 2], [3, 4, 5]]
+    plans = [
+        ShardPlan(model, SimpleNamespace(size=2, rank=rank, parallel_mode="gather"))
+        for rank in range(2)
+    ]
+    assert [plan.kv_heads for plan in plans] == [[0, 1, 2], [3, 4, 5]]
     assert plans[0].heads == plans[1].heads == [range(0, 6), range(6, 12)]
 
 
@@ -56,9 +59,9 @@ def test_more_ranks_than_heads(tmp_path):
 
 
 def test_the_keys_that_heads_need():
-    from parallel.shards import keys_of
+    from parallel.shards import local_kv_heads
 
-    assert keys_of(range(0, 6), 3) == [0, 1]
-    assert keys_of(range(2, 4), 3) == [0, 1]
-    assert keys_of(range(1, 3), 4) == [0]
-    assert keys_of(range(0, 4), 3) == [0, 0, 0, 1]  # three and one: each query a copy
+    assert local_kv_heads(range(0, 6), 3) == [0, 1]
+    assert local_kv_heads(range(2, 4), 3) == [0, 1]
+    assert local_kv_heads(range(1, 3), 4) == [0]
+    assert local_kv_heads(range(0, 4), 3) == [0, 0, 0, 1]  # three and one: each query a copy

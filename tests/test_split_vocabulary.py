@@ -3,7 +3,15 @@
 import pytest
 import torch
 from conftest import random_tokens
-from ranks import LLAMA, ROUNDING, alone, attention_in_float64, logits_of, results, texts_of
+from ranks import (
+    LLAMA,
+    ROUNDING,
+    alone,
+    attention_in_float64,
+    logits_of,
+    results,
+    run_engine_script,
+)
 
 from loading.load import save_model
 
@@ -22,7 +30,7 @@ def test_a_vocabulary_that_three_does_not_divide(compiled, tiny_llama, tmp_path,
         return (torch.from_numpy(logits) - expected).abs().max() <= ROUNDING[torch.float32]
 
     with attention_in_float64():
-        (logits, (collectives, traffic), _), *others = results(3, action)
+        (logits, (collectives, bytes_sent), _), *others = results(3, action)
         expected = alone(tmp_path, tokens)
     assert near(logits, expected)
     ends = 0, 21, 41, 61
@@ -30,10 +38,10 @@ def test_a_vocabulary_that_three_does_not_divide(compiled, tiny_llama, tmp_path,
     # Heads, two of a rank at most, outputs, inputs, outputs; of the others: what they lack.
     layers = 2 * 2 * 16 * 4 * (64 + 22 + 32 + 22)
     rows = 2 * 2 * 16 * 4 * 64 // 3
-    assert traffic == layers + rows  # the logits go to rank 0 only
-    for (own, (_, traffic), _), first, end in zip(others, ends[1:], ends[2:]):
+    assert bytes_sent == layers + rows  # the logits go to rank 0 only
+    for (own, (_, bytes_sent), _), first, end in zip(others, ends[1:], ends[2:]):
         assert near(own, expected[..., first:end])
-        assert traffic == layers + rows + 16 * 4 * 21
+        assert bytes_sent == layers + rows + 16 * 4 * 21
 
 
 def test_what_crosses(engine_cli, tmp_path):
@@ -53,7 +61,7 @@ def test_what_crosses(engine_cli, tmp_path):
     _, out, err = engine_cli(*arguments, "--backend", "torch")
     work = err.splitlines()[-1]  # all that an engine does
     assert " 0 shared" not in work and " 0 preempt" not in work and " of 0 drafts" not in work
-    found, err = texts_of(3, tmp_path, *arguments)
+    found, err = run_engine_script(3, tmp_path, *arguments)
     assert found == out and work in err
     # 8 layers of four, the embedding and the head.
     assert "3 ranks: 34 collectives a step, " in err

@@ -14,11 +14,11 @@ from ranks import (
     compared,
     parallel_model,
     results,
+    run_engine_script,
     save_uneven,
     script,
     serving,
     start,
-    texts_of,
     wait,
     written,
 )
@@ -26,7 +26,7 @@ from ranks import (
 import infer_engine
 from engine import options
 from loading.load import load_model
-from parallel.ranks import Ranks
+from parallel.ranks import TensorParallelGroup
 from sampling import SamplingParams
 
 
@@ -44,17 +44,17 @@ def test_int8(compiled):
 
 def test_texts(engine_cli, tmp_path):
     out = engine_cli(*SAMPLES)[1]
-    found, err = texts_of(2, tmp_path, *SAMPLES)
+    found, err = run_engine_script(2, tmp_path, *SAMPLES)
     assert found == out
 
 
 def test_what_a_rank_has():
     def rows():
-        from parallel.shards import load_part
+        from parallel.shards import load_shard
 
-        with Ranks() as ranks:
-            mlp = load_part(LLAMA, ranks=ranks).layers[0].mlp
-            assert "0 collectives a step, 0 bytes" in ranks.statistics(0)
+        with TensorParallelGroup() as tp_group:
+            mlp = load_shard(LLAMA, tp_group=tp_group).layers[0].mlp
+            assert "0 collectives a step, 0 bytes" in tp_group.statistics(0)
             return len(mlp.gate_proj.weight), len(mlp.down_proj.layer.weight)
 
     whole = load_model(LLAMA).layers[0].mlp
@@ -64,16 +64,16 @@ def test_what_a_rank_has():
 
 
 def test_statistics_are_of_one_pass():
-    ranks = object.__new__(Ranks)
-    ranks.__dict__.update(size=3, collectives=8, traffic=5000, seconds=2.0)
-    assert ranks.statistics(2) == "3 ranks: 4 collectives a step, 2,500 bytes sent, 1000.0 ms"
-    assert ranks.statistics(1) == "3 ranks: 8 collectives a step, 5,000 bytes sent, 2000.0 ms"
+    tp_group = object.__new__(TensorParallelGroup)
+    tp_group.__dict__.update(size=3, collectives=8, bytes_sent=5000, seconds=2.0)
+    assert tp_group.statistics(2) == "3 ranks: 4 collectives a step, 2,500 bytes sent, 1000.0 ms"
+    assert tp_group.statistics(1) == "3 ranks: 8 collectives a step, 5,000 bytes sent, 2000.0 ms"
 
 
 def test_draws_are_in_c(compiled):
     def draw():
-        with Ranks() as ranks:
-            model = parallel_model(LLAMA, ranks)
+        with TensorParallelGroup() as tp_group:
+            model = parallel_model(LLAMA, tp_group)
             return model.runner.runner.draw(torch.arange(9.0)[None], [SamplingParams()], [0])
 
     assert results(2, draw) == [[8], [8]]

@@ -11,8 +11,8 @@ import torch
 
 from command_line import STORIES
 from model import Model
-from parallel.ranks import Ranks
-from parallel.shards import join_vocabulary, load_part
+from parallel.ranks import TensorParallelGroup
+from parallel.shards import load_shard, parallelize_vocabulary
 from pictures import runs, scene
 from pictures.scene import word
 
@@ -28,17 +28,17 @@ class Table:
         self.barrier = threading.Barrier(size, timeout=60)
 
 
-class Rank(Ranks):
-    """One of these ranks. met: name, own width and bytes sent of each collective."""
+class Rank(TensorParallelGroup):
+    """One of these ranks. collective_log: name, own width and bytes sent of each collective."""
 
-    def __init__(self, table: Table, rank: int, way: str):
+    def __init__(self, table: Table, rank: int, parallel_mode: str):
         self.table = table
         self.rank = rank
         self.size = table.size
-        self.way = way
-        self.met: list[tuple[str, int, int]] = []
+        self.parallel_mode = parallel_mode
+        self.collective_log: list[tuple[str, int, int]] = []
 
-    def call(self, traffic: int, collective, *arguments) -> None:
+    def timed_collective(self, bytes_sent: int, collective, *arguments) -> None:
         (own, *_) = (each for each in arguments if isinstance(each, torch.Tensor))
         room = next((each for each in arguments if isinstance(each, list)), [])
         self.table.parts[self.rank] = own.clone()
@@ -49,28 +49,30 @@ class Rank(Ranks):
             place.copy_(part)
         if collective is torch.distributed.all_reduce:
             own.copy_(sum(parts))
-        self.met.append((collective.__name__, own.shape[-1], traffic))
+        self.collective_log.append((collective.__name__, own.shape[-1], bytes_sent))
 
 
 @functools.cache
-def compute(way: str, size: int, ids: tuple[int, ...]) -> Record:
+def compute(parallel_mode: str, size: int, ids: tuple[int, ...]) -> Record:
     """A forward pass of several ranks over a text."""
     table = Table(size)
 
     def work(rank: Rank) -> tuple[Model, torch.Tensor]:
         torch.set_num_threads(1)
-        model = load_part(STORIES.with_name(NAME), ranks=rank)
-        join_vocabulary(model)
+        model = load_shard(STORIES.with_name(NAME), tp_group=rank)
+        parallelize_vocabulary(model)
         with torch.inference_mode():
             return model, model(torch.tensor([ids]))[0, -1]
 
-    ranks = [Rank(table, number, way) for number in range(size)]
+    ranks = [Rank(table, number, parallel_mode) for number in range(size)]
     with ThreadPoolExecutor(size) as pool:
         models, logits = zip(*pool.map(work, ranks))
     return Record(
         models=list(models),  # of each rank
         # of each rank, bytes for one token
-        met=[[(*each, sent // len(ids)) for *each, sent in rank.met] for rank in ranks],
+        collective_log=[
+            [(*each, sent // len(ids)) for *each, sent in rank.collective_log] for rank in ranks
+        ],
         logits=logits[0],  # of the last token, on rank 0
     )
 
@@ -89,26 +91,29 @@ MLP = ["mlp.gate_proj", "mlp.up_proj", 3, "mlp.down_proj", 4]
 VOCABULARY = ["embed_tokens", 0, "lm_head", -1]
 
 
-def record_half(prompt: str, steps: list[str | int], *ways: str, size: int = 2) -> Record:
+def record_half(prompt: str, steps: list[str | int], *parallel_modes: str, size: int = 2) -> Record:
     """steps: weights of the first layer, and places of collectives in a gathered pass."""
     ids = tuple(runs.encode(prompt, 20))
     whole = runs.load(NAME)
     alone = runs.next_logits(list(ids), NAME)
     found = {}
     off = {}
-    for way in ways or ("gather",):
-        run = compute(way, size, ids)
-        off[way] = (run.logits - alone).abs().max().item()
-        found[way] = []
+    for parallel_mode in parallel_modes or ("gather",):
+        run = compute(parallel_mode, size, ids)
+        off[parallel_mode] = (run.logits - alone).abs().max().item()
+        found[parallel_mode] = []
         for step in steps:
             if isinstance(step, str):
-                found[way].append(weight_stage(step, whole, run.models))
-            elif way == "gather" or step % 2 == 0:  # two all-gathers, or one all-reduce
-                met = [each[step if way == "gather" else step // 2] for each in run.met]
-                names, widths, sent = map(list, zip(*met))
-                found[way].append(Stage(names[0].replace("_", "-"), "", widths, sent))
+                found[parallel_mode].append(weight_stage(step, whole, run.models))
+            elif parallel_mode == "gather" or step % 2 == 0:  # two all-gathers, or one all-reduce
+                collective_log = [
+                    each[step if parallel_mode == "gather" else step // 2]
+                    for each in run.collective_log
+                ]
+                names, widths, sent = map(list, zip(*collective_log))
+                found[parallel_mode].append(Stage(names[0].replace("_", "-"), "", widths, sent))
     return Record(
-        ways=found,
+        parallel_modes=found,
         off=off,  # the largest difference of a logit to that of one process
         following=runs.token_text(run.logits.argmax().item()),  # the most likely token
         prompt=list(zip(runs.token_texts(list(ids)), ids)),  # text and id of its tokens
@@ -144,8 +149,8 @@ def cells_of(stage: Stage, rank: int, unit: int) -> list[scene.Cell]:
 def draw_half(record: Record, caption: str, unit: int, *more: scene.Panel) -> scene.Scene:
     """A panel for each rank; where two ways are compared, for each way's rank 0."""
     panels = []
-    for way, stages in record.ways.items():
-        ranks = range(len(stages[0].widths)) if len(record.ways) == 1 else [0]
+    for parallel_mode, stages in record.parallel_modes.items():
+        ranks = range(len(stages[0].widths)) if len(record.parallel_modes) == 1 else [0]
         for rank in ranks:
             rows = []
             for stage in stages:
@@ -155,9 +160,11 @@ def draw_half(record: Record, caption: str, unit: int, *more: scene.Panel) -> sc
                     else (f"{stage.widths[rank]:,} of {sum(stage.widths):,} {stage.kind}")
                 )
                 rows.append(scene.Row(stage.name, cells_of(stage, rank, unit), value))
-            title = f"Rank {rank}" + f", --join {way}" * (len(record.ways) > 1)
+            title = f"Rank {rank}" + f", --join {parallel_mode}" * (len(record.parallel_modes) > 1)
             panels.append(scene.Panel(title, scene.Cells(rows)))
-    reduced = any(stage.name == "all-reduce" for stages in record.ways.values() for stage in stages)
+    reduced = any(
+        stage.name == "all-reduce" for stages in record.parallel_modes.values() for stage in stages
+    )
     key = {"owner1": "of rank 0", "owner2": "of rank 1", "idle": "on the other rank only"}
     panels[-1].key = key | ({"kept": "sums of both ranks"} if reduced else {})
     panels[-1].note = f"A square is {unit} rows, columns, or numbers of a token."
@@ -168,9 +175,9 @@ def same(off: float) -> str:
     return "bit for bit those of one process" if off == 0 else f"within {off:.6f} of one process's"
 
 
-def bytes_of(record: Record, way: str = "gather") -> int:
+def bytes_of(record: Record, parallel_mode: str = "gather") -> int:
     """Sent by rank 0 for each token."""
-    return sum(sum(stage.sent[:1]) for stage in record.ways[way])
+    return sum(sum(stage.sent[:1]) for stage in record.parallel_modes[parallel_mode])
 
 
 def draw_mlp(record: Record) -> scene.Scene:
@@ -186,7 +193,7 @@ def draw_mlp(record: Record) -> scene.Scene:
 def draw_heads(record: Record) -> scene.Scene:
     (own, heads), (own_keys, keys) = (
         (stage.widths[0] // record.head, sum(stage.widths) // record.head)
-        for stage in record.ways["gather"][:2]
+        for stage in record.parallel_modes["gather"][:2]
     )
     return draw_half(
         record,
@@ -197,7 +204,7 @@ def draw_heads(record: Record) -> scene.Scene:
 
 
 def draw_vocabulary(record: Record) -> scene.Scene:
-    rows = record.ways["gather"][0].widths[0]
+    rows = record.parallel_modes["gather"][0].widths[0]
     tokens = [
         scene.Token(text, f"owner{id // rows + 1}", str(id // rows)) for text, id in record.prompt
     ]
@@ -215,8 +222,8 @@ def draw_vocabulary(record: Record) -> scene.Scene:
     )
 
 
-def draw_ways(record: Record) -> scene.Scene:
-    gather, reduce = (bytes_of(record, way) for way in record.ways)
+def draw_parallel_modes(record: Record) -> scene.Scene:
+    gather, reduce = (bytes_of(record, parallel_mode) for parallel_mode in record.parallel_modes)
     return draw_half(
         record,
         "A product that is cut by columns takes the inputs that its rank has. One all-reduce "
@@ -261,8 +268,8 @@ def draw_sizes(record: dict[int, list[int]]) -> scene.Scene:
     )
 
 
-def half(steps: list[str | int], *ways: str) -> Callable[[str], Record]:
-    return lambda prompt: record_half(prompt, steps, *ways)
+def half(steps: list[str | int], *parallel_modes: str) -> Callable[[str], Record]:
+    return lambda prompt: record_half(prompt, steps, *parallel_modes)
 
 
 PROMPT = "Once upon a time"
@@ -272,6 +279,8 @@ PICTURES = {
     "split-vocabulary": scene.Picture(
         "The knight hid a treasure map in the garden", half(VOCABULARY), draw_vocabulary
     ),
-    "row-parallel": scene.Picture(PROMPT, half(ATTENTION + MLP, "gather", "reduce"), draw_ways),
+    "row-parallel": scene.Picture(
+        PROMPT, half(ATTENTION + MLP, "gather", "reduce"), draw_parallel_modes
+    ),
     "shard-loading": scene.Picture(PROMPT, record_sizes, draw_sizes),
 }

@@ -281,7 +281,7 @@ def test_cuts_are_the_whole_model(slug):
     assert record.off["gather"] < 1e-4 and record.off.get("reduce", 0) < 1e-4
     whole = {name.split(".")[-2]: weight for name, weight in runs.load(NAME).named_parameters()}
     whole["lm_head"] = whole["embed_tokens"]
-    for stages in record.ways.values():
+    for stages in record.parallel_modes.values():
         for stage in stages:
             if stage.kind:
                 assert sum(stage.widths) == whole[stage.name].shape[stage.kind == "columns"]
@@ -290,10 +290,10 @@ def test_cuts_are_the_whole_model(slug):
             else:  # a ring of two sends a part to the other, or two halves of the sums
                 assert stage.sent == [4 * width for width in stage.widths]
     shown = forms(scene, Cells)
-    ways = list(record.ways.values())
+    stages_of_modes = list(record.parallel_modes.values())
     for rank, form in enumerate(shown):
-        stages = ways[rank] if len(ways) > 1 else ways[0]
-        rank = rank if len(ways) == 1 else 0
+        stages = stages_of_modes[rank] if len(stages_of_modes) > 1 else stages_of_modes[0]
+        rank = rank if len(stages_of_modes) == 1 else 0
         for stage, row in zip(stages, form.rows, strict=True):
             kinds = {cell.kind for cell in row.cells}
             own = {f"owner{rank + 1}", "idle"}
@@ -305,7 +305,7 @@ def test_cuts_are_the_whole_model(slug):
 
 def test_what_row_parallel_saves():
     record, scene = drawn("row-parallel")
-    gather, reduce = record.ways.values()
+    gather, reduce = record.parallel_modes.values()
     C, inner = 192, 512
     assert sum(stage.sent[0] for stage in gather if stage.sent) == 4 * (3 * C + inner) // 2
     assert [stage.sent for stage in reduce if stage.sent] == [[4 * C] * 2] * 2
