@@ -51,9 +51,9 @@ from server.engine_thread import EngineThread
 from server.memory import freeze, trim
 from server.served import Served, find_chat, served_name, server_defaults
 
-LAST_SECONDS = 2  # after the drain, in which the process must end
-MAX_BEHIND = 2**20  # bytes that a client may send behind a request before its answer is there
-SPARE = 64  # descriptors for all that is no connection
+EXIT_SECONDS = 2  # after the drain, in which the process must end
+MAX_PIPELINED = 2**20  # bytes that a client may send behind a request before its answer is there
+RESERVED_DESCRIPTORS = 64  # descriptors for all that is no connection
 LLAMA = STORIES.with_name("stories-llama")
 AT_LEAST_0 = (int, lambda value: value >= 0, "an integer >= 0")
 SECONDS = (int | float, lambda value: 0 <= value < 1e6, "a number from 0 to below 1000000")
@@ -148,40 +148,42 @@ class Protocol(H11Protocol):
     piece of an answer within `seconds`. Like nginx's client_header_timeout,
     client_body_timeout and send_timeout.
     It reads on while it answers, or it would not see that a client leaves which sent more. A client
-    that sends more than MAX_BEHIND is cut off.
+    that sends more than MAX_PIPELINED is cut off.
     """
 
     seconds = 30
     timer: asyncio.TimerHandle | None = None  # while a request is not whole
-    unread: asyncio.TimerHandle | None = None  # while the client has something to take
-    behind = 0  # bytes that came since the request was whole
-    too_late = False  # it was accepted in the moment in which the server shut down
+    send_timer: asyncio.TimerHandle | None = None  # while the client has something to take
+    pipelined_bytes = 0  # bytes that came since the request was whole
+    is_closing = False  # it was accepted in the moment in which the server shut down
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         transport.set_write_buffer_limits(0)  # each byte that is left over pauses writing
-        self.watch()
-        if self.too_late:
+        self.update_timer()
+        if self.is_closing:
             transport.close()
 
     def data_received(self, data: bytes) -> None:
-        self.behind = self.behind + len(data) if self.conn.their_state is h11.DONE else 0
+        self.pipelined_bytes = (
+            self.pipelined_bytes + len(data) if self.conn.their_state is h11.DONE else 0
+        )
         super().data_received(data)
-        self.watch()
-        if self.behind > MAX_BEHIND:
+        self.update_timer()
+        if self.pipelined_bytes > MAX_PIPELINED:
             self.transport.abort()
         elif self.conn.their_state is h11.DONE:
             self.flow.resume_reading()  # uvicorn pauses it where bytes come behind a request
 
     def on_response_complete(self) -> None:
         super().on_response_complete()  # which goes on with what came behind this request
-        self.behind = len(self.conn.trailing_data[0])
+        self.pipelined_bytes = len(self.conn.trailing_data[0])
         if self.conn.their_state is h11.SEND_BODY:
-            self.watch()
+            self.update_timer()
 
     def shutdown(self) -> None:
         if not self.transport:  # connection_made has yet to be called
-            self.too_late = True
+            self.is_closing = True
             return
         super().shutdown()
         if self.timer:  # no new request is let in
@@ -189,19 +191,19 @@ class Protocol(H11Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
-        for timer in (self.timer, self.unread):
+        for timer in (self.timer, self.send_timer):
             if timer:
                 timer.cancel()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self.unread = self.loop.call_later(self.seconds, self.transport.abort)
+        self.send_timer = self.loop.call_later(self.seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self.unread.cancel()
+        self.send_timer.cancel()
 
-    def watch(self) -> None:
+    def update_timer(self) -> None:
         """Begin or end the time of a request. More of a body renews it, more of a head does not."""
         # Never cancelled in IDLE: a body that ends after its answer has cancelled uvicorn's timer.
         if self.timer and self.conn.their_state is not h11.IDLE:
@@ -222,7 +224,7 @@ class Server(uvicorn.Server):
     It accepts no more connections than there are descriptors for; further clients wait in the
     backlog. asyncio's own servers would accept until none is left, and report each that fails.
     After a signal no new client is let in, and running texts may go on for `seconds`; then they
-    end with an error. LAST_SECONDS later the process ends, whatever still computes. A second signal
+    end with an error. EXIT_SECONDS later the process ends, whatever still computes. A second signal
     ends it at once.
     """
 
@@ -230,29 +232,29 @@ class Server(uvicorn.Server):
         # A client that does not read its error either is cut off.
         options = {"timeout_graceful_shutdown": seconds + 1, "lifespan": "off"}
         super().__init__(uvicorn.Config(app, log_level="warning", **options, **UVICORN))
-        self.live = app.state.served.live
+        self.monitor = app.state.served.monitor
         self.thread = thread
         self.seconds = seconds
         self.signal: int | None = None
-        self.told = False  # that no more connections are accepted
+        self.has_warned = False  # that no more connections are accepted
         self.accepted = 0
         # Connections and answers there had been at the last look, and at the last trim.
-        self.seen = self.trimmed = 0
+        self.last_events = self.trimmed_events = 0
 
     async def startup(self, sockets: list[socket.socket]) -> None:
         await super().startup([])
         (sock,) = sockets
         self.accepting = asyncio.ensure_future(self.accept(sock))
-        self.accepting.add_done_callback(self.end_accepting)
+        self.accepting.add_done_callback(self.on_accept_end)
 
     async def accept(self, sock: socket.socket) -> None:
         """Accept connections for ever, each as soon as there is room for it."""
         loop = asyncio.get_running_loop()
         sock.setblocking(False)
-        most = most_connections()
+        limit = max_connections()
         while True:
-            while len(self.server_state.connections) >= most:
-                await self.wait()
+            while len(self.server_state.connections) >= limit:
+                await self.wait_for_connection()
             try:
                 connection, _ = await loop.sock_accept(sock)
             except ConnectionAbortedError:  # its client has left
@@ -260,11 +262,11 @@ class Server(uvicorn.Server):
             except OSError as error:  # whatever else is open has taken all descriptors left
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
                     raise
-                await self.wait()
+                await self.wait_for_connection()
             else:
-                self.enter(connection)
+                self.serve_connection(connection)
 
-    def end_accepting(self, accepting: asyncio.Future) -> None:
+    def on_accept_end(self, accepting: asyncio.Future) -> None:
         """End the server if it can accept no more: it would look healthy and accept no one."""
         if not accepting.cancelled():
             self.should_exit = True
@@ -276,22 +278,25 @@ class Server(uvicorn.Server):
         """Trim the heap after a second in which nothing came; uvicorn calls this every 0.1 s."""
         if counter % 10 == 0:
             events = self.accepted + self.server_state.total_requests
-            if self.trimmed != events == self.seen and not self.thread.unfinished:
-                self.trimmed = events
+            if (
+                self.trimmed_events != events == self.last_events
+                and not self.thread.num_unfinished_requests
+            ):
+                self.trimmed_events = events
                 await asyncio.to_thread(trim)
-            self.seen = events
+            self.last_events = events
         return await super().on_tick(counter)
 
-    async def wait(self) -> None:
+    async def wait_for_connection(self) -> None:
         """Wait a moment, in which a connection may end; say once that this had to be."""
-        if not self.told:
-            self.told = True
-            present = len(self.server_state.connections)
+        if not self.has_warned:
+            self.has_warned = True
+            num_open = len(self.server_state.connections)
             limit = "the limit of open files (ulimit -n) allows no more"
-            print(f"note: {present} connections are open; {limit}", file=sys.stderr, flush=True)
+            print(f"note: {num_open} connections are open; {limit}", file=sys.stderr, flush=True)
         await asyncio.sleep(0.1)
 
-    def enter(self, connection: socket.socket) -> None:
+    def serve_connection(self, connection: socket.socket) -> None:
         """Begin to serve a connection, which counts from now on."""
         self.accepted += 1
         loop = asyncio.get_running_loop()
@@ -314,23 +319,23 @@ class Server(uvicorn.Server):
         self.signal = sig
         self.should_exit = True
         # Threads in native code can hold up the end of Python itself.
-        last = threading.Timer(self.seconds + LAST_SECONDS, os._exit, [128 + sig])
+        last = threading.Timer(self.seconds + EXIT_SECONDS, os._exit, [128 + sig])
         last.daemon = True
         last.start()
 
     async def shutdown(self, sockets: list[socket.socket]) -> None:
         self.accepting.cancel()
-        self.live.close()
-        asyncio.get_running_loop().call_later(self.seconds, self.end_texts)
+        self.monitor.close()
+        asyncio.get_running_loop().call_later(self.seconds, self.fail_requests)
         await super().shutdown(sockets)
 
-    def end_texts(self) -> None:
+    def fail_requests(self) -> None:
         """Fail all requests with a 503, also while the engine's thread is in a step."""
         self.thread.stop()
-        self.thread.end("the server is shutting down")
+        self.thread.mark_dead("the server is shutting down")
 
 
-def most_connections() -> int:
+def max_connections() -> int:
     """How many of the descriptors of this process may be connections; some are for files."""
     try:
         import resource
@@ -339,7 +344,7 @@ def most_connections() -> int:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return sys.maxsize
-    return max(limit - SPARE, limit // 2)
+    return max(limit - RESERVED_DESCRIPTORS, limit // 2)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -359,7 +364,7 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def url_of(host: str, port: int) -> str:
+def server_url(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
@@ -391,7 +396,7 @@ async def serve(
     if thread.engine:
         freeze()
         print_sampling_defaults(defaults)
-        write_stdout(f"{name} at {url_of(*sock.getsockname()[:2])}\n")
+        write_stdout(f"{name} at {server_url(*sock.getsockname()[:2])}\n")
     else:
         server.should_exit = True
         server.force_exit = True  # no client waits for a text

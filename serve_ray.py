@@ -29,8 +29,8 @@ from errors import UserError, check_limits
 from loading.load import empty_model, load_config, resolve_source
 from loading.lora import read_adapter
 from loading.tokenizer import load_encoding
-from serve import add_server_options, check_server_options, listen, url_of
-from server.replicas import Door, Replica
+from serve import add_server_options, check_server_options, listen, server_url
+from server.replicas import Ingress, Replica
 from server.served import find_chat, served_name, server_defaults
 
 SECONDS = (int | float, lambda value: 1 <= value < 1e6, "a number from 1 to below 1000000")
@@ -39,8 +39,8 @@ LIMITS = {
     "replicas": (int, lambda value: value >= 1, "an integer >= 1"),
     "cpus": CPUS,  # Ray's least is 0.0001
 }
-MANY = 2**20  # requests at a time: an engine says itself when it has too many
-SETTINGS = {  # of Ray, which reads them when it is imported
+MAX_ONGOING_REQUESTS = 2**20  # requests at a time: an engine says itself when it has too many
+RAY_ENVIRONMENT = {  # of Ray, which reads them when it is imported
     "RAY_USAGE_STATS_ENABLED": "0",  # send no usage statistics
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",  # calls by gRPC, and fewer threads
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",  # no further port
@@ -70,32 +70,32 @@ def make_parser() -> Parser:
 
 def run(args) -> None:
     """Serve until a signal comes. Raises UserError for bad input, or if Ray itself ends."""
-    check(args)
+    check_options(args)
     option = "--replicas" if args.max_replicas is None else "--max-replicas"
-    wanted = f"{option} {most(args)}"
+    requested = f"{option} {max_replicas(args)}"
     cpus = os.cpu_count()
-    if most(args) * args.cpus > cpus:
-        raise UserError(f"{wanted} --cpus {args.cpus:g}: this machine has {cpus} CPUs")
+    if max_replicas(args) * args.cpus > cpus:
+        raise UserError(f"{requested} --cpus {args.cpus:g}: this machine has {cpus} CPUs")
     gpus = torch.cuda.device_count()
-    if pick_device(args.device) == "cuda" and most(args) > gpus:
-        raise UserError(f"{wanted}: each needs a GPU; this machine has {gpus}")
+    if pick_device(args.device) == "cuda" and max_replicas(args) > gpus:
+        raise UserError(f"{requested}: each needs a GPU; this machine has {gpus}")
     signals = queue.SimpleQueue()
-    with running(args) as address:
+    with ray_server(args) as address:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: signals.put(number))
         print_sampling_defaults(server_defaults(args, resolve_source(args.model)))
         write_stdout(f"{served_name(resolve_source(args.model))} at {address}\n")
         try:
-            first = wait_for(signals)
+            received = wait_for_signal(signals)
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.default_int_handler)  # it does not wait
         drain()
-    if first == signal.SIGINT:
+    if received == signal.SIGINT:
         raise KeyboardInterrupt
 
 
-def wait_for(signals: queue.SimpleQueue) -> int:
+def wait_for_signal(signals: queue.SimpleQueue) -> int:
     """The first signal. Raises UserError if Ray itself ends before; what it had started is killed.
 
     Ray restarts whatever else ends, or does without it.
@@ -107,14 +107,14 @@ def wait_for(signals: queue.SimpleQueue) -> int:
     while True:
         with contextlib.suppress(queue.Empty):
             return signals.get(timeout=1)
-        found = psutil.Process().children(recursive=True)
+        children = psutil.Process().children(recursive=True)
         if ended := {name for name, _ in node.dead_processes()} & {"gcs_server", "raylet"}:
-            for process in {*started, *found}:  # those of a raylet that was killed may stay
+            for process in {*started, *children}:  # those of a raylet that was killed may stay
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             logs = node.get_logs_dir_path()
             raise UserError(f"Ray's {min(ended)} has ended; its logs are in {logs}")
-        started = found
+        started = children
 
 
 def drain() -> None:
@@ -126,13 +126,15 @@ def drain() -> None:
         time.sleep(0.1)
 
 
-def check(args) -> None:
+def check_options(args) -> None:
     """Raise UserError for what could only fail later, in other processes."""
     check_server_options(args)
     check_limits(LIMITS, replicas=args.replicas, cpus=args.cpus)
     check_limits({"scale_seconds": SECONDS}, scale_seconds=args.scale_seconds)
-    if most(args) < args.replicas:
-        raise UserError(f"--max-replicas {most(args)} is less than --replicas {args.replicas}")
+    if max_replicas(args) < args.replicas:
+        raise UserError(
+            f"--max-replicas {max_replicas(args)} is less than --replicas {args.replicas}"
+        )
     pick_device(args.device)
     source = resolve_source(args.model)
     config = load_config(source)
@@ -145,20 +147,20 @@ def check(args) -> None:
         source.weight_files()
 
 
-def most(args) -> int:
+def max_replicas(args) -> int:
     """How many replicas there may be."""
     return args.replicas if args.max_replicas is None else args.max_replicas
 
 
 @contextlib.contextmanager
-def running(args) -> Iterator[str]:
+def ray_server(args) -> Iterator[str]:
     """The address of the server, inside the block; after it all processes are ended.
 
     Raises UserError if Ray is not installed, or replicas cannot be made.
     """
     with listen(args.host, args.port) as sock:
         port = sock.getsockname()[1]  # free, where any will do
-    os.environ.update(SETTINGS)
+    os.environ.update(RAY_ENVIRONMENT)
     try:
         import ray
         from ray import serve
@@ -176,7 +178,7 @@ def running(args) -> Iterator[str]:
             status = serve.status().applications["default"].deployments["Replica"]
             reason = (status.message or str(error)).strip().rpartition("\n")[2]
             raise UserError(reason.removeprefix("errors.UserError: ")) from None
-        yield url_of(args.host, port)
+        yield server_url(args.host, port)
     finally:
         ray.shutdown()
 
@@ -185,26 +187,31 @@ def application(args):
     """What Ray Serve runs: the app, and behind it the engines."""
     from ray import serve
 
-    shared = {"max_ongoing_requests": MANY, "graceful_shutdown_timeout_s": args.drain_seconds}
-    needs = {"num_cpus": args.cpus, "num_gpus": int(pick_device(args.device) == "cuda")}
-    engines = serve.deployment(
+    common_options = {
+        "max_ongoing_requests": MAX_ONGOING_REQUESTS,
+        "graceful_shutdown_timeout_s": args.drain_seconds,
+    }
+    actor_options = {"num_cpus": args.cpus, "num_gpus": int(pick_device(args.device) == "cuda")}
+    replicas = serve.deployment(
         Replica,
-        autoscaling_config=scaling(args),
-        ray_actor_options=needs,
+        autoscaling_config=autoscaling_config(args),
+        ray_actor_options=actor_options,
         max_constructor_retry_count=1,  # what fails first fails always
         health_check_period_s=1,  # of which three must fail
-        **shared,
-        **routing(args),
+        **common_options,
+        **router_options(args),
     )
-    door = serve.deployment(serve.ingress()(Door), ray_actor_options={"num_cpus": 0}, **shared)
-    return door.bind(args, engines.bind(args))
+    ingress = serve.deployment(
+        serve.ingress()(Ingress), ray_actor_options={"num_cpus": 0}, **common_options
+    )
+    return ingress.bind(args, replicas.bind(args))
 
 
-def scaling(args) -> dict:
+def autoscaling_config(args) -> dict:
     """When Ray begins or ends replicas: each is to have as many requests as its engine has rows."""
     return {
         "min_replicas": args.replicas,
-        "max_replicas": most(args),
+        "max_replicas": max_replicas(args),
         "target_ongoing_requests": args.max_num_seqs,
         "metrics_interval_s": min(args.scale_seconds / 4, 10),
         "look_back_period_s": args.scale_seconds,
@@ -213,7 +220,7 @@ def scaling(args) -> dict:
     }
 
 
-def routing(args) -> dict:
+def router_options(args) -> dict:
     """The options of a deployment that say who chooses a replica; Ray does if there are none."""
     if args.routing == "load":
         return {}
@@ -224,14 +231,14 @@ def routing(args) -> dict:
     sizes["block_size"] = load_config(resolve_source(args.model)).block_size
     sizes["itemsize"] = getattr(CACHE_DTYPES[args.cache_dtype], "itemsize", 4)
     check_stride(args.stride, sizes["block_size"])
-    router = {"request_router_class": "server.router:PrefixRouter"}
+    router = {"request_router_class": "server.router:PrefixAwareRouter"}
     return {"request_router_config": RequestRouterConfig(**router, request_router_kwargs=sizes)}
 
 
 def build(options: dict[str, str]):
     """Return the application of `serve run serve_ray:build replicas=3 max-num-seqs=8`."""
     args = make_parser().parse_args([f"--{name}={value}" for name, value in options.items()])
-    check(args)
+    check_options(args)
     return application(args)
 
 

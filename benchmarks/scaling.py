@@ -48,7 +48,7 @@ NEW = (20, 60)  # tokens of its answer
 LIMIT = 600  # seconds for a group of processes
 PARTS = ("step", "hidden", "head", "products", "attention", "communication", "broadcast")
 REPLICA = "ServeReplica:default:Replica"  # as Ray calls its processes
-INGRESS_PROCESSES = ("ServeReplica:default:Door", "ProxyActor")  # all tokens pass both
+INGRESS_PROCESSES = ("ServeReplica:default:Ingress", "ProxyActor")  # all tokens pass both
 
 
 class Results(common.MetricsFile):
@@ -241,7 +241,7 @@ def measure_replicas(args, model: str, repeat: int, results: Results) -> None:
         tokens = sum(output.tokens for output in load.outputs)
         if after[0]:
             busy, *ingress = [1000 * (new - old) / tokens for new, old in zip(after, before)]
-            now |= {"core ms a token": busy, "of them at the door": sum(ingress)}
+            now |= {"core ms a token": busy, "of them in the ingress": sum(ingress)}
             now["of them in its busiest process"] = max(ingress)
             now["memory of replicas, MB"] = memory / 1e6
         one = one or now

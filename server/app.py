@@ -18,8 +18,8 @@ from starlette.exceptions import HTTPException
 from errors import UserError
 from server import chat_completions, completions, responses
 from server.answers import api_error
-from server.engine_thread import EngineDead, QueueFull, TextFailed
-from server.live import LiveStream
+from server.engine_thread import EngineDead, QueueFull, RequestFailed
+from server.live import FrameStream
 from server.protocol import IGNORED_HEADER, APIError
 from server.served import Served
 
@@ -156,7 +156,7 @@ def make_app(
     @get("/health")
     async def health() -> Response:
         """200 with an empty body; 503 if there is no engine, or none that goes on."""
-        bad = served.thread.error or served.thread.stuck
+        bad = served.thread.error or served.thread.stall_reason
         return Response(status_code=503 if bad else 200)
 
     @get("/metrics")
@@ -169,7 +169,7 @@ def make_app(
     async def watch() -> Response:
         """The engine at work, as server-sent events; server/live.py says what is in them."""
         served.thread.admit(0)
-        return LiveStream(present(served.live).watch())
+        return FrameStream(present(served.monitor).subscribe())
 
     @get("/", include_in_schema=False)
     async def page() -> Response:
@@ -190,7 +190,7 @@ def make_app(
         served.find_adapter(name)
         return served.model(name)
 
-    for kind in (APIError, UserError, QueueFull, EngineDead, TextFailed, Exception):
+    for kind in (APIError, UserError, QueueFull, EngineDead, RequestFailed, Exception):
         app.add_exception_handler(kind, tell_error)
     app.add_exception_handler(RequestValidationError, tell_invalid)
     app.add_exception_handler(HTTPException, tell_refused)

@@ -15,7 +15,7 @@ from sampling import SamplingParams
 from server.allowed import Place
 from server.answers import Answer, unless_gone, with_ignored
 from server.engine_thread import Update
-from server.forms import in_pool
+from server.forms import run_in_compile_pool
 from server.protocol import ChatRequest
 from server.served import Served
 
@@ -53,7 +53,7 @@ async def answer(
     params = body.params(wanted, logprobs, grammar, silent, served.defaults)
     served.check_ids(params[0])
     if params[0].form:
-        await in_pool(served.check_form, "tools" if calls else body.form[0], params[0])
+        await run_in_compile_pool(served.check_form, "tools" if calls else body.form[0], params[0])
     name = f"{prefix}{uuid.uuid4().hex}"
     asked = [prompt] * len(params), params, body.cache_salt or "", name, adapter
     updates = served.thread.generate(*asked)

@@ -10,7 +10,7 @@ from loading.tokenizer import IncrementalDetokenizer
 from server.allowed import Place
 from server.answers import Answer, unless_gone, with_ignored
 from server.engine_thread import Update
-from server.forms import in_pool
+from server.forms import run_in_compile_pool
 from server.protocol import CompletionRequest
 from server.served import Served
 
@@ -34,7 +34,7 @@ async def answer(body: CompletionRequest, served: Served) -> Response:
         body.check_echo([prompt for prompt in body.prompts if isinstance(prompt, str)])
     served.check_ids(params[0])
     if params[0].form:
-        await in_pool(served.check_form, body.form[0], params[0])
+        await run_in_compile_pool(served.check_form, body.form[0], params[0])
     # In another thread, because a long text takes long.
     encoded = await asyncio.to_thread(served.encode, body.prompts)
     keep = body.truncate_prompt_tokens

@@ -19,7 +19,14 @@ from errors import UserError
 from loading.tokenizer import Encoding
 from parallel.ranks import RankError
 from sampling import SamplingParams, TokenLogprob
-from server.forms import Budget, QueueFull, TimedMatcher, compile_form, in_pool, stuck
+from server.forms import (
+    Budget,
+    QueueFull,
+    TimedMatcher,
+    compile_form,
+    run_in_compile_pool,
+    stall_reason,
+)
 
 STALLED_SECONDS = 10  # without the end of a step, after which the engine counts as stuck
 
@@ -28,11 +35,11 @@ class EngineDead(Exception):
     """There is no engine, any more or yet."""
 
 
-class TextFailed(Exception):
+class RequestFailed(Exception):
     """A text could not be computed."""
 
 
-class FormFailed(TextFailed):
+class FormFailed(RequestFailed):
     """A text could not be computed because of the form that its request asks for."""
 
 
@@ -58,34 +65,34 @@ class Update(NamedTuple):
 class Observer(Protocol):
     """What hears, in the engine's thread, of each step and of each text that is aborted.
 
-    `EngineThread.texts` still has the requests then.
+    `EngineThread.request_states` still has the requests then.
     """
 
-    def stepped(self, events: list[Event]) -> None: ...
+    def on_step(self, events: list[Event]) -> None: ...
 
-    def aborted(self, request: Request) -> None: ...
+    def on_abort(self, request: Request) -> None: ...
 
 
-class Call:
+class Generation:
     """Texts that are asked for together, and what is new of them."""
 
-    def __init__(self, texts: int, tokens: int, name: str):
-        self.name = name
-        self.asked = time.perf_counter()
+    def __init__(self, num_requests: int, num_tokens: int, request_id: str):
+        self.request_id = request_id
+        self.arrival_time = time.perf_counter()
         self.requests: list[Request] = []  # the engine's thread alone has them
         self.matcher: Matcher | None = None  # holds the compiled form of the texts
         # All else is the event loop's.
-        self.texts = texts
-        self.left = texts  # that are not over
-        self.waiting = tokens  # of prompts, until a text begins
+        self.num_requests = num_requests
+        self.num_unfinished = num_requests
+        self.waiting_tokens = num_tokens  # of prompts, until a text begins
         self.updates: dict[int, list[Update]] = {}  # by text: not fetched yet
         self.error: Exception | None = None
         self.changed = asyncio.Event()
 
-    def update(self, index: int, update: Update) -> None:
+    def add_update(self, index: int, update: Update) -> None:
         """Something is new of a text."""
-        self.waiting = 0
-        self.left -= update.finish_reason is not None
+        self.waiting_tokens = 0
+        self.num_unfinished -= update.finish_reason is not None
         self.updates.setdefault(index, []).append(update)
         self.changed.set()
 
@@ -98,25 +105,25 @@ class Call:
 
     def fail(self, error: Exception) -> None:
         """Nothing more comes but this error, unless all is there."""
-        if self.left:
+        if self.num_unfinished:
             self.error = error
             self.changed.set()
 
 
 @dataclass
-class Text:
+class RequestState:
     """Where to send what is new of a request."""
 
-    call: Call
+    generation: Generation
     index: int
     number: int  # of this engine's texts
-    sent: int = 0  # characters
+    num_chars_sent: int = 0  # characters
 
 
 class EngineThread:
     """An engine that computes in a thread of its own, for readers in an event loop.
 
-    make: a function that makes the engine; it is called in the thread, because it may take long.
+    make_engine: makes the engine; it is called in the thread, because it may take long.
     max_waiting: how many texts there may be besides those that can run at once.
     max_waiting_tokens: in all prompts together for which no text has begun.
     clock: returns seconds; it tells how long a step takes.
@@ -127,29 +134,29 @@ class EngineThread:
 
     def __init__(
         self,
-        make: Callable[[], Engine],
+        make_engine: Callable[[], Engine],
         max_waiting: int = 1024,
         max_waiting_tokens: int = 2**20,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.make = make
+        self.make_engine = make_engine
         self.clock = clock
-        self.began: float | None = None  # when the thread began what it does; None: it waits
+        self.busy_since: float | None = None  # when the thread began what it does; None: it waits
         self.max_waiting = max_waiting
         self.max_waiting_tokens = max_waiting_tokens
         self.engine: Engine | None = None  # None until it is made
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.texts: dict[Request, Text] = {}  # unfinished ones; the engine's thread alone has it
+        self.request_states: dict[Request, RequestState] = {}  # the engine's thread alone has it
         self.observers: list[Observer] = []
-        self.numbers = itertools.count(1)
-        self.calls: set[Call] = set()  # that have a reader; the event loop's
+        self.request_numbers = itertools.count(1)
+        self.generations: set[Generation] = set()  # that have a reader; the event loop's
         # Why there is no engine, None while there is one.
         self.error: str | None = "the model is being loaded"
         # A daemon: the process does not wait for a step when it exits.
         self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
 
     async def __aenter__(self) -> "EngineThread":
-        """Start, and wait for the engine. Raises what `make` raises."""
+        """Start, and wait for the engine. Raises what `make_engine` raises."""
         self.start()
         try:
             await self.ready
@@ -186,90 +193,89 @@ class EngineThread:
         return self.engine.encoding
 
     @property
-    def stuck(self) -> str | None:
+    def stall_reason(self) -> str | None:
         """Why a text may never come although there is an engine; None if nothing says so."""
-        began = self.began
-        if began is not None and self.clock() - began > STALLED_SECONDS:
+        busy_since = self.busy_since
+        if busy_since is not None and self.clock() - busy_since > STALLED_SECONDS:
             return f"no step has ended for more than {STALLED_SECONDS} s"
-        return stuck()
+        return stall_reason()
 
     @property
-    def unfinished(self) -> int:
+    def num_unfinished_requests(self) -> int:
         """Texts of calls that are not closed: one that is over counts until its reader is done."""
-        return sum(call.texts for call in self.calls)
+        return sum(generation.num_requests for generation in self.generations)
 
     @property
     def waiting_tokens(self) -> int:
         """Tokens in the prompts of calls of which no text has begun."""
-        return sum(call.waiting for call in self.calls)
+        return sum(generation.waiting_tokens for generation in self.generations)
 
-    def admit(self, texts: int, tokens: int = 0) -> None:
+    def admit(self, num_requests: int, num_tokens: int = 0) -> None:
         """Check that there is room for more texts, with this number of tokens in their prompts.
 
         Raises QueueFull if there is none now, UserError if there never is, and EngineDead.
         """
         if self.error:
             raise EngineDead(self.error)
-        most = self.engine.scheduler.max_num_seqs + self.max_waiting
+        limit = self.engine.scheduler.max_num_seqs + self.max_waiting
         limits = (
-            ("texts", texts, self.unfinished, most),
-            ("tokens of prompts", tokens, self.waiting_tokens, self.max_waiting_tokens),
+            ("texts", num_requests, self.num_unfinished_requests, limit),
+            ("tokens of prompts", num_tokens, self.waiting_tokens, self.max_waiting_tokens),
         )
-        for what, new, present, most in limits:
-            if new > most:
-                raise UserError(f"{new} {what} in one request; there is room for {most}")
-            if present + new > most:
-                raise QueueFull(f"the queue is full, with {present} {what}: try again")
+        for unit, new, current, limit in limits:
+            if new > limit:
+                raise UserError(f"{new} {unit} in one request; there is room for {limit}")
+            if current + new > limit:
+                raise QueueFull(f"the queue is full, with {current} {unit}: try again")
 
     async def generate(
         self,
         prompts: list[list[int]],
         params: list[SamplingParams],
         cache_salt: str = "",
-        name: str = "",
+        request_id: str = "",
         adapter: str = "",
     ) -> AsyncIterator[dict[int, Update]]:
         """What is new of the texts of these prompts, again and again until all are over.
 
         Each time there is an Update for one or more of them, by their places in `prompts`. What is
-        not fetched in time is joined into one. Raises what `Engine.add` raises, TextFailed if one
-        of the texts fails, after what is new of it, QueueFull where the forms of all texts take too
-        much memory or time, and, before anything is done, what `admit` raises; EngineDead later,
-        too.
-        However it ends, texts that are not over are aborted. Where you may leave it before, close
-        it: `async with contextlib.aclosing(...)`. Its texts count until then.
+        not fetched in time is joined into one. Raises what `Engine.add` raises, RequestFailed if
+        one of the texts fails, after what is new of it, QueueFull where the forms of all texts take
+        too much memory or time, and, before anything is done, what `admit` raises; EngineDead
+        later, too. However it ends, texts that are not over are aborted. Where you may leave it
+        before, close it: `async with contextlib.aclosing(...)`. Its texts count until then.
         """
-        tokens = sum(map(len, prompts))
-        self.admit(len(prompts), tokens)
-        call = Call(len(prompts), tokens, name)
-        self.calls.add(call)
+        num_tokens = sum(map(len, prompts))
+        self.admit(len(prompts), num_tokens)
+        generation = Generation(len(prompts), num_tokens, request_id)
+        self.generations.add(generation)
         try:
             if params and params[0].form:  # one for all; the engine's thread compiles none
-                known = params[0], self.encoding, self.config
-                call.matcher = await in_pool(compile_form, *known)
+                arguments = params[0], self.encoding, self.config
+                generation.matcher = await run_in_compile_pool(compile_form, *arguments)
             self.commands.put(
-                functools.partial(self.add, call, prompts, params, cache_salt, adapter)
+                functools.partial(self.add, generation, prompts, params, cache_salt, adapter)
             )
-            while call.left or call.updates:
-                await call.changed.wait()
-                updates = call.fetch()
+            while generation.num_unfinished or generation.updates:
+                await generation.changed.wait()
+                updates = generation.fetch()
                 if updates:
                     yield updates
-                if call.error:
-                    raise call.error
+                if generation.error:
+                    raise generation.error
         finally:
-            self.calls.remove(call)
-            if call.left:
-                self.commands.put(functools.partial(self.abort, call))
+            self.generations.remove(generation)
+            if generation.num_unfinished:
+                self.commands.put(functools.partial(self.abort, generation))
 
-    def deliver(self, news: list[tuple[Text, Update, Exception | None]]) -> None:
+    def deliver_outputs(self, outputs: list[tuple[RequestState, Update, Exception | None]]) -> None:
         """In the event loop: hand out what a step has brought."""
-        for text, update, error in news:
-            text.call.update(text.index, update)
+        for state, update, error in outputs:
+            state.generation.add_update(state.index, update)
             if error:
-                text.call.fail(error)
+                state.generation.fail(error)
 
-    def be_ready(self, error: Exception | None = None) -> None:
+    def set_ready(self, error: Exception | None = None) -> None:
         """In the event loop: the engine is made, or could not be."""
         if self.ready.done():  # cancelled: the waiting task has gone
             return
@@ -279,15 +285,15 @@ class EngineThread:
             self.error = None
             self.ready.set_result(None)
 
-    def end(self, error: str) -> None:
+    def mark_dead(self, error: str) -> None:
         """In the event loop: there is no engine any more; each reader gets the error."""
         self.error = error
-        for call in self.calls:
-            call.fail(EngineDead(error))
+        for generation in self.generations:
+            generation.fail(EngineDead(error))
 
     # All below is for the engine's thread.
 
-    def tell(self, function: Callable, *args) -> None:
+    def call_in_event_loop(self, function: Callable, *args) -> None:
         """Have the event loop call a function, if it has not ended."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function, *args)
@@ -295,92 +301,92 @@ class EngineThread:
     def run(self) -> None:
         """Do what is asked for, and compute, until told to end, or all of it fails."""
         try:
-            self.engine = self.make()
+            self.engine = self.make_engine()
         except BaseException as error:
             if not isinstance(error, Exception):  # no future takes it, and readers must hear
                 error = RuntimeError(repr(error))
-            self.tell(self.be_ready, error)
+            self.call_in_event_loop(self.set_ready, error)
             return
-        self.tell(self.be_ready)
+        self.call_in_event_loop(self.set_ready)
         reason = "the server is shutting down"
         try:
-            while self.obey():
-                self.began = self.clock()
-                self.publish(self.engine.step())
+            while self.run_commands():
+                self.busy_since = self.clock()
+                self.publish_events(self.engine.step())
         except RankError as error:
             reason = str(error)
         except BaseException as error:
             traceback.print_exc()
             reason = f"the engine has failed: {type(error).__name__}: {error}"
-        self.tell(self.end, reason)
+        self.call_in_event_loop(self.mark_dead, reason)
 
-    def obey(self) -> bool:
+    def run_commands(self) -> bool:
         """Do what is asked for; with nothing to compute, wait for it. False if that is to end."""
         while not self.engine.busy or not self.commands.empty():
-            self.began = None
+            self.busy_since = None
             command = self.commands.get()
             if command is None:
                 return False
-            self.began = self.clock()
+            self.busy_since = self.clock()
             command()
         return True
 
     def add(
         self,
-        call: Call,
+        generation: Generation,
         prompts: list[list[int]],
         params: list[SamplingParams],
         cache_salt: str,
         adapter: str,
     ) -> None:
         """Queue the texts of a call, all or none."""
-        over = []
+        finished = []
         budget = Budget()
         try:
-            for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-                request = self.engine.add(prompt, own, cache_salt, adapter)
+            for index, (prompt, sampling_params) in enumerate(zip(prompts, params, strict=True)):
+                request = self.engine.add(prompt, sampling_params, cache_salt, adapter)
                 if isinstance(request.matcher, GrammarMatcher):
                     request.matcher = TimedMatcher(request.matcher, budget)
-                call.requests.append(request)
-                text = Text(call, index, next(self.numbers))
+                generation.requests.append(request)
+                state = RequestState(generation, index, next(self.request_numbers))
                 if request.finish_reason:  # no tokens are wanted, and no event comes
-                    over.append((text, Update((), "", (), request.finish_reason), None))
+                    finished.append((state, Update((), "", (), request.finish_reason), None))
                 else:
-                    self.texts[request] = text
+                    self.request_states[request] = state
         except Exception as error:  # of this call alone
-            self.abort(call, tell=False)
-            self.tell(call.fail, error)
+            self.abort(generation, notify=False)
+            self.call_in_event_loop(generation.fail, error)
         else:
-            if over:
-                self.tell(self.deliver, over)
+            if finished:
+                self.call_in_event_loop(self.deliver_outputs, finished)
 
-    def abort(self, call: Call, tell: bool = True) -> None:
-        """End the texts of a call that are not over. tell: the observers, too."""
-        for request in call.requests:
-            if request in self.texts:
+    def abort(self, generation: Generation, notify: bool = True) -> None:
+        """End the texts of a call that are not over. notify: the observers, too."""
+        for request in generation.requests:
+            if request in self.request_states:
                 self.engine.abort(request)
-                for observer in self.observers if tell else ():
-                    observer.aborted(request)
-                del self.texts[request]
+                for observer in self.observers if notify else ():
+                    observer.on_abort(request)
+                del self.request_states[request]
 
-    def publish(self, events: list[Event]) -> None:
+    def publish_events(self, events: list[Event]) -> None:
         """Tell the event loop what a step has brought, all at once."""
         for observer in self.observers:
-            observer.stepped(events)
-        news = []
+            observer.on_step(events)
+        outputs = []
         for request, tokens, reason, message, constraint_failed in events:
-            text = self.texts[request]
+            state = self.request_states[request]
             if reason:
-                del self.texts[request]
-            new = request.text[text.sent :]
-            text.sent += len(new)
+                del self.request_states[request]
+            new = request.text[state.num_chars_sent :]
+            state.num_chars_sent += len(new)
             logprobs = request.logprobs[len(request.logprobs) - len(tokens) :]
             error = None
             if message:
-                error = FormFailed(message) if constraint_failed else TextFailed(message)
+                error = FormFailed(message) if constraint_failed else RequestFailed(message)
                 if constraint_failed and getattr(request.matcher, "busy", False):  # with others'
                     error = QueueFull(message)
             update = Update(tuple(tokens), new, tuple(logprobs), None if error else reason)
-            news.append((text, update, error))
-        if news:  # chunks of prompts bring none
-            self.tell(self.deliver, news)
+            outputs.append((state, update, error))
+        if outputs:  # chunks of prompts bring none
+            self.call_in_event_loop(self.deliver_outputs, outputs)

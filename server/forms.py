@@ -30,7 +30,7 @@ TOO_SLOW = (
     "it takes too long to say which tokens may follow: write the form so that a text can be read "
     "in one way only, or with fewer alternatives"
 )
-MAX_LATE = 4  # computations that go on after their time: each holds a thread and a processor
+MAX_TIMED_OUT = 4  # computations that go on after their time: each holds a thread and a processor
 MAX_BYTES = 2**29  # of compiled forms, as `form_bytes` estimates them
 
 
@@ -42,18 +42,19 @@ class Deadline:
     """Calls functions in threads of its own, and gives up those that take too long.
 
     seconds: how long a call may take. A thread that is given up is left alone, ends when its
-    function does, and keeps no process alive. After MAX_LATE of them at once nothing is called.
+    function does, and keeps no process alive. After MAX_TIMED_OUT of them at once nothing is
+    called.
     """
 
     def __init__(self, seconds: float):
         self.seconds = seconds
         self.idle: list[queue.SimpleQueue] = []  # of threads that wait for a call
-        self.late: set[Future] = set()
+        self.timed_out: set[Future] = set()
 
     @property
     def full(self) -> bool:
         """Whether so many calls are late that no more are taken."""
-        return len(self.late) >= MAX_LATE
+        return len(self.timed_out) >= MAX_TIMED_OUT
 
     def call(self, function: Callable, *args):
         """Return what a function returns, or raise what it raises.
@@ -61,7 +62,7 @@ class Deadline:
         Raises UserError if that takes too long, QueueFull if too many calls are late.
         """
         if self.full:
-            raise QueueFull(f"{MAX_LATE} forms are still being computed: try again")
+            raise QueueFull(f"{MAX_TIMED_OUT} forms are still being computed: try again")
         try:
             calls = self.idle.pop()
         except IndexError:
@@ -73,8 +74,8 @@ class Deadline:
             error = future.exception(self.seconds)
         except TimeoutError:
             calls.put(None)
-            self.late.add(future)
-            future.add_done_callback(self.late.discard)
+            self.timed_out.add(future)
+            future.add_done_callback(self.timed_out.discard)
             raise UserError(f"the form takes more than {self.seconds} s to compute") from None
         self.idle.append(calls)
         if error is not None:
@@ -109,10 +110,10 @@ def pool(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(2, "compile")
 
 
-def stuck() -> str | None:
+def stall_reason() -> str | None:
     """Return why no form is computed any more; None if forms are."""
     full = COMPILER.full or MASKS.full
-    return f"{MAX_LATE} forms of texts are computed without end" if full else None
+    return f"{MAX_TIMED_OUT} forms of texts are computed without end" if full else None
 
 
 def compile_form(params: SamplingParams, encoding, config) -> Matcher | None:
@@ -125,20 +126,20 @@ def compile_form(params: SamplingParams, encoding, config) -> Matcher | None:
         return None
     source = getattr(params, params.form)
     known = any(key[:2] == (params.form, source) for key in constraints.compiled.copy())
-    if not known and not has_room(source):
+    if not known and not has_capacity(source):
         constraints.forget_forms()
-        if not has_room(source):
+        if not has_capacity(source):
             held = constraints.held_bytes() // 2**20
             raise QueueFull(f"the forms of waiting and running texts take {held} MB: try again")
     return COMPILER.call(make_matcher, params, encoding, config)
 
 
-def has_room(source: str | tuple[str, ...]) -> bool:
+def has_capacity(source: str | tuple[str, ...]) -> bool:
     """Return whether the bytes of one more form are within MAX_BYTES."""
     return constraints.held_bytes() + constraints.form_bytes(source) <= MAX_BYTES
 
 
-async def in_pool(function: Callable, *args):
+async def run_in_compile_pool(function: Callable, *args):
     """Await a function in a thread for forms."""
     return await asyncio.get_running_loop().run_in_executor(pool(os.getpid()), function, *args)
 

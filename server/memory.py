@@ -4,7 +4,7 @@ import ctypes
 import gc
 import sys
 
-MANY = 10_000  # new objects before garbage is looked for among them
+GC_THRESHOLD = 10_000  # new objects before garbage is looked for among them
 
 
 def freeze() -> None:
@@ -16,7 +16,7 @@ def freeze() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(MANY)
+    gc.set_threshold(GC_THRESHOLD)
 
 
 def trim() -> None:

@@ -10,9 +10,9 @@ from engine.request import Event, Request
 from server.engine_thread import EngineThread
 
 # Seconds. A step of a small model takes a millisecond or two on a CPU, of a large one a second.
-GAPS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
-WAITS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
-COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000)
+STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
+LATENCY_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000)
 
 
 class Metrics:
@@ -26,41 +26,51 @@ class Metrics:
         self.thread = thread
         thread.observers.append(self)
         self.model_name = model_name
-        self.last: dict[Request, float] = {}  # when each had its last tokens
+        self.last_token_time: dict[Request, float] = {}  # when each had its last tokens
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        self.first_gap = self.histogram(
-            "time_to_first_token_seconds", "From when a text is asked for to its first token.", GAPS
+        self.time_to_first_token = self.histogram(
+            "time_to_first_token_seconds",
+            "From when a text is asked for to its first token.",
+            STEP_BUCKETS,
         )
-        self.gap = self.histogram(
+        self.inter_token_latency = self.histogram(
             "inter_token_latency_seconds",
             "From one step that brings tokens of a text to the next; drafts make that several.",
-            GAPS,
+            STEP_BUCKETS,
         )
-        self.latency = self.histogram(
+        self.e2e_request_latency = self.histogram(
             "e2e_request_latency_seconds",
             "From when a text is asked for to its end, if it is neither aborted nor an error.",
-            WAITS,
+            LATENCY_BUCKETS,
         )
-        self.prompt = self.histogram("request_prompt_tokens", "Tokens of a prompt.", COUNTS)
-        self.output = self.histogram("request_generation_tokens", "Tokens of an output.", COUNTS)
-        self.prompts = self.counter("prompt_tokens", "Tokens of prompts, once each is computed.")
-        self.outputs = self.counter("generation_tokens", "Tokens generated.")
+        self.request_prompt_tokens = self.histogram(
+            "request_prompt_tokens", "Tokens of a prompt.", TOKEN_BUCKETS
+        )
+        self.request_generation_tokens = self.histogram(
+            "request_generation_tokens", "Tokens of an output.", TOKEN_BUCKETS
+        )
+        self.prompt_tokens = self.counter(
+            "prompt_tokens", "Tokens of prompts, once each is computed."
+        )
+        self.generation_tokens = self.counter("generation_tokens", "Tokens generated.")
         name = "vllm:request_success"
         labels = ("model_name", "finished_reason")
-        ends = Counter(name, "Requests that are over.", labels, registry=self.registry)
-        self.ends = {
-            reason: ends.labels(model_name, reason)
+        request_success = Counter(name, "Requests that are over.", labels, registry=self.registry)
+        self.request_success = {
+            reason: request_success.labels(model_name, reason)
             for reason in ("stop", "length", "abort", "error")
         }
 
-    def counter(self, name: str, says: str) -> Counter:
-        family = Counter(f"vllm:{name}", says, ("model_name",), registry=self.registry)
+    def counter(self, name: str, documentation: str) -> Counter:
+        family = Counter(f"vllm:{name}", documentation, ("model_name",), registry=self.registry)
         return family.labels(self.model_name)
 
-    def histogram(self, name: str, says: str, buckets: tuple[float, ...]) -> Histogram:
+    def histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
         labels = ("model_name",)
-        family = Histogram(f"vllm:{name}", says, labels, registry=self.registry, buckets=buckets)
+        family = Histogram(
+            f"vllm:{name}", documentation, labels, registry=self.registry, buckets=buckets
+        )
         return family.labels(self.model_name)
 
     async def read(self) -> bytes:
@@ -94,35 +104,35 @@ class Metrics:
             ),
         }
         for family, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-            for name, (value, says) in values.items():
-                metric = family(f"vllm:{name}", says, labels=("model_name",))
+            for name, (value, documentation) in values.items():
+                metric = family(f"vllm:{name}", documentation, labels=("model_name",))
                 metric.add_metric((self.model_name,), value)
                 yield metric
 
-    def stepped(self, events: list[Event]) -> None:
+    def on_step(self, events: list[Event]) -> None:
         """Note what a step has brought."""
         now = time.perf_counter()
-        self.outputs.inc(sum(len(event.tokens) for event in events))
+        self.generation_tokens.inc(sum(len(event.tokens) for event in events))
         for request, tokens, reason, *_ in events:
-            asked = self.thread.texts[request].call.asked
+            arrival_time = self.thread.request_states[request].generation.arrival_time
             if tokens:
-                if request in self.last:
-                    self.gap.observe(now - self.last[request])
+                if request in self.last_token_time:
+                    self.inter_token_latency.observe(now - self.last_token_time[request])
                 else:
-                    self.prompts.inc(request.prompt_length)
-                    self.first_gap.observe(now - asked)
-                self.last[request] = now
+                    self.prompt_tokens.inc(request.prompt_length)
+                    self.time_to_first_token.observe(now - arrival_time)
+                self.last_token_time[request] = now
             if reason in ("stop", "length"):
-                self.latency.observe(now - asked)
-                self.prompt.observe(request.prompt_length)
-                self.output.observe(len(request.output))
+                self.e2e_request_latency.observe(now - arrival_time)
+                self.request_prompt_tokens.observe(request.prompt_length)
+                self.request_generation_tokens.observe(len(request.output))
             if reason:
-                self.end(request, reason)
+                self.count_finished(request, reason)
 
-    def aborted(self, request: Request) -> None:
+    def on_abort(self, request: Request) -> None:
         """Note that a client has left."""
-        self.end(request, "abort")
+        self.count_finished(request, "abort")
 
-    def end(self, request: Request, reason: str) -> None:
-        self.ends[reason].inc()
-        self.last.pop(request, None)
+    def count_finished(self, request: Request, reason: str) -> None:
+        self.request_success[reason].inc()
+        self.last_token_time.pop(request, None)

@@ -16,7 +16,7 @@ from loading.tokenizer import load_encoding
 from sampling import SamplingParams
 from server.app import allowed_hosts, make_app
 from server.engine_thread import EngineDead, EngineThread, Update
-from server.forms import stuck
+from server.forms import stall_reason
 from server.memory import freeze
 from server.metrics import Metrics
 from server.served import Served, find_chat, served_name, server_defaults
@@ -40,12 +40,12 @@ class Replica:
         prompts: list[list[int]],
         params: list[SamplingParams],
         cache_salt: str,
-        name: str,
+        request_id: str,
         adapter: str,
     ) -> AsyncIterator[dict[int, Update] | Exception]:
         """Yield what `EngineThread.generate` yields; an error comes last, or Ray would wrap it."""
         try:
-            updates = self.thread.generate(prompts, params, cache_salt, name, adapter)
+            updates = self.thread.generate(prompts, params, cache_salt, request_id, adapter)
             async with contextlib.aclosing(updates):
                 async for update in updates:
                     yield update
@@ -68,7 +68,7 @@ class Replica:
         return families
 
 
-class AllMetrics:
+class AggregatedMetrics:
     """The metrics of all replicas, read on demand. handle: Ray's."""
 
     def __init__(self, handle):
@@ -79,24 +79,24 @@ class AllMetrics:
 
         Raises TimeoutError if one does not answer in 10 s, which is how long Prometheus waits.
         """
-        asked = self.handle.broadcast("read_metrics")
-        merged = Families()
-        for families in await asked.results_async(timeout_s=10, return_exceptions=True):
+        responses = self.handle.broadcast("read_metrics")
+        merged = MetricFamilies()
+        for families in await responses.results_async(timeout_s=10, return_exceptions=True):
             for family in families if isinstance(families, list) else ():
-                known = merged.setdefault(family.name, family)
-                if known is not family:
-                    known.samples += family.samples
+                merged_family = merged.setdefault(family.name, family)
+                if merged_family is not family:
+                    merged_family.samples += family.samples
         return generate_latest(merged)
 
 
-class Families(dict[str, Metric]):
+class MetricFamilies(dict[str, Metric]):
     """By name, in the place of a registry."""
 
     def collect(self) -> Iterable[Metric]:
         return self.values()
 
 
-class Replicas:
+class ReplicaClient:
     """Engines in other processes, for an app that takes them for its own EngineThread.
 
     handle: Ray's, of a deployment of Replica; each call goes to one of them.
@@ -110,11 +110,11 @@ class Replicas:
         self.encoding = load_encoding(model, self.config.vocab_size)
 
     @property
-    def stuck(self) -> str | None:
+    def stall_reason(self) -> str | None:
         """As of EngineThread, for this process: Ray asks each replica itself."""
-        return stuck()
+        return stall_reason()
 
-    def admit(self, texts: int, tokens: int = 0) -> None:
+    def admit(self, num_requests: int, num_tokens: int = 0) -> None:
         """A replica says itself when it is asked."""
 
     async def generate(
@@ -122,11 +122,11 @@ class Replicas:
         prompts: list[list[int]],
         params: list[SamplingParams],
         cache_salt: str = "",
-        name: str = "",
+        request_id: str = "",
         adapter: str = "",
     ) -> AsyncIterator[dict[int, Update]]:
         """Yield what `EngineThread.generate` yields: all texts of a call come from one replica."""
-        updates = self.handle.generate.remote(prompts, params, cache_salt, name, adapter)
+        updates = self.handle.generate.remote(prompts, params, cache_salt, request_id, adapter)
         try:
             while True:
                 try:
@@ -134,8 +134,8 @@ class Replicas:
                 except StopAsyncIteration:
                     return
                 except Exception as error:  # of Ray, of many kinds
-                    gone = "the process that wrote this text has ended, or cannot be reached"
-                    raise EngineDead(f"{gone}: {type(error).__name__}") from None
+                    reason = "the process that wrote this text has ended, or cannot be reached"
+                    raise EngineDead(f"{reason}: {type(error).__name__}") from None
                 if isinstance(update, Exception):
                     raise update
                 yield update
@@ -143,7 +143,7 @@ class Replicas:
             updates.cancel()
 
 
-class Door:
+class Ingress:
     """Where clients come in: the app, without an engine. replicas: Ray's handle."""
 
     def __init__(self, args, replicas):
@@ -152,13 +152,13 @@ class Door:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         source = resolve_source(self.args.model)
-        thread = Replicas(self.replicas, source)
+        thread = ReplicaClient(self.replicas, source)
         names = served_name(source), source.label
         adapters = parse_adapters(self.args.lora_modules)
         chat = find_chat(source, self.args.chat_template)
         defaults = server_defaults(self.args, source)
-        served = Served(thread, *names, chat, adapters, here=False, defaults=defaults)
-        served.metrics = AllMetrics(self.replicas)
+        served = Served(thread, *names, chat, adapters, has_local_engine=False, defaults=defaults)
+        served.metrics = AggregatedMetrics(self.replicas)
         freeze()
         hosts = allowed_hosts(self.args.host, self.args.allowed_host)
         return make_app(served, self.args.api_key, self.args.allow_origin, hosts)

@@ -3,27 +3,27 @@
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from engine.pages import salt_with_adapter
-from server.prefixes import Prefixes
+from server.prefixes import PrefixIndex
 
 
-def sent_by(request: PendingRequest) -> tuple[list[list[int]], str]:
+def prompts_and_salt(request: PendingRequest) -> tuple[list[list[int]], str]:
     """The prompts of a call, and the cache_salt that an engine gives them."""
     prompts, _, cache_salt, _, adapter = request.args
     return prompts, salt_with_adapter(cache_salt, adapter)
 
 
-class PrefixRouter(RequestRouter):
-    """The replica that has most of the prompts, unless it has too much to do: see Prefixes.
+class PrefixAwareRouter(RequestRouter):
+    """The replica that has most of the prompts, unless it has too much to do: see PrefixIndex.
 
     Ray makes one for each handle, and calls it in one thread.
     """
 
     def initialize_state(self, **options) -> None:
-        self.prefixes = Prefixes(**options)
+        self.prefix_index = PrefixIndex(**options)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        self.prefixes.keep(set(self.curr_replicas))
+        self.prefix_index.set_replicas(set(self.curr_replicas))
 
     async def choose_replicas(
         self,
@@ -31,22 +31,24 @@ class PrefixRouter(RequestRouter):
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """Where Ray is to try first, second, ...: the next one if a replica takes no more."""
-        prompts, cache_salt = sent_by(pending_request)
-        call = pending_request.metadata.internal_request_id
-        present = {replica.replica_id: replica for replica in candidate_replicas}
-        order = self.prefixes.order(list(present), prompts, cache_salt)
+        prompts, cache_salt = prompts_and_salt(pending_request)
+        request_id = pending_request.metadata.internal_request_id
+        candidates = {replica.replica_id: replica for replica in candidate_replicas}
+        order = self.prefix_index.rank_replicas(list(candidates), prompts, cache_salt)
         first = order[0]
-        self.prefixes.sent(first, call, prompts, cache_salt)  # the next choice counts it already
+        self.prefix_index.add_request(first, request_id, prompts, cache_salt)  # counted at once
         future = pending_request.future
-        future.add_done_callback(lambda _: future.cancelled() and self.prefixes.done(first, call))
-        return [[present[each]] for each in order]
+        future.add_done_callback(
+            lambda _: future.cancelled() and self.prefix_index.finish_request(first, request_id)
+        )
+        return [[candidates[each]] for each in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, _) -> None:
         """Perhaps it is not with the first one, and perhaps it is over."""
-        prompts, cache_salt = sent_by(pending_request)
-        call = pending_request.metadata.internal_request_id
-        if self.prefixes.calls.get(call, (replica_id, 0))[0] != replica_id:
-            self.prefixes.sent(replica_id, call, prompts, cache_salt)
+        prompts, cache_salt = prompts_and_salt(pending_request)
+        request_id = pending_request.metadata.internal_request_id
+        if self.prefix_index.requests.get(request_id, (replica_id, 0))[0] != replica_id:
+            self.prefix_index.add_request(replica_id, request_id, prompts, cache_salt)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        self.prefixes.done(replica_id, internal_request_id)
+        self.prefix_index.finish_request(replica_id, internal_request_id)

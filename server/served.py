@@ -18,7 +18,7 @@ from sampling import SamplingParams, check_ids
 from server.allowed import Allowed
 from server.engine_thread import EngineThread
 from server.forms import TimedMatcher, compile_form
-from server.live import Live
+from server.live import EngineMonitor
 from server.metrics import Metrics
 from server.protocol import APIError, ChatRequest, GenerationRequest
 
@@ -68,7 +68,7 @@ class Served:
     root: where it comes from. chat: its template, or the error that says why it has none.
     adapters: directories by name: to clients each is a model of its own.
     defaults: sampling parameters of chats whose request names none.
-    here: whether the engine is in this process, so that it can be seen at work.
+    has_local_engine: whether the engine is in this process, so that it can be seen at work.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Served:
         root: str,
         chat: Chat | UserError,
         adapters: dict[str, str] | None = None,
-        here: bool = True,
+        has_local_engine: bool = True,
         defaults: Mapping[str, float] | None = None,
     ):
         self.thread = thread
@@ -87,8 +87,8 @@ class Served:
         self.roots = {name: root, **(adapters or {})}
         self.defaults = defaults or {}
         self.created = int(time.time())
-        self.metrics = Metrics(thread, name) if here else None
-        self.live = Live(thread, name) if here else None
+        self.metrics = Metrics(thread, name) if has_local_engine else None
+        self.monitor = EngineMonitor(thread, name) if has_local_engine else None
 
     def model(self, name: str) -> dict:
         """What /v1/models says of it, or of an adapter. Raises EngineDead if there is no engine."""

@@ -383,12 +383,12 @@ def checkpoint(tiny, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def door(tiny_llama):
-    """A Door to a server of a random model, which all tests share."""
+def client(tiny_llama):
+    """A Client to a server of a random model, which all tests share."""
     from serving import serving, small_engine
 
-    with serving(lambda: small_engine(tiny_llama)) as door:
-        yield door
+    with serving(lambda: small_engine(tiny_llama)) as client:
+        yield client
 
 
 @pytest.fixture
@@ -409,7 +409,7 @@ def table(capsys):
 
 @pytest.fixture
 def start(tiny):
-    """A function that starts a server of a tiny model, with options of the engine: a Door."""
+    """A function that starts a server of a tiny model, with options of the engine: a Client."""
     from serving import serving, small_encoding
 
     from engine.engine import Engine

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import CHECKPOINTS, ROOT, save_speaking
-from serving import Door
+from serving import Client
 
 SMALL = ["--model", CHECKPOINTS / "stories-draft", "--backend", "torch"]
 LLAMA = CHECKPOINTS / "stories-llama"
@@ -132,14 +132,14 @@ def appears(directory, process, sign: str) -> str:
 
 @contextlib.contextmanager
 def serving(directory, *arguments, size: int = 2):
-    """`size` processes of a server, and a Door to it. They are ended after the block."""
+    """`size` processes of a server, and a Client to it. They are ended after the block."""
     import serve
 
     words = [*SMALL, "--port", 0, *arguments]
     processes = start(size, script, directory, serve.main, words)
     try:
         address = appears(directory, processes[0], "\n")
-        yield processes, Door(int(address.rsplit(":", 1)[1]), None, None)
+        yield processes, Client(int(address.rsplit(":", 1)[1]), None, None)
     finally:
         wait(processes, 0)
 

@@ -7,7 +7,7 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 from conftest import save_speaking
-from serving import serving_app, texts_of
+from serving import serving_app, texts_by_index
 
 OPTIONS = ["--device", "cpu", "--backend", "torch", "--page-size", "4"]
 
@@ -97,8 +97,8 @@ class Broadcast:
 
 @contextlib.contextmanager
 def serving_replicas(args, count: int):
-    """A Door to an app, and its replicas, `count` of them."""
-    from server.replicas import Door, Replica
+    """A Client to an app, and its replicas, `count` of them."""
+    from server.replicas import Ingress, Replica
 
     replicas = [object.__new__(Replica) for _ in range(count)]
 
@@ -106,15 +106,15 @@ def serving_replicas(args, count: int):
     async def enter():
         for replica in replicas:
             await replica.__init__(args)
-        app = Door(args, Handle(replicas)).__serve_build_asgi_app__()
+        app = Ingress(args, Handle(replicas)).__serve_build_asgi_app__()
         try:
             yield app, replicas[0].thread
         finally:
             for replica in replicas:
                 await replica.thread.close()
 
-    with serving_app(enter) as door:
-        yield door, replicas
+    with serving_app(enter) as client:
+        yield client, replicas
 
 
 def bodies() -> list[dict]:
@@ -140,17 +140,17 @@ def same(answer: tuple) -> tuple:
     }
 
 
-def streamed_texts(door, body: dict) -> dict:
+def streamed_texts(client, body: dict) -> dict:
     """The texts of a streamed answer, by index."""
-    texts = texts_of(door.events("/v1/completions", body | {"stream": True}))
+    texts = texts_by_index(client.events("/v1/completions", body | {"stream": True}))
     return {index: text for index, (text, _) in texts.items()}
 
 
-def check_texts(door, one, clients: int) -> None:
+def check_texts(client, one, clients: int) -> None:
     """A server writes what a server with one engine writes, to one client and to several."""
     own = [same(one.post("/v1/completions", body)) for body in bodies()]
-    assert [same(door.post("/v1/completions", body)) for body in bodies()] == own
+    assert [same(client.post("/v1/completions", body)) for body in bodies()] == own
     with ThreadPoolExecutor(clients) as pool:
-        found = list(pool.map(lambda body: streamed_texts(door, body), bodies()))
+        found = list(pool.map(lambda body: streamed_texts(client, body), bodies()))
     choices = [answer["choices"] for _, answer in own]
     assert found == [{choice["index"]: choice["text"] for choice in some} for some in choices]

@@ -132,16 +132,16 @@ def server_error(message: str) -> dict:
     return {"error": refusal(message)["error"] | {"type": "server_error"}}
 
 
-def metric_families(door) -> list:
+def metric_families(client) -> list:
     from prometheus_client.parser import text_string_to_metric_families
 
-    with door.send("GET", "/metrics") as answer:
+    with client.send("GET", "/metrics") as answer:
         assert answer.status == 200
         assert answer.headers["Content-Type"].startswith("text/plain; version=")
         return list(text_string_to_metric_families(answer.read().decode()))
 
 
-def texts_of(events) -> dict[int, tuple]:
+def texts_by_index(events) -> dict[int, tuple]:
     """Text and finish reason of each choice: the last of its events alone has a reason."""
     texts = {}
     for event in events:
@@ -163,7 +163,7 @@ def until(condition, seconds: float = 120) -> None:
 def is_free(owner) -> bool:
     """Whether nothing is left to do, and nothing is held. owner: of an EngineThread."""
     scheduler = owner.thread.engine.scheduler
-    idle = not scheduler.running and not scheduler.waiting and not owner.thread.calls
+    idle = not scheduler.running and not scheduler.waiting and not owner.thread.generations
     return idle and scheduler.pool.num_free_pages == scheduler.pool.num_pages
 
 
@@ -173,13 +173,13 @@ def request_of(path: str, body: dict) -> bytes:
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
-def connect(door, data: bytes) -> socket.socket:
-    client = socket.create_connection(("127.0.0.1", door.port), timeout=60)
-    client.sendall(data)
-    return client
+def connect(client, data: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", client.port), timeout=60)
+    connection.sendall(data)
+    return connection
 
 
-class Door:
+class Client:
     """A server at a port of 127.0.0.1. thread: its EngineThread. server: uvicorn's."""
 
     def __init__(self, port: int, thread, server):
@@ -224,7 +224,7 @@ class Door:
 
 @contextlib.contextmanager
 def serving(make, chat=None, app_options=None, adapters=None, defaults=None, **options):
-    """A Door to an engine; the event loop has a thread of its own.
+    """A Client to an engine; the event loop has a thread of its own.
 
     chat: the template of the model, or an error. app_options: of `make_app`.
     adapters, defaults: of Served. options: of the EngineThread.
@@ -243,13 +243,13 @@ def serving(make, chat=None, app_options=None, adapters=None, defaults=None, **o
             served = Served(thread, "small", "somewhere/small", chat or Chat(SMALL), *more)
             yield make_app(served, **(app_options or {})), thread
 
-    with serving_app(enter) as door:
-        yield door
+    with serving_app(enter) as client:
+        yield client
 
 
 @contextlib.contextmanager
 def serving_app(enter):
-    """A Door to an app. enter: makes an asynchronous context manager of it and its EngineThread."""
+    """A Client to an app. enter: makes an async context manager of it and its EngineThread."""
     import uvicorn
 
     from serve import UVICORN, listen
@@ -260,7 +260,7 @@ def serving_app(enter):
         async with enter() as (app, thread):
             server = uvicorn.Server(uvicorn.Config(app, log_level="critical", **UVICORN))
             sock = listen("127.0.0.1", 0)
-            started.put(Door(sock.getsockname()[1], thread, server))
+            started.put(Client(sock.getsockname()[1], thread, server))
             await server.serve([sock])
 
     def work():
@@ -271,15 +271,15 @@ def serving_app(enter):
 
     worker = threading.Thread(target=work, daemon=True)
     worker.start()
-    door = started.get(timeout=60)
-    if isinstance(door, BaseException):
-        raise door
+    client = started.get(timeout=60)
+    if isinstance(client, BaseException):
+        raise client
     try:
-        yield door
+        yield client
     finally:
-        door.thread.commands.put(None)  # texts that are not over end with an error
-        door.server.config.timeout_graceful_shutdown = 1  # second for answers that do not end
-        door.server.should_exit = True
+        client.thread.commands.put(None)  # texts that are not over end with an error
+        client.server.config.timeout_graceful_shutdown = 1  # second for answers that do not end
+        client.server.should_exit = True
         worker.join(60)
         assert not worker.is_alive()
 
@@ -303,9 +303,9 @@ def start(*arguments, program=None) -> Iterator[subprocess.Popen]:
             server.kill()
 
 
-def door_of(server: subprocess.Popen) -> Door:
-    """A Door to the address that a process prints."""
-    return Door(int(server.stdout.readline().rsplit(":", 1)[1]), None, server)
+def client_of(server: subprocess.Popen) -> Client:
+    """A Client to the address that a process prints."""
+    return Client(int(server.stdout.readline().rsplit(":", 1)[1]), None, server)
 
 
 class Script:
@@ -339,10 +339,10 @@ class Script:
         self.process.kill()
         self.process.join()
 
-    def door(self) -> Door:
-        """A Door to the address that it prints."""
+    def client(self) -> Client:
+        """A Client to the address that it prints."""
         until(lambda: self.written(self.out).endswith("\n") or not self.process.is_alive())
-        return Door(int(self.written(self.out).rsplit(":", 1)[1]), None, None)
+        return Client(int(self.written(self.out).rsplit(":", 1)[1]), None, None)
 
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)

@@ -28,11 +28,11 @@ def adapted_engine(tiny_llama, **options):
 
 
 @pytest.fixture
-def door(tiny_llama):
-    """A Door to a server of a random model with the adapters a and b."""
+def client(tiny_llama):
+    """A Client to a server of a random model with the adapters a and b."""
     adapters = {"a": "somewhere/a", "b": "somewhere/b"}
-    with serving(lambda: adapted_engine(tiny_llama), adapters=adapters) as door:
-        yield door
+    with serving(lambda: adapted_engine(tiny_llama), adapters=adapters) as client:
+        yield client
 
 
 def own_text(model, prompt: str, adapter: str, **params) -> str:
@@ -45,7 +45,7 @@ def own_text(model, prompt: str, adapter: str, **params) -> str:
     return encoding.decode(tokens[:-1] if tokens[-1] == 4095 else tokens)
 
 
-def test_each_model_writes_its_own_texts(door, tiny_llama):
+def test_each_model_writes_its_own_texts(client, tiny_llama):
     """Many clients at once, whose texts are in the same passes."""
     model = adapted_engine(tiny_llama).model
     bodies = [
@@ -58,10 +58,10 @@ def test_each_model_writes_its_own_texts(door, tiny_llama):
 
     def ask(body):
         if body["stream"]:
-            events = door.events(PATH, body)
+            events = client.events(PATH, body)
             text = "".join(event["choices"][0]["text"] for event in events)
             return {event["model"] for event in events}, text
-        status, found = door.post(PATH, body)
+        status, found = client.post(PATH, body)
         assert status == 200, found
         return {found["model"]}, found["choices"][0]["text"]
 
@@ -78,27 +78,27 @@ def test_each_model_writes_its_own_texts(door, tiny_llama):
     assert len(texts) == 12
 
 
-def test_prefixes_are_shared_within_a_model(door):
-    scheduler = door.thread.engine.scheduler
+def test_prefixes_are_shared_within_a_model(client):
+    scheduler = client.thread.engine.scheduler
     prompt = list(range(40))
     for cache_salt in ("", "x", "\0a\0"):
         for name in NAMES:
             before = scheduler.prefix_cache_hits
             body = {"prompt": prompt, "model": name, "max_tokens": 1, "cache_salt": cache_salt}
-            assert door.post(PATH, body)[0] == 200
+            assert client.post(PATH, body)[0] == 200
             assert scheduler.prefix_cache_hits - before == (32 if name == "small" else 0)
 
 
-def test_replies_to_messages(door, tiny_llama):
+def test_replies_to_messages(client, tiny_llama):
     model = adapted_engine(tiny_llama).model
     messages = [{"role": "user", "content": "cat"}]
     found = {}
     for name in NAMES:
         body = {"messages": messages, "model": name, "max_tokens": 9, "temperature": 0}
-        status, answer = door.post(CHAT, body)
+        status, answer = client.post(CHAT, body)
         assert (status, answer["model"]) == (200, name or "small")
         found[name] = answer["choices"][0]["message"]["content"]
-        events = door.events(CHAT, body | {"stream": True})
+        events = client.events(CHAT, body | {"stream": True})
         assert {event["model"] for event in events} == {name or "small"}
     assert found[None] == found["small"]
     assert len(set(found.values())) == 3
@@ -111,8 +111,8 @@ def test_replies_to_messages(door, tiny_llama):
     assert found["b"] == small_encoding().decode(tokens)
 
 
-def test_models_are_listed(door):
-    status, found = door.get("/v1/models")
+def test_models_are_listed(client):
+    status, found = client.get("/v1/models")
     assert status == 200
     listed = [(each["id"], each["root"], each["parent"]) for each in found["data"]]
     assert listed == [
@@ -120,40 +120,42 @@ def test_models_are_listed(door):
         ("a", "somewhere/a", "small"),
         ("b", "somewhere/b", "small"),
     ]
-    assert door.get("/v1/models/b") == (200, found["data"][2])
+    assert client.get("/v1/models/b") == (200, found["data"][2])
     message = "the model 'c' does not exist; this server has 'small', 'a', 'b'"
     missing = (404, refusal(message, "model", "model_not_found"))
-    assert door.get("/v1/models/c") == missing
-    assert door.post(PATH, {"model": "c"}) == missing
+    assert client.get("/v1/models/c") == missing
+    assert client.post(PATH, {"model": "c"}) == missing
     assert (
-        door.post(CHAT, {"model": "c", "messages": [{"role": "user", "content": "x"}]}) == missing
+        client.post(CHAT, {"model": "c", "messages": [{"role": "user", "content": "x"}]}) == missing
     )
-    assert door.post(PATH, {"model": "", "max_tokens": 1})[0] == 200  # the model itself
-    assert door.post(PATH, {"model": ["a"]})[0] == 400
+    assert client.post(PATH, {"model": "", "max_tokens": 1})[0] == 200  # the model itself
+    assert client.post(PATH, {"model": ["a"]})[0] == 400
 
 
-def test_with_the_client_of_openai(door):
+def test_with_the_client_of_openai(client):
     import openai
 
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{door.port}/v1", api_key="none")
-    assert [model.id for model in client.models.list()] == ["small", "a", "b"]
+    openai_client = openai.OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key="none")
+    assert [model.id for model in openai_client.models.list()] == ["small", "a", "b"]
     options = {"prompt": "Tom", "max_tokens": 8, "temperature": 0}
-    texts = {name: client.completions.create(model=name, **options) for name in ("small", "a")}
+    texts = {
+        name: openai_client.completions.create(model=name, **options) for name in ("small", "a")
+    }
     assert texts["small"].choices[0].text != texts["a"].choices[0].text
     with pytest.raises(openai.NotFoundError):
-        client.completions.create(model="c", **options)
+        openai_client.completions.create(model="c", **options)
 
 
 def test_engines_in_other_processes(compiled):
     """The name goes with each call, by pickle."""
     args = parse(SMALL, "--lora-modules", f"frogs={FROGS}", "again=" + str(FROGS))
     body = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
-    with serving_replicas(args, 2) as (door, _):
+    with serving_replicas(args, 2) as (client, _):
         for name, word in (("stories-llama", "girl"), ("frogs", "frog"), ("again", "frog")):
-            status, found = door.post(PATH, body | {"model": name})
+            status, found = client.post(PATH, body | {"model": name})
             assert (status, found["model"]) == (200, name)
             assert f"a little {word} named" in found["choices"][0]["text"]
-        found = door.get("/v1/models")[1]["data"]
+        found = client.get("/v1/models")[1]["data"]
         assert [each["id"] for each in found] == ["stories-llama", "frogs", "again"]
 
 
@@ -162,13 +164,13 @@ def test_calls_with_different_adapters_have_no_prefix_in_common(monkeypatch):
     for name in ("ray", "ray.serve", "ray.serve.request_router"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**dict.fromkeys(names, object)))
     router = runpy.run_path(str(ROOT / "server" / "router.py"))
-    assert "sent_by" in router
+    assert "prompts_and_salt" in router
     calls = [
         ([[1]], "params", cache_salt, "name", adapter)
         for cache_salt in "xy"
         for adapter in ("", "a")
     ]
-    found = [router["sent_by"](SimpleNamespace(args=args)) for args in calls]
+    found = [router["prompts_and_salt"](SimpleNamespace(args=args)) for args in calls]
     assert [prompts for prompts, _ in found] == [[[1]]] * 4
     assert found[0][1] == "x" and len({cache_salt for _, cache_salt in found}) == 4
 

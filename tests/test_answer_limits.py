@@ -21,17 +21,17 @@ def test_all_texts_of_a_request_have_a_bound(tiny_llama, body, texts, count):
     most = 2**22 // (texts * (16 + (64 * (1 + count) if "logprobs" in body else 0)))
     what = f"{texts} texts with {count} log-probabilities for each token"
     error = refusal(f"max_tokens is {most + 1}; for {what} it may be {most}", "max_tokens")
-    with serving(lambda: small_engine(tiny_llama)) as door:
+    with serving(lambda: small_engine(tiny_llama)) as client:
         body = body | {"max_tokens": most + 1}
-        with door.send("POST", PATH, body | {"stream": True}) as answer:
+        with client.send("POST", PATH, body | {"stream": True}) as answer:
             assert answer.status == 400
-        assert door.post(PATH, body) == (400, error)
-        with door.send("POST", PATH, STREAM | body | {"max_tokens": most}) as answer:
+        assert client.post(PATH, body) == (400, error)
+        with client.send("POST", PATH, STREAM | body | {"max_tokens": most}) as answer:
             assert answer.status == 200
         if "prompt" not in body:
             talk = TALK | {"max_tokens": most + 1, "n": texts}
             talk |= {"logprobs": count > 0, "top_logprobs": count}
-            assert door.post(CHAT, talk) == (400, error)
+            assert client.post(CHAT, talk) == (400, error)
 
 
 LONG = {"prompt": [" uncomfortable" * 60] * 8, "n": 120, "max_tokens": 0, "echo": True}  # 0.9 MB
@@ -45,17 +45,17 @@ def test_what_an_echo_may_repeat(tiny_llama, monkeypatch):
         return 400, refusal(message, "echo")
 
     (word,) = small_encoding().encode(" uncomfortable")
-    with serving(lambda: small_engine(tiny_llama), max_waiting=4000) as door:
+    with serving(lambda: small_engine(tiny_llama), max_waiting=4000) as client:
         asked = LONG | {"prompt": [[word] * 60] * 11}
-        assert door.post(PATH, asked | {"n": 128}) == refused(11 * 128 * 60 * 14)
-        assert not door.thread.calls
-        assert door.post(PATH, asked | {"n": 113})[0] == 200
+        assert client.post(PATH, asked | {"n": 128}) == refused(11 * 128 * 60 * 14)
+        assert not client.thread.generations
+        assert client.post(PATH, asked | {"n": 113})[0] == 200
         monkeypatch.setattr(type(small_encoding()), "encode", None)
         for prompt, size in (("x" * 106_000, 106_000 * 128), ("\u20ac" * 2**16, 3 * 2**16 * 128)):
-            assert door.post(PATH, LONG | {"prompt": prompt, "n": 128}) == refused(size)
+            assert client.post(PATH, LONG | {"prompt": prompt, "n": 128}) == refused(size)
 
 
-def test_a_reply_whose_length_is_not_asked_for_fits_the_answer(door, monkeypatch):
+def test_a_reply_whose_length_is_not_asked_for_fits_the_answer(client, monkeypatch):
     """A window has room for more tokens than an answer with all their log-probabilities."""
     monkeypatch.setattr("server.protocol.MAX_BYTES", 3 * 2 * (16 + 6 * 64))
     body = {
@@ -65,7 +65,7 @@ def test_a_reply_whose_length_is_not_asked_for_fits_the_answer(door, monkeypatch
         "top_logprobs": 5,
         "ignore_eos": True,
     }
-    status, found = door.post(CHAT, body)
+    status, found = client.post(CHAT, body)
     assert (status, found["usage"]["completion_tokens"]) == (200, 2 * 3)
-    status, found = door.post(CHAT, body | {"max_tokens": 4})
+    status, found = client.post(CHAT, body | {"max_tokens": 4})
     assert status == 400 and "it may be 3" in found["error"]["message"]

@@ -211,7 +211,7 @@ def served(bench, monkeypatch):
         return client.RequestOutput(0, 0, [1.0], 10, exchange.text, served.failure)
 
     def clock(name=""):
-        return served.clock * {"": 1, "Door": 0.25, "ProxyActor": 0.125}[name.rpartition(":")[2]]
+        return served.clock * {"": 1, "Ingress": 0.25, "ProxyActor": 0.125}[name.rpartition(":")[2]]
 
     served = SimpleNamespace(lines=[], asked=[], clock=0.0, failure="")
     served.text = lambda servers, wanted: str(wanted)
@@ -233,7 +233,7 @@ def test_replicas_have_rows_of_what_is_measured_and_predicted(bench, served):
     assert [line[line.index("--cpus") + 1] for line in served.lines] == ["1.0", "1.0", "0.6666"]
     # The same short requests for all, as many as the most replicas have rows.
     assert served.asked == [(12, math.inf), (4, 7), (12, math.inf), (8, 7), (12, math.inf), (12, 7)]
-    one = {"tokens/s": 100, "core ms a token": 8, "of them at the door": 3}
+    one = {"tokens/s": 100, "core ms a token": 8, "of them in the ingress": 3}
     one |= {"of them in its busiest process": 2, "memory of replicas, MB": 300}
     assert values(rows, "replicas", 1) == near(one)
     predicted = [values(rows, "replicas", count)["tokens/s, predicted"] for count in (2, 3)]

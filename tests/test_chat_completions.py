@@ -28,11 +28,11 @@ FULL = [{"role": "user", "content": "x " * 27 + "x,"}]  # a window of tokens
 
 
 @pytest.mark.parametrize("messages", [TALK[:1], TALK, FULL])
-def test_a_reply_is_the_text_of_the_engine(door, tiny_llama, messages):
+def test_a_reply_is_the_text_of_the_engine(client, tiny_llama, messages):
     """Up to the end of the window if nothing is said, and one token where that is full."""
     tokens, text, _, reason = alone(tiny_llama, messages, seed=4)
     body = {"messages": messages, "seed": 4}
-    status, found = door.post(PATH, body)
+    status, found = client.post(PATH, body)
     assert status == 200 and found.pop("id").startswith("chatcmpl-") and found.pop("created")
     given = len(prompt_of(messages))
     usage = {"prompt_tokens": given, "completion_tokens": len(tokens)}
@@ -43,10 +43,10 @@ def test_a_reply_is_the_text_of_the_engine(door, tiny_llama, messages):
     assert found == known
 
 
-def test_events_begin_with_the_role_and_the_first_token(door, tiny_llama):
+def test_events_begin_with_the_role_and_the_first_token(client, tiny_llama):
     tokens, text, _, reason = alone(tiny_llama, TALK, seed=1, max_new_tokens=9)
     body = {"messages": TALK, "seed": 1, "max_tokens": 9, "stream": True}
-    events = door.events(PATH, body)
+    events = client.events(PATH, body)
     deltas = [event["choices"][0]["delta"] for event in events]
     assert deltas[0]["role"] == "assistant" and all("role" not in delta for delta in deltas[1:])
     assert "".join(delta["content"] for delta in deltas) == text
@@ -54,29 +54,29 @@ def test_events_begin_with_the_role_and_the_first_token(door, tiny_llama):
     assert reasons == [None] * (len(events) - 1) + [reason]
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
     assert len(events) <= len(tokens)  # none for the role alone
-    *_, last = door.events(PATH, body | {"stream_options": {"include_usage": True}})
+    *_, last = client.events(PATH, body | {"stream_options": {"include_usage": True}})
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == len(tokens)
 
 
-def test_limits_of_length(door):
+def test_limits_of_length(client):
     names = ("max_tokens", "max_completion_tokens")
     for limits, wanted in (((3, None), 3), ((None, 4), 4), ((3, 4), 4), ((None, 0), 0)):
         body = {"messages": TALK, "ignore_eos": True} | dict(zip(names, limits))
-        assert door.post(PATH, body)[1]["usage"]["completion_tokens"] == wanted
+        assert client.post(PATH, body)[1]["usage"]["completion_tokens"] == wanted
 
 
-def test_content_in_parts(door):
+def test_content_in_parts(client):
     parts = [{"type": "text", "text": "cat,"}, {"type": "text", "text": " moon"}]
     plain = {"messages": TALK[:1], "seed": 1, "max_tokens": 5}
     split = plain | {"messages": [{"role": "user", "name": "me", "content": parts}]}
-    first, second = (door.post(PATH, body)[1] for body in (plain, split))
+    first, second = (client.post(PATH, body)[1] for body in (plain, split))
     assert first["choices"] == second["choices"] and first["usage"] == second["usage"]
 
 
-def test_log_probabilities_with_the_bytes_of_tokens(door, tiny_llama):
+def test_log_probabilities_with_the_bytes_of_tokens(client, tiny_llama):
     tokens, _, logprobs, _ = alone(tiny_llama, TALK, seed=2, logprobs=3)
     body = {"messages": TALK, "seed": 2, "logprobs": True, "top_logprobs": 3}
-    (choice,) = door.post(PATH, body)[1]["choices"]
+    (choice,) = client.post(PATH, body)[1]["choices"]
     found = choice["logprobs"]["content"]
     decode = small_encoding().decode_single_token_bytes
 
@@ -88,21 +88,21 @@ def test_log_probabilities_with_the_bytes_of_tokens(door, tiny_llama):
         entry(token, logprob) | {"top_logprobs": [entry(*pair) for pair in top]}
         for token, (logprob, top) in zip(tokens, logprobs)
     ]
-    events = door.events(PATH, body | {"stream": True})
+    events = client.events(PATH, body | {"stream": True})
     parts = [event["choices"][0]["logprobs"]["content"] for event in events]
     assert sum(parts, []) == found
-    (choice,) = door.post(PATH, body | {"top_logprobs": None})[1]["choices"]
+    (choice,) = client.post(PATH, body | {"top_logprobs": None})[1]["choices"]
     assert choice["logprobs"]["content"] == [entry | {"top_logprobs": []} for entry in found]
 
 
-def test_n_replies(door, tiny_llama):
+def test_n_replies(client, tiny_llama):
     body = {"messages": TALK, "seed": 5, "n": 3, "max_tokens": 8}
     wanted = [alone(tiny_llama, TALK, seed=5 + row, max_new_tokens=8)[1] for row in range(3)]
-    found = [choice["message"]["content"] for choice in door.post(PATH, body)[1]["choices"]]
+    found = [choice["message"]["content"] for choice in client.post(PATH, body)[1]["choices"]]
     assert found == wanted
     texts = [""] * 3
     roles = []
-    for event in door.events(PATH, body | {"stream": True}):
+    for event in client.events(PATH, body | {"stream": True}):
         (choice,) = event["choices"]
         texts[choice["index"]] += choice["delta"]["content"]
         roles += [choice["index"]] if "role" in choice["delta"] else []
@@ -110,10 +110,10 @@ def test_n_replies(door, tiny_llama):
 
 
 def test_a_second_turn_shares_the_pages_of_the_first(tiny_llama):
-    with serving(lambda: small_engine(tiny_llama, page_size=4)) as door:
-        (choice,) = door.post(PATH, {"messages": TALK[:1], "max_tokens": 6})[1]["choices"]
-        door.post(PATH, {"messages": [*TALK[:1], choice["message"], TALK[2]], "max_tokens": 1})
-        shared = door.thread.engine.scheduler.prefix_cache_hits
+    with serving(lambda: small_engine(tiny_llama, page_size=4)) as client:
+        (choice,) = client.post(PATH, {"messages": TALK[:1], "max_tokens": 6})[1]["choices"]
+        client.post(PATH, {"messages": [*TALK[:1], choice["message"], TALK[2]], "max_tokens": 1})
+        shared = client.thread.engine.scheduler.prefix_cache_hits
     assert shared >= len(prompt_of(TALK[:1])) // 4 * 4 > 0
 
 
@@ -144,46 +144,46 @@ MIN = "messages: List should have at least 1 item after validation, not 0"
         ({"add_generation_prompt": False}, f"{ADD} is not supported", ADD),
     ],
 )
-def test_what_is_refused(door, fields, message, param):
+def test_what_is_refused(client, fields, message, param):
     body = {"messages": TALK} | fields
-    assert door.post(PATH, body) == (400, refusal(message, param))
-    assert door.post(PATH, body | {"stream": True}) == (400, refusal(message, param))
+    assert client.post(PATH, body) == (400, refusal(message, param))
+    assert client.post(PATH, body | {"stream": True}) == (400, refusal(message, param))
 
 
-def test_what_asks_for_nothing_more_is_accepted(door):
+def test_what_asks_for_nothing_more_is_accepted(client):
     plain = {"messages": TALK, "seed": 1, "max_tokens": 3}
     more = {"echo": False, "best_of": 1, "add_generation_prompt": True, "tool_choice": "auto"}
     null = dict.fromkeys(more)
-    first, *others = (door.post(PATH, plain | fields)[1] for fields in ({}, more, null))
+    first, *others = (client.post(PATH, plain | fields)[1] for fields in ({}, more, null))
     assert all(other["choices"] == first["choices"] for other in others)
 
 
 def test_a_model_without_a_template(tiny_llama):
     error = UserError("small: this model was not made for chat")
-    with serving(lambda: small_engine(tiny_llama), chat=error) as door:
-        assert door.post(PATH, {"messages": TALK}) == (400, refusal(str(error)))
-        assert door.post("/v1/completions", {"max_tokens": 1})[0] == 200
+    with serving(lambda: small_engine(tiny_llama), chat=error) as client:
+        assert client.post(PATH, {"messages": TALK}) == (400, refusal(str(error)))
+        assert client.post("/v1/completions", {"max_tokens": 1})[0] == 200
 
 
-def test_the_official_client(door, tiny_llama):
+def test_the_official_client(client, tiny_llama):
     import openai
 
     _, text, logprobs, reason = alone(tiny_llama, TALK, seed=3, logprobs=1, max_new_tokens=12)
     asked = {"model": "small", "messages": TALK, "seed": 3, "max_completion_tokens": 12}
-    where = {"base_url": f"http://127.0.0.1:{door.port}/v1", "api_key": "none"}
-    with openai.OpenAI(**where, max_retries=0) as client:
-        assert [model.id for model in client.models.list()] == ["small"]
-        reply = client.chat.completions.create(**asked, logprobs=True, top_logprobs=1)
+    where = {"base_url": f"http://127.0.0.1:{client.port}/v1", "api_key": "none"}
+    with openai.OpenAI(**where, max_retries=0) as openai_client:
+        assert [model.id for model in openai_client.models.list()] == ["small"]
+        reply = openai_client.chat.completions.create(**asked, logprobs=True, top_logprobs=1)
         (choice,) = reply.choices
         assert (choice.message.content, choice.finish_reason) == (text, reason)
         found = [entry.logprob for entry in choice.logprobs.content]
         assert found == [entry.logprob for entry in logprobs]
         usage = {"stream": True, "stream_options": {"include_usage": True}}
-        *events, last = client.chat.completions.create(**asked, **usage)
+        *events, last = openai_client.chat.completions.create(**asked, **usage)
         assert "".join(event.choices[0].delta.content for event in events) == text
         assert last.usage.total_tokens == reply.usage.total_tokens
         with pytest.raises(openai.NotFoundError) as refused:
-            client.completions.create(model="gpt-4", prompt=prompt_of(TALK))
+            openai_client.completions.create(model="gpt-4", prompt=prompt_of(TALK))
         assert refused.value.code == "model_not_found"
 
 
@@ -198,8 +198,8 @@ def test_the_official_client(door, tiny_llama):
         ({"messages": [0] * 300_000}, "messages"),
     ],
 )
-def test_wrong_messages_are_told_of_the_first(door, body, words):
-    status, answer = door.post(PATH, body)
+def test_wrong_messages_are_told_of_the_first(client, body, words):
+    status, answer = client.post(PATH, body)
     assert (status, answer["error"]["param"]) == (400, "messages")
     message = answer["error"]["message"]
     assert message.startswith(words) and len(message) < 200

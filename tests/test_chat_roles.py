@@ -38,18 +38,18 @@ TEMPLATES = {
 }
 
 
-def told(door) -> list[str] | None:
+def told(client) -> list[str] | None:
     """What the list of models says, and the model's own page, too."""
-    (model,) = door.get("/v1/models")[1]["data"]
-    assert door.get("/v1/models/small") == (200, model)
+    (model,) = client.get("/v1/models")[1]["data"]
+    assert client.get("/v1/models/small") == (200, model)
     return model.get("chat_roles")
 
 
-def length(door, role: str, content: str) -> int:
+def length(client, role: str, content: str) -> int:
     """The tokens of a prompt in which this role says this; 0 for one that is refused."""
     for roles in (TALKS[role], ["system", *TALKS[role]]):
         talk = [{"role": each, "content": content if each == role else "a"} for each in roles]
-        status, answer = door.post(CHAT, {"messages": talk, "max_tokens": 1})
+        status, answer = client.post(CHAT, {"messages": talk, "max_tokens": 1})
         if status == 200:
             return answer["usage"]["prompt_tokens"]
     return 0
@@ -59,27 +59,27 @@ def length(door, role: str, content: str) -> int:
 def test_the_roles_are_those_whose_words_are_in_the_prompt(tiny_llama, tmp_path, name):
     template, roles = TEMPLATES[name]
     write_template(tmp_path, template)
-    with serving(lambda: small_engine(tiny_llama), chat=Chat(str(tmp_path))) as door:
-        assert told(door) == roles
+    with serving(lambda: small_engine(tiny_llama), chat=Chat(str(tmp_path))) as client:
+        assert told(client) == roles
         for role in TALKS:
-            grows = length(door, role, "one two three four") > length(door, role, "one")
+            grows = length(client, role, "one two three four") > length(client, role, "one")
             assert grows == (role in roles)
 
 
-def test_the_embedded_model_knows_no_system_prompt(door):
-    assert told(door) == ["user", "assistant"]
-    assert length(door, "system", "a") == 0
+def test_the_embedded_model_knows_no_system_prompt(client):
+    assert told(client) == ["user", "assistant"]
+    assert length(client, "system", "a") == 0
 
 
 def test_a_model_without_a_template_has_no_roles(tiny_llama):
     chat = UserError("this model was not made for chat")
-    with serving(lambda: small_engine(tiny_llama), chat=chat) as door:
-        assert told(door) == []
-        assert length(door, "user", "a") == 0
+    with serving(lambda: small_engine(tiny_llama), chat=chat) as client:
+        assert told(client) == []
+        assert length(client, "user", "a") == 0
 
 
 def test_an_adapter_has_the_roles_of_its_model(tiny_llama):
     adapters = {"frogs": "somewhere/frogs"}
-    with serving(lambda: small_engine(tiny_llama), adapters=adapters) as door:
-        found = door.get("/v1/models")[1]["data"]
+    with serving(lambda: small_engine(tiny_llama), adapters=adapters) as client:
+        found = client.get("/v1/models")[1]["data"]
         assert [model.get("chat_roles") for model in found] == [["user", "assistant"]] * 2

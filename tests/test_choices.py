@@ -11,16 +11,16 @@ from serving import (
     serving,
     small_encoding,
     small_engine,
-    texts_of,
+    texts_by_index,
 )
 
 TEXTS = ["Tom", "a dog and", "", "é😀"]
 
 
 @pytest.fixture(scope="module")
-def door(tiny_llama):
-    with serving(lambda: small_engine(tiny_llama, max_num_seqs=3)) as door:
-        yield door
+def client(tiny_llama):
+    with serving(lambda: small_engine(tiny_llama, max_num_seqs=3)) as client:
+        yield client
 
 
 def ids_of(prompt: str) -> list[int]:
@@ -33,13 +33,13 @@ def alone(tiny_llama, prompts, seeds, **params) -> list[tuple]:
     return [engine_alone(tiny_llama, prompt, seed=seed, **params)[1::2] for prompt, seed in pairs]
 
 
-def choices_of(door, body: dict) -> list[tuple]:
+def choices_of(client, body: dict) -> list[tuple]:
     """Text and finish reason of each choice, held to be the same whole and in events."""
-    status, found = door.post(PATH, body)
+    status, found = client.post(PATH, body)
     assert status == 200, found
     assert [choice["index"] for choice in found["choices"]] == list(range(len(found["choices"])))
     whole = [(choice["text"], choice["finish_reason"]) for choice in found["choices"]]
-    assert texts_of(door.events(PATH, body | {"stream": True})) == dict(enumerate(whole))
+    assert texts_by_index(client.events(PATH, body | {"stream": True})) == dict(enumerate(whole))
     return whole
 
 
@@ -54,17 +54,17 @@ def choices_of(door, body: dict) -> list[tuple]:
     ],
     ids=str,
 )
-def test_prompts_in_all_four_forms(door, tiny_llama, prompt, texts):
+def test_prompts_in_all_four_forms(client, tiny_llama, prompt, texts):
     wanted = alone(tiny_llama, texts, [None], temperature=0)
-    assert choices_of(door, {"prompt": prompt, "temperature": 0}) == wanted
+    assert choices_of(client, {"prompt": prompt, "temperature": 0}) == wanted
 
 
-def test_n_texts_for_each_prompt_with_seeds_of_their_own(door, tiny_llama):
+def test_n_texts_for_each_prompt_with_seeds_of_their_own(client, tiny_llama):
     body = {"prompt": TEXTS[:2], "n": 3, "seed": 2**64 - 1, "best_of": 3}
     wanted = alone(tiny_llama, TEXTS[:2], [2**64 - 1, 0, 1])
-    assert choices_of(door, body) == wanted
+    assert choices_of(client, body) == wanted
     assert len(set(wanted)) == 6
-    _, unseeded = door.post(PATH, {"prompt": "Tom", "n": 4})
+    _, unseeded = client.post(PATH, {"prompt": "Tom", "n": 4})
     assert len({choice["text"] for choice in unseeded["choices"]}) > 1
 
 
@@ -77,23 +77,23 @@ ECHOES = [  # a prompt and its texts
 
 
 @pytest.mark.parametrize("prompt, echoes", ECHOES)
-def test_an_echo_is_the_prompt_before_each_text(door, prompt, echoes):
+def test_an_echo_is_the_prompt_before_each_text(client, prompt, echoes):
     body = {"prompt": prompt, "n": 2, "seed": 1, "max_tokens": 5}
-    plain = choices_of(door, body)
+    plain = choices_of(client, body)
     echoes = [echo for echo in echoes for _ in range(2)]
     wanted = [(echo + text, reason) for echo, (text, reason) in zip(echoes, plain)]
-    assert choices_of(door, body | {"echo": True}) == wanted
+    assert choices_of(client, body | {"echo": True}) == wanted
     alone = [(echo, "length") for echo in echoes]
-    assert choices_of(door, body | {"echo": True, "max_tokens": 0}) == alone
+    assert choices_of(client, body | {"echo": True, "max_tokens": 0}) == alone
 
 
-def test_usage_counts_each_prompt_once_and_each_text(door):
+def test_usage_counts_each_prompt_once_and_each_text(client):
     options = {"stream_options": {"include_usage": True}}
     body = {"prompt": TEXTS, "n": 2, "max_tokens": 3, "ignore_eos": True, "temperature": 0}
     given = sum(len(ids_of(text)) or 1 for text in TEXTS)
     usage = {"prompt_tokens": given, "completion_tokens": 24, "total_tokens": given + 24}
-    assert door.post(PATH, body)[1]["usage"] == usage
-    assert door.events(PATH, body | options | {"stream": True})[-1]["usage"] == usage
+    assert client.post(PATH, body)[1]["usage"] == usage
+    assert client.events(PATH, body | options | {"stream": True})[-1]["usage"] == usage
 
 
 PROMPT = "it must be a string, a list of strings, a list of token ids or a list of such lists"
@@ -120,22 +120,22 @@ IDS = "the prompt has the id {}; ids of this model are integers from 0 to 4095"
         ),
     ],
 )
-def test_what_is_refused(door, body, message, param):
+def test_what_is_refused(client, body, message, param):
     for more in ({}, {"stream": True}, {"echo": True}):
-        assert door.post(PATH, body | more) == (400, refusal(message, param))
+        assert client.post(PATH, body | more) == (400, refusal(message, param))
 
 
 def test_one_text_that_fails_fails_its_request_alone(tiny_llama):
     def make():
         return failing(small_engine(tiny_llama), lambda request: request.tokens[:2] == [7, 8])
 
-    with serving(make) as door:
-        assert door.post(PATH, {"prompt": [[1], [7, 8]]})[0] == 500
-        assert door.post(PATH, {"prompt": [[1], [7, 9]]})[0] == 200
-        assert not door.thread.calls
+    with serving(make) as client:
+        assert client.post(PATH, {"prompt": [[1], [7, 8]]})[0] == 500
+        assert client.post(PATH, {"prompt": [[1], [7, 9]]})[0] == 200
+        assert not client.thread.generations
 
 
-def test_half_a_letter_in_a_list_is_no_text(door):
+def test_half_a_letter_in_a_list_is_no_text(client):
     body = {"prompt": ["Tom", "\udfff"], "echo": True, "stream": True}
-    status, answer = door.post(PATH, body)
+    status, answer = client.post(PATH, body)
     assert status == 400 and answer["error"]["message"].startswith("prompt.1: not UTF-8 text")

@@ -15,20 +15,20 @@ PATHS = {"/v1/completions": ENDLESS, "/v1/chat/completions": CHAT, "/v1/response
 TEXT, REPLY, RESPONDED = PATHS
 
 
-def settle(door) -> None:
+def settle(client) -> None:
     """Let the event loop see what has come before: it answers these, one after the other."""
     for _ in range(20):
-        door.get("/health")
+        client.get("/health")
 
 
-def check_noticed(door) -> None:
+def check_noticed(client) -> None:
     """A client that leaves is noticed at all, however long its text would be."""
-    client = connect(door, request_of("/v1/completions", ENDLESS))
-    until(lambda: door.thread.calls)
-    client.close()
-    settle(door)
-    assert not door.thread.calls
-    until(lambda: is_free(door))
+    connection = connect(client, request_of("/v1/completions", ENDLESS))
+    until(lambda: client.thread.generations)
+    connection.close()
+    settle(client)
+    assert not client.thread.generations
+    until(lambda: is_free(client))
 
 
 @pytest.mark.parametrize(
@@ -71,48 +71,48 @@ def check_leaving(tiny_llama, path, state, stream) -> None:
         return engine
 
     long = {"prompt": "word " * 60}
-    with serving(make) as door:
-        scheduler = door.thread.engine.scheduler
-        other = connect(door, request_of("/v1/completions", ENDLESS | {"stream": True}))
+    with serving(make) as client:
+        scheduler = client.thread.engine.scheduler
+        other = connect(client, request_of("/v1/completions", ENDLESS | {"stream": True}))
         until(lambda: scheduler.running and scheduler.running[0].output)
         if state == "prefill":
             gate.clear()  # one step may be under way
         body = PATHS[path] | {"stream": stream} | (long if state == "prefill" else {})
-        client = connect(door, request_of(path, body))
+        connection = connect(client, request_of(path, body))
         if state == "queued":
             until(lambda: len(scheduler.waiting) == 1)
         elif state == "decoding":
             until(lambda: len(scheduler.running) == 2 and scheduler.running[1].output)
         else:
-            until(lambda: len(door.thread.calls) == 2)
+            until(lambda: len(client.thread.generations) == 2)
             gate.set()
             until(lambda: len(scheduler.running) == 2)
         victim = (list(scheduler.waiting) + scheduler.running)[0 if state == "queued" else -1]
-        client.close()
-        settle(door)
-        assert len(door.thread.calls) == 1
+        connection.close()
+        settle(client)
+        assert len(client.thread.generations) == 1
         before = len(steps)
         until(lambda: victim.finish_reason)
         assert len(steps) <= before + 2
         assert victim.finish_reason == "abort" and not victim.pages
         assert len(scheduler.running) == 1 and not scheduler.waiting
         other.close()
-        until(lambda: is_free(door))
+        until(lambda: is_free(client))
 
 
 def test_still_a_client_that_never_reads_stops_nobody(tiny_llama):
     """Its events fill the buffers of the socket; then they wait, joined into one."""
-    with serving(lambda: small_engine(tiny_llama)) as door:
+    with serving(lambda: small_engine(tiny_llama)) as client:
         body = ENDLESS | {"stream": True, "max_tokens": 3000, "n": 4}
-        client = socket.socket()
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", door.port))
-        client.sendall(request_of("/v1/completions", body))
-        until(lambda: door.thread.calls)
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", client.port))
+        connection.sendall(request_of("/v1/completions", body))
+        until(lambda: client.thread.generations)
         for _ in range(3):
-            assert door.post("/v1/completions", {"prompt": "Tom", "max_tokens": 5})[0] == 200
-        client.close()
-        until(lambda: is_free(door))
+            assert client.post("/v1/completions", {"prompt": "Tom", "max_tokens": 5})[0] == 200
+        connection.close()
+        until(lambda: is_free(client))
 
 
 def test_60_clients_of_which_some_vanish(tiny_llama):
@@ -120,37 +120,37 @@ def test_60_clients_of_which_some_vanish(tiny_llama):
     path = "/v1/completions"
     body = {"prompt": "Tom and", "max_tokens": 12}
     with (
-        serving(lambda: small_engine(tiny_llama, max_num_seqs=8, num_pages=16)) as door,
+        serving(lambda: small_engine(tiny_llama, max_num_seqs=8, num_pages=16)) as client,
         ThreadPoolExecutor(20) as pool,
     ):
-        check_noticed(door)
+        check_noticed(client)
         bodies = [body | {"seed": seed} for seed in range(8)]
-        alone = [door.post(path, each)[1]["choices"] for each in bodies]
+        alone = [client.post(path, each)[1]["choices"] for each in bodies]
 
         def ask(row):
             if row % 5:
-                return door.post(path, bodies[row % 8])[1]["choices"] == alone[row % 8]
+                return client.post(path, bodies[row % 8])[1]["choices"] == alone[row % 8]
             stream = row % 2 == 0
-            client = connect(door, request_of(path, ENDLESS | {"stream": stream}))
+            connection = connect(client, request_of(path, ENDLESS | {"stream": stream}))
             if stream:
-                client.recv(1)
-            client.close()
+                connection.recv(1)
+            connection.close()
             return True
 
         assert all(pool.map(ask, range(60)))
-        until(lambda: is_free(door))
+        until(lambda: is_free(client))
 
 
 def test_a_client_that_says_more_and_leaves_frees_what_it_held(tiny_llama):
     """uvicorn stops reading where bytes come after a body, and does not see the end by itself."""
-    with serving(lambda: small_engine(tiny_llama)) as door:
-        check_noticed(door)
-        client = connect(door, request_of("/v1/completions", ENDLESS))
-        until(lambda: door.thread.engine.scheduler.running)
-        client.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+    with serving(lambda: small_engine(tiny_llama)) as client:
+        check_noticed(client)
+        connection = connect(client, request_of("/v1/completions", ENDLESS))
+        until(lambda: client.thread.engine.scheduler.running)
+        connection.sendall(b"GET /health HTTP/1.1\r\n\r\n")
         time.sleep(0.1)  # it comes in a segment of its own
-        client.close()
-        until(lambda: is_free(door))
+        connection.close()
+        until(lambda: is_free(client))
 
 
 class Transport(asyncio.Transport):

@@ -7,7 +7,7 @@ import signal
 import socket
 
 import pytest
-from serving import ENDLESS, PATH, Door, Script, server_error, until
+from serving import ENDLESS, PATH, Client, Script, server_error, until
 
 import serve
 
@@ -21,7 +21,7 @@ def start(tmp_path):
 
 @pytest.fixture
 def slow(start, monkeypatch):
-    """A server that waits before it loads its model, a Door to it, and what lets it go on."""
+    """A server that waits before it loads its model, a Client to it, and what lets it go on."""
     held, let_go = os.pipe()
     load = serve.load_engine
 
@@ -32,15 +32,15 @@ def slow(start, monkeypatch):
     monkeypatch.setattr(serve, "load_engine", load_later)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    door = Door(port, None, None)
+    client = Client(port, None, None)
     with start("--port", port) as server:
-        until(lambda: lets_in(door) or not server.process.is_alive())
-        yield server, door, lambda: os.write(let_go, b"x")
+        until(lambda: lets_in(client) or not server.process.is_alive())
+        yield server, client, lambda: os.write(let_go, b"x")
 
 
-def lets_in(door) -> bool:
+def lets_in(client) -> bool:
     with contextlib.suppress(OSError):
-        return bool(door.get("/health"))
+        return bool(client.get("/health"))
     return False
 
 
@@ -53,8 +53,8 @@ def rest_of(answer) -> list[dict]:
 
 def test_after_the_limit_texts_end_with_an_error(start):
     with start("--drain-seconds", 0.5) as server:
-        door = server.door()
-        with door.send("POST", PATH, STREAM) as answer:
+        client = server.client()
+        with client.send("POST", PATH, STREAM) as answer:
             answer.readline()
             server.signal(signal.SIGTERM)
             assert rest_of(answer)[-1] == server_error("the server is shutting down")
@@ -63,33 +63,33 @@ def test_after_the_limit_texts_end_with_an_error(start):
 
 def test_a_second_signal_ends_it_at_once(start):
     with start() as server:
-        door = server.door()
-        with door.send("POST", PATH, STREAM) as answer:
+        client = server.client()
+        with client.send("POST", PATH, STREAM) as answer:
             answer.readline()
             server.signal(signal.SIGTERM)
-            until(lambda: not lets_in(door))
+            until(lambda: not lets_in(client))
             assert answer.readline() and server.process.is_alive()
             server.signal(signal.SIGTERM)
             assert server.end()[0] == 128 + signal.SIGTERM
 
 
 def test_503_while_the_model_is_loaded_and_texts_end_after_a_signal(slow):
-    server, door, let_go = slow
+    server, client, let_go = slow
     refused = (503, server_error("the model is being loaded"))
     talk = {"messages": [{"role": "user", "content": "cat"}]}
-    assert door.get("/health") == (503, None)
-    assert door.get("/v1/models") == door.post(PATH, {}) == refused
-    assert door.post("/v1/chat/completions", talk) == refused
+    assert client.get("/health") == (503, None)
+    assert client.get("/v1/models") == client.post(PATH, {}) == refused
+    assert client.post("/v1/chat/completions", talk) == refused
     let_go()
-    assert server.door().port == door.port
-    assert door.get("/health") == (200, None)
-    with door.send("POST", PATH, STREAM | {"max_tokens": 60}) as answer:
+    assert server.client().port == client.port
+    assert client.get("/health") == (200, None)
+    with client.send("POST", PATH, STREAM | {"max_tokens": 60}) as answer:
         answer.readline()
         server.signal(signal.SIGTERM)
         assert rest_of(answer)[-1]["choices"][0]["finish_reason"] == "length"
     assert server.end() == (0, "")
     with pytest.raises(ConnectionRefusedError):
-        door.get("/health")
+        client.get("/health")
 
 
 def test_a_signal_while_the_model_is_loaded(slow):

@@ -30,9 +30,9 @@ async def is_idle(thread) -> bool:
 
     def look():
         free = pool.num_free_pages == pool.num_pages
-        return free and not thread.engine.busy and not thread.texts
+        return free and not thread.engine.busy and not thread.request_states
 
-    return await in_thread(thread, look) and not thread.calls
+    return await in_thread(thread, look) and not thread.generations
 
 
 def test_each_reader_hears_that_its_engine_died(tiny_llama, capfd):
@@ -118,13 +118,13 @@ def test_a_call_that_is_refused_leaves_none_of_its_texts(tiny_llama):
 
 
 def test_a_text_that_fails_ends_those_of_its_call(tiny_llama):
-    from server.engine_thread import TextFailed
+    from server.engine_thread import RequestFailed
 
     def make():
         return failing(small_engine(tiny_llama), lambda request: len(request.output) == 2)
 
     async def use(thread):
-        with pytest.raises(TextFailed):
+        with pytest.raises(RequestFailed):
             await collect(thread.generate([[9], [8]], [endless()] * 2))
         return await is_idle(thread)
 
@@ -149,7 +149,7 @@ def test_the_end_of_the_thread_is_told_to_its_readers(tiny_llama):
 
 
 def test_a_text_that_fails_is_an_error_after_what_it_has(tiny_llama):
-    from server.engine_thread import TextFailed
+    from server.engine_thread import RequestFailed
 
     params = SamplingParams(max_new_tokens=9, ignore_eos=True, logprobs=0)
 
@@ -159,7 +159,7 @@ def test_a_text_that_fails_is_an_error_after_what_it_has(tiny_llama):
     async def use(thread):
         good = asyncio.ensure_future(collect(thread.generate([[1]], [params])))
         counts = []
-        with pytest.raises(TextFailed) as failed:
+        with pytest.raises(RequestFailed) as failed:
             async for step in thread.generate([[5]], [params]):
                 counts.append((len(step[0].tokens), len(step[0].logprobs)))
                 assert step[0].finish_reason is None

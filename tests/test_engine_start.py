@@ -28,12 +28,12 @@ def test_a_text_that_is_there_is_no_error_when_the_engine_ends(tiny_llama):
 
 
 def test_the_models_of_a_dead_engine(tiny_llama):
-    with serving(lambda: small_engine(tiny_llama)) as door:
+    with serving(lambda: small_engine(tiny_llama)) as client:
 
         def die():
             raise MemoryError("no more")
 
-        door.thread.commands.put(die)
-        door.thread.thread.join(60)
+        client.thread.commands.put(die)
+        client.thread.thread.join(60)
         error = server_error("the engine has failed: MemoryError: no more")
-        assert door.get("/v1/models") == (503, error)
+        assert client.get("/v1/models") == (503, error)

@@ -13,7 +13,7 @@ from errors import UserError
 from sampling import SamplingParams
 
 
-def texts_of(lengths) -> list[list[int]]:
+def random_prompts(lengths) -> list[list[int]]:
     return [random_tokens(length, 4000, seed) for seed, length in enumerate(lengths)]
 
 
@@ -48,7 +48,7 @@ def test_two_tasks_of_a_program_have_their_tokens_one_by_one(run_program):
 
 
 def test_16_tasks_at_once_have_the_texts_of_the_engine(tiny_llama):
-    prompts = texts_of([1, 5, 20, 70] * 4)
+    prompts = random_prompts([1, 5, 20, 70] * 4)
     kinds = (
         {},
         {"temperature": 0.8, "top_p": 0.9},

@@ -18,28 +18,28 @@ def model(tiny_llama, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def servers(model):
-    """A Door to three engines, these, and a Door to one."""
+    """A Client to three engines, these, and a Client to one."""
     args = parse(model, "--max-num-seqs", 4, "--max-waiting", 20)
-    with serving_replicas(args, 3) as (door, replicas):
+    with serving_replicas(args, 3) as (client, replicas):
         with serving(lambda: make_engine(args), max_waiting=20) as one:
-            yield door, replicas, one
+            yield client, replicas, one
 
 
 def test_texts_are_those_of_one_engine_and_each_has_some(servers):
-    door, replicas, one = servers
-    check_texts(door, one, clients=4)
+    client, replicas, one = servers
+    check_texts(client, one, clients=4)
     assert all(replica.thread.engine.steps for replica in replicas)
 
 
 def test_what_an_engine_refuses_is_told(servers):
-    door, _, one = servers
+    client, _, one = servers
     for body in ({"prompt": [10**6]}, {"prompt": ["a"] * 25}, {"temperature": -1}):
-        answer = door.post(PATH, body)
+        answer = client.post(PATH, body)
         assert answer == one.post(PATH, body) and answer[0] == 400
 
 
 def test_no_engine_compiles_a_form_where_streams_wait(servers, monkeypatch):
-    """The door's process has done it, but an engine elsewhere finds nothing of that."""
+    """The ingress process has done it, but an engine elsewhere finds nothing of that."""
     import constraints
 
     compiled = []
@@ -51,20 +51,20 @@ def test_no_engine_compiles_a_form_where_streams_wait(servers, monkeypatch):
 
     cached = functools.lru_cache(8)(compile_and_tell)
     monkeypatch.setattr(constraints, "compile_form", cached)
-    door, replicas, _ = servers
+    client, replicas, _ = servers
     body = {"structured_outputs": {"regex": "(a|b){3}"}, "seed": 1, "n": 2}
-    answers = [door.post(PATH, body) for _ in replicas]
+    answers = [client.post(PATH, body) for _ in replicas]
     assert {answer[0] for answer in answers} == {200}
     assert len({own for own, _ in compiled}) == len(compiled) == 1 + len(replicas)
     assert not any(name == "engine" for _, name in compiled)
 
 
 def test_a_full_engine_is_429(servers):
-    door, replicas, _ = servers
+    client, replicas, _ = servers
     many = ENDLESS | {"prompt": ["Tom"] * 24, "max_tokens": 10**4, "stream": True}
-    answers = [door.send("POST", PATH, many) for _ in replicas]
+    answers = [client.send("POST", PATH, many) for _ in replicas]
     assert [answer.status for answer in answers] == [200] * 3
-    status, body = door.post(PATH, ENDLESS)
+    status, body = client.post(PATH, ENDLESS)
     error = "the queue is full, with 24 texts: try again"
     assert (status, body["error"]["message"]) == (429, error)
     for answer in answers:
@@ -74,9 +74,9 @@ def test_a_full_engine_is_429(servers):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_the_engine(servers, stream):
-    door, replicas, _ = servers
-    with connect(door, request_of(PATH, ENDLESS | {"stream": stream})):
-        until(lambda: any(replica.thread.calls for replica in replicas))
+    client, replicas, _ = servers
+    with connect(client, request_of(PATH, ENDLESS | {"stream": stream})):
+        until(lambda: any(replica.thread.generations for replica in replicas))
     until(lambda: all(map(is_free, replicas)))
 
 
@@ -88,36 +88,36 @@ def test_engines_elsewhere_are_not_seen_at_work(servers):
 
 def test_an_app_needs_no_engine_to_know_its_model(model):
     assert importlib.util.find_spec("server.replicas")
-    with serving_replicas(parse(model), 1) as (door, _):
-        (known,) = door.get("/v1/models")[1]["data"]
+    with serving_replicas(parse(model), 1) as (client, _):
+        (known,) = client.get("/v1/models")[1]["data"]
         assert (known["id"], known["max_model_len"]) == (model.name, 64)
         assert known["root"] == str(model)
-        assert door.post(PATH, {"model": "gpt2"})[0] == 404
-        assert door.post("/v1/chat/completions", {"messages": []})[0] == 400
-        assert door.get("/health") == (200, None)
+        assert client.post(PATH, {"model": "gpt2"})[0] == 404
+        assert client.post("/v1/chat/completions", {"messages": []})[0] == 400
+        assert client.get("/health") == (200, None)
 
 
 def test_keys_queues_and_hosts_are_those_of_the_command_line(model):
     options = "--api-key", "secret", "--max-waiting-tokens", 20, "--allowed-host", "door.lan"
-    with serving_replicas(parse(model, *options), 1) as (door, _):
+    with serving_replicas(parse(model, *options), 1) as (client, _):
         known = {"Authorization": "Bearer secret"}
-        assert door.post(PATH, {"prompt": "Tom"})[0] == 401
-        assert door.post(PATH, {"prompt": "Tom"}, known)[0] == 200
-        status, body = door.post(PATH, {"prompt": [1] * 21}, known)
+        assert client.post(PATH, {"prompt": "Tom"})[0] == 401
+        assert client.post(PATH, {"prompt": "Tom"}, known)[0] == 200
+        status, body = client.post(PATH, {"prompt": [1] * 21}, known)
         error = "21 tokens of prompts in one request; there is room for 20"
         assert (status, body["error"]["message"]) == (400, error)
         for host, status in (("door.lan:80", 200), ("localhost", 200), ("evil.example", 403)):
-            assert door.ask("GET", "/v1/models", None, known | {"Host": host})[0] == status
+            assert client.ask("GET", "/v1/models", None, known | {"Host": host})[0] == status
 
 
 def test_a_salt_reaches_the_engine(model):
-    with serving_replicas(parse(model), 1) as (door, (replica,)):
+    with serving_replicas(parse(model), 1) as (client, (replica,)):
         for cache_salt, shared in (("x", 0), ("x", 8), ("y", 8)):
-            assert door.post(PATH, {"prompt": [7] * 9, "cache_salt": cache_salt})[0] == 200
+            assert client.post(PATH, {"prompt": [7] * 9, "cache_salt": cache_salt})[0] == 200
             assert replica.thread.engine.scheduler.prefix_cache_hits == shared
 
 
-def test_the_process_of_the_door_collects_no_garbage_of_its_imports(monkeypatch):
+def test_the_ingress_process_collects_no_garbage_of_its_imports(monkeypatch):
     from server import replicas
 
     frozen = []
@@ -125,5 +125,5 @@ def test_the_process_of_the_door_collects_no_garbage_of_its_imports(monkeypatch)
     options = {"host": "127.0.0.1", "api_key": None, "allow_origin": [], "allowed_host": []}
     options |= {"lora_modules": [], "chat_template": None, "generation_config": "auto"}
     args = argparse.Namespace(model=CHECKPOINTS / "stories-llama", **options)
-    replicas.Door(args, Handle([])).__serve_build_asgi_app__()
+    replicas.Ingress(args, Handle([])).__serve_build_asgi_app__()
     assert frozen == [True]

@@ -3,7 +3,7 @@
 import pytest
 from conftest import random_tokens
 from drafting import knowing
-from test_live import listen, live_of, post, watch
+from test_live import listen, monitor_of, post, watch
 
 EMPTY = {"running": [], "waiting": [], "over": [], "preempted": [], "queued": 0}
 
@@ -12,7 +12,7 @@ EMPTY = {"running": [], "waiting": [], "over": [], "preempted": [], "queued": 0}
 def each_step(monkeypatch):
     """There is a frame for each step."""
     monkeypatch.setattr("server.live.PERIOD", 0)
-    monkeypatch.setattr("server.live.SHARE", 1e9)
+    monkeypatch.setattr("server.live.MAX_TIME_SHARE", 1e9)
 
 
 def until_over(frames, count: int) -> list[dict]:
@@ -42,8 +42,8 @@ def check_pages(frame, engine) -> None:
 
 
 def test_at_first_it_says_what_the_engine_is_and_how_it_stands(start):
-    door = start(max_num_seqs=3, num_pages=20, page_size=4, max_num_batched_tokens=17)
-    frames = listen(door)
+    client = start(max_num_seqs=3, num_pages=20, page_size=4, max_num_batched_tokens=17)
+    frames = listen(client)
     first = next(frames)
     assert first.pop("period") == 0.02
     limits = {
@@ -65,17 +65,17 @@ def test_each_page_is_where_the_pool_has_it(start, tiny, tiny_windows, sliding_w
     model = (
         tiny_windows(sliding_windows=sliding_windows, block_size=16) if sliding_windows else tiny()
     )
-    door = start(model, num_pages=9, page_size=4, max_num_seqs=3)
-    engine = door.thread.engine
+    client = start(model, num_pages=9, page_size=4, max_num_seqs=3)
+    engine = client.thread.engine
     seen = []
 
     class Check:
         """After each step, the frame that was made of it against the engine itself."""
 
-        def stepped(self, events):
-            live = live_of(door)
-            live.clear()
-            frame = live.frame(0.0)
+        def on_step(self, events):
+            monitor = monitor_of(client)
+            monitor.reset()
+            frame = monitor.frame(0.0)
             check_pages(frame, engine)
             scheduler = engine.scheduler
             for row, request in zip(frame["running"], scheduler.running, strict=True):
@@ -86,10 +86,10 @@ def test_each_page_is_where_the_pool_has_it(start, tiny, tiny_windows, sliding_w
             assert frame["queued"] == len(frame["waiting"]) == len(scheduler.waiting)
             seen.append(frame)
 
-    door.thread.observers.append(Check())
+    client.thread.observers.append(Check())
     common = random_tokens(8)
     prompts = [common + random_tokens(2, seed=seed) for seed in range(4)]
-    post(door, prompts, 9)
+    post(client, prompts, 9)
     tables = [[page for row in frame["running"] for page in row["pages"]] for frame in seen]
     held = [[page for page in pages if page is not None] for pages in tables]
     assert any(len(set(pages)) < len(pages) for pages in held)  # some are shared
@@ -100,14 +100,14 @@ def test_each_page_is_where_the_pool_has_it(start, tiny, tiny_windows, sliding_w
 
 def test_frames_add_up_to_all_that_was_done(start, tiny, each_step):
     drafter = knowing(tiny(), wrong=range(0, 40, 3))
-    door = start(num_pages=8, page_size=4, drafter=drafter, gamma=3)
-    frames = listen(door)
+    client = start(num_pages=8, page_size=4, drafter=drafter, gamma=3)
+    frames = listen(client)
     assert next(frames)["gamma"] == 3
     next(frames)
     prompts = [random_tokens(length, seed=length) for length in (6, 9, 3)]
-    post(door, prompts, 12)
+    post(client, prompts, 12)
     seen = until_over(frames, 3)
-    engine = door.thread.engine
+    engine = client.thread.engine
     last = seen[-1]
     works = [row["work"] for frame in seen for row in rows_of(frame)]
     positions, drafts, accepted, tokens = (sum(column) for column in zip(*works))
@@ -129,9 +129,9 @@ def test_accepted_drafts_are_named_by_their_places(start, tiny):
 
     Of the text a frame tells only counts: other clients' texts are theirs.
     """
-    door = start(drafter=knowing(tiny(), wrong=(4, 9)), gamma=2, num_pages=100)
-    frames = watch(door)
-    answer = post(door, [random_tokens(5)], 12)
+    client = start(drafter=knowing(tiny(), wrong=(4, 9)), gamma=2, num_pages=100)
+    frames = watch(client)
+    answer = post(client, [random_tokens(5)], 12)
     seen = until_over(frames, 1)
     rows = [row for frame in seen for row in rows_of(frame)]
     places = [place for row in rows for place in row["drafts"]]
@@ -147,33 +147,33 @@ def test_accepted_drafts_are_named_by_their_places(start, tiny):
 
 def test_who_is_preempted_and_runs_again_in_the_same_step_is_told(start, each_step):
     """The second text has two pages and nothing in them, which the first has computed meanwhile."""
-    door = start(num_pages=4, page_size=4, max_num_batched_tokens=9)
-    frames = watch(door)
+    client = start(num_pages=4, page_size=4, max_num_batched_tokens=9)
+    frames = watch(client)
     prompt = random_tokens(8)
-    post(door, [prompt, prompt], 3)
+    post(client, [prompt, prompt], 3)
     seen = until_over(frames, 2)
     assert seen[1]["preempted"] == [2] == [row["number"] for row in seen[1]["running"]][1:]
     told = [number for frame in seen for number in frame["preempted"]]
-    assert len(told) == door.thread.engine.scheduler.num_preemptions
+    assert len(told) == client.thread.engine.scheduler.num_preemptions
 
 
 def test_a_client_that_leaves_is_seen_to(start):
-    door = start()
-    frames = watch(door)
+    client = start()
+    frames = watch(client)
     body = {"prompt": [[1, 2], [3]], "max_tokens": 2**16, "ignore_eos": True, "stream": True}
-    with door.send("POST", "/v1/completions", body) as answer:
+    with client.send("POST", "/v1/completions", body) as answer:
         answer.readline()
     seen = until_over(frames, 2)
     assert [row["reason"] for frame in seen for row in frame["over"]] == ["abort"] * 2
     assert EMPTY.items() <= (seen[-1] | {"over": []}).items()
 
 
-@pytest.mark.parametrize("limits", [{"PERIOD": 1e6}, {"PERIOD": 0.0, "SHARE": 1e-12}])
+@pytest.mark.parametrize("limits", [{"PERIOD": 1e6}, {"PERIOD": 0.0, "MAX_TIME_SHARE": 1e-12}])
 def test_frames_are_so_far_apart_but_for_the_last(start, monkeypatch, limits):
     for name, value in limits.items():
         monkeypatch.setattr(f"server.live.{name}", value)
-    door = start()
-    frames = watch(door)
-    post(door, [[1, 2]], 9)
+    client = start()
+    frames = watch(client)
+    post(client, [[1, 2]], 9)
     (last,) = until_over(frames, 1)  # when the engine comes to rest
     assert last["steps"] == 9 and last["over"][0]["work"] == [10, 0, 0, 9]

@@ -20,7 +20,7 @@ def test_garbage_is_not_looked_for_among_what_stays(tmp_path, monkeypatch):
 
     monkeypatch.setattr(serve, "main", main)
     with Script(tmp_path) as server:
-        server.door()
+        server.client()
         server.signal(signal.SIGINT)
         assert server.end()[0] == 130
         frozen, threshold = map(int, server.written(server.out).split()[-2:])

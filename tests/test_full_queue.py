@@ -40,18 +40,18 @@ def test_more_texts_than_there_is_room_for_are_429(tiny_llama):
     def make():
         return in_turns(small_engine(tiny_llama, max_num_seqs=2), turn)
 
-    with serving(make, max_waiting=3) as door, ThreadPoolExecutor(12) as pool:
+    with serving(make, max_waiting=3) as client, ThreadPoolExecutor(12) as pool:
         answers = [
-            pool.submit(door.post, PATH, {"seed": row, "max_tokens": 4}) for row in range(12)
+            pool.submit(client.post, PATH, {"seed": row, "max_tokens": 4}) for row in range(12)
         ]
         until(lambda: sum(answer.done() for answer in answers) == 7)
         refused = [answer.result() for answer in answers if answer.done()]
         assert refused == [(429, full(5, "texts"))] * 7
-        with door.send("POST", CHAT, TALK) as answer:
+        with client.send("POST", CHAT, TALK) as answer:
             assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
         turn.release(10**6)
         assert sorted(answer.result()[0] for answer in answers) == [200] * 5 + [429] * 7
-        assert door.post(PATH, {"n": 5, "max_tokens": 1})[0] == 200
+        assert client.post(PATH, {"n": 5, "max_tokens": 1})[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -64,10 +64,10 @@ def test_more_texts_than_there_is_room_for_are_429(tiny_llama):
     ],
 )
 def test_all_texts_are_counted_before_there_is_work(tiny_llama, monkeypatch, path, body):
-    with serving(lambda: small_engine(tiny_llama, max_num_seqs=2), max_waiting=3) as door:
+    with serving(lambda: small_engine(tiny_llama, max_num_seqs=2), max_waiting=3) as client:
         for name in ("encode", "encode_chat"):
             monkeypatch.setattr(Served, name, None)
-        status, answer = door.post(path, body)
+        status, answer = client.post(path, body)
     message = "6 texts in one request; there is room for 5"
     assert (status, answer["error"]["message"]) == (400, message)
 
@@ -80,22 +80,22 @@ def test_more_tokens_of_prompts_than_there_is_room_for_are_429(tiny_llama):
     def make():
         return in_turns(small_engine(tiny_llama), turn)
 
-    with serving(make, max_waiting_tokens=25) as door, ThreadPoolExecutor(2) as pool:
-        first = [pool.submit(door.post, PATH, prompt) for _ in range(2)]
-        until(lambda: len(door.thread.calls) == 2)
-        assert door.post(PATH, prompt) == (429, full(20, "tokens of prompts"))
-        assert door.post(PATH, prompt | {"stream": True})[0] == 429
+    with serving(make, max_waiting_tokens=25) as client, ThreadPoolExecutor(2) as pool:
+        first = [pool.submit(client.post, PATH, prompt) for _ in range(2)]
+        until(lambda: len(client.thread.generations) == 2)
+        assert client.post(PATH, prompt) == (429, full(20, "tokens of prompts"))
+        assert client.post(PATH, prompt | {"stream": True})[0] == 429
         turn.release(10**6)
         assert [answer.result()[0] for answer in first] == [200, 200]
-        with door.send("POST", PATH, STREAM | {"prompt": [1] * 20}) as answer:
+        with client.send("POST", PATH, STREAM | {"prompt": [1] * 20}) as answer:
             answer.readline()  # it has begun
-            assert door.post(PATH, {"prompt": [1] * 25, "max_tokens": 1})[0] == 200
-    assert door.thread.waiting_tokens == door.thread.unfinished == 0
+            assert client.post(PATH, {"prompt": [1] * 25, "max_tokens": 1})[0] == 200
+    assert client.thread.waiting_tokens == client.thread.num_unfinished_requests == 0
 
 
 def test_more_tokens_than_ever_fit_are_400(tiny_llama):
-    with serving(lambda: small_engine(tiny_llama), max_waiting_tokens=9) as door:
-        status, found = door.post(PATH, {"prompt": [1] * 10})
+    with serving(lambda: small_engine(tiny_llama), max_waiting_tokens=9) as client:
+        status, found = client.post(PATH, {"prompt": [1] * 10})
     message = "10 tokens of prompts in one request; there is room for 9"
     assert (status, found["error"]["message"]) == (400, message)
 
@@ -103,13 +103,13 @@ def test_more_tokens_than_ever_fit_are_400(tiny_llama):
 def test_a_request_needs_room_for_one_text_and_is_not_encoded_where_there_is_none(
     tiny_llama, monkeypatch
 ):
-    with serving(lambda: small_engine(tiny_llama, max_num_seqs=1), max_waiting=0) as door:
+    with serving(lambda: small_engine(tiny_llama, max_num_seqs=1), max_waiting=0) as client:
         for path, body in ((PATH, {}), (CHAT, TALK)):
-            assert door.post(path, body | {"max_tokens": 1})[0] == 200
-        with door.send("POST", PATH, STREAM):
-            until(lambda: door.thread.calls)
+            assert client.post(path, body | {"max_tokens": 1})[0] == 200
+        with client.send("POST", PATH, STREAM):
+            until(lambda: client.thread.generations)
             monkeypatch.setattr(type(small_encoding()), "encode", None)
-            assert door.post(PATH, {"prompt": "x"}) == (429, full(1, "texts"))
+            assert client.post(PATH, {"prompt": "x"}) == (429, full(1, "texts"))
 
 
 @pytest.mark.parametrize("end", ["over", "cancelled", "refused"])
@@ -128,7 +128,7 @@ def test_room_is_given_back_however_a_call_ends(tiny_llama, end):
             if end == "cancelled":
                 task.cancel()
             await asyncio.wait([task])
-            assert (thread.unfinished, thread.waiting_tokens) == (0, 0)
+            assert (thread.num_unfinished_requests, thread.waiting_tokens) == (0, 0)
             thread.admit(2, 5)
         if end == "refused":
             assert isinstance(task.exception(), UserError)
@@ -138,11 +138,11 @@ def test_room_is_given_back_however_a_call_ends(tiny_llama, end):
 
 
 def test_a_full_queue_still_has_its_model(tiny_llama):
-    with serving(lambda: small_engine(tiny_llama, max_num_seqs=1), max_waiting=0) as door:
-        with door.send("POST", PATH, STREAM) as answer:
+    with serving(lambda: small_engine(tiny_llama, max_num_seqs=1), max_waiting=0) as client:
+        with client.send("POST", PATH, STREAM) as answer:
             assert answer.status == 200
-            assert door.post(PATH, {})[0] == 429
-            assert door.get("/v1/models")[0] == door.get("/health")[0] == 200
+            assert client.post(PATH, {})[0] == 429
+            assert client.get("/v1/models")[0] == client.get("/health")[0] == 200
 
 
 @pytest.mark.parametrize("name", ["max_waiting", "max_waiting_tokens"])

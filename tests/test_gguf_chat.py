@@ -178,11 +178,11 @@ def test_a_server_has_the_tokenizer_and_the_template_of_its_file(speaking):
         def make(name=name):
             return Engine(load_model(name), encoding=load_encoding(name, 4104))
 
-        with serving(make, Chat(name)) as door:
+        with serving(make, Chat(name)) as client:
             body = {"messages": conversation("Tom?"), "max_tokens": 9, "temperature": 0}
-            answers.append(door.post("/v1/chat/completions", body)[1]["choices"])
+            answers.append(client.post("/v1/chat/completions", body)[1]["choices"])
             body = {"prompt": "Once 12<|im_end|>", "max_tokens": 9, "temperature": 0}
-            answers.append(door.post("/v1/completions", body)[1]["choices"])
+            answers.append(client.post("/v1/completions", body)[1]["choices"])
     assert answers[:2] == answers[2:]
 
 

@@ -12,8 +12,8 @@ import serve
 BODY = {"max_tokens": 1}
 
 
-def status_for(door, host: bytes, path: str = "/v1/models") -> int:
-    with door.send("GET", path, None, {"Host": host}) as answer:
+def status_for(client, host: bytes, path: str = "/v1/models") -> int:
+    with client.send("GET", path, None, {"Host": host}) as answer:
         return answer.status
 
 
@@ -23,8 +23,8 @@ def named(tiny_llama):
 
     options = {"origins": ["https://page.example"]}
     options["hosts"] = allowed_hosts("models.lan", ["Proxy.Example"])
-    with serving(lambda: small_engine(tiny_llama), app_options=options) as door:
-        yield door
+    with serving(lambda: small_engine(tiny_llama), app_options=options) as client:
+        yield client
 
 
 def test_hosts_that_are_allowed(named):
@@ -43,9 +43,9 @@ def test_a_page_that_points_its_own_name_here_reads_nothing(named):
 
 
 def test_a_client_of_http_1_0_may_leave_the_host_out(named):
-    with socket.create_connection(("127.0.0.1", named.port), timeout=60) as client:
-        client.sendall(b"GET /health HTTP/1.0\r\n\r\n")
-        assert client.recv(2**12).split()[1] == b"200"
+    with socket.create_connection(("127.0.0.1", named.port), timeout=60) as connection:
+        connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert connection.recv(2**12).split()[1] == b"200"
 
 
 def test_a_refused_host_is_told_why_also_across_origins(named):
@@ -102,5 +102,5 @@ def test_an_app_with_hosts_starts_under_a_server_that_runs_its_lifespan():
     from server.app import make_app
 
     app = make_app(None, hosts=["localhost"])
-    with TestClient(app, base_url="http://evil.example") as client:
-        assert client.get("/").status_code == 403
+    with TestClient(app, base_url="http://evil.example") as http_client:
+        assert http_client.get("/").status_code == 403

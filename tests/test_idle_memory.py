@@ -8,15 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from serving import PATH, door_of, request_of, start, until
+from serving import PATH, client_of, request_of, start, until
 
 import serve
 
 
 def test_the_heap_is_trimmed_once_nothing_comes(monkeypatch):
     """Not while there are texts, and not again before something has come."""
-    thread = SimpleNamespace(unfinished=0)
-    state = SimpleNamespace(served=SimpleNamespace(live=None))
+    thread = SimpleNamespace(num_unfinished_requests=0)
+    state = SimpleNamespace(served=SimpleNamespace(monitor=None))
     server = serve.Server(SimpleNamespace(state=state), thread, 1)
     server.config.load()
     times = []
@@ -26,9 +26,9 @@ def test_the_heap_is_trimmed_once_nothing_comes(monkeypatch):
             server.accepted += 1
         if second == 5:
             server.server_state.total_requests += 1
-            thread.unfinished = 3
+            thread.num_unfinished_requests = 3
         if second == 9:
-            thread.unfinished = 0
+            thread.num_unfinished_requests = 0
         for tick in range(10):
             assert not asyncio.run(server.on_tick(10 * second + tick))
     assert times == [3, 9]
@@ -44,11 +44,11 @@ def test_what_clients_needed_is_given_back():
 
     data = request_of(PATH, {"prompt": "x" * 1_000_000})[:-1]
     with start() as server:
-        door = door_of(server)
+        client = client_of(server)
         before = resident()
         with contextlib.ExitStack() as stack:
             for _ in range(100):
-                client = socket.create_connection(("127.0.0.1", door.port))
-                stack.enter_context(client).sendall(data)
+                connection = socket.create_connection(("127.0.0.1", client.port))
+                stack.enter_context(connection).sendall(data)
             until(lambda: resident() > before + 80)
         until(lambda: resident() < before + 40)

@@ -10,11 +10,11 @@ TALK = [{"role": "user", "content": "Tom"}]
 PART = {"type": "text", "text": "Tom"}
 
 
-def refused(door, path: str, fields: dict, message: str, param: str) -> None:
+def refused(client, path: str, fields: dict, message: str, param: str) -> None:
     needed = {"messages": TALK} if path == CHAT else {}
     for stream in (False, True):
         body = needed | {"max_tokens": 1, "stream": stream} | fields
-        assert door.post(path, body) == (400, refusal(message, param))
+        assert client.post(path, body) == (400, refusal(message, param))
 
 
 @pytest.mark.parametrize("path", [PATH, CHAT])
@@ -33,18 +33,18 @@ def refused(door, path: str, fields: dict, message: str, param: str) -> None:
     ],
 )
 @pytest.mark.parametrize("value", [1, None])
-def test_a_field_that_nothing_knows_is_refused_by_its_name(door, path, name, words, value):
+def test_a_field_that_nothing_knows_is_refused_by_its_name(client, path, name, words, value):
     message = f"{name} is not a field of this request{words}"
-    refused(door, path, {name: value}, message, name)
+    refused(client, path, {name: value}, message, name)
 
 
-def test_a_field_of_the_other_api_is_none_of_this_one(door):
+def test_a_field_of_the_other_api_is_none_of_this_one(client):
     message = "messages is not a field of this request"
-    refused(door, PATH, {"messages": TALK}, message, "messages")
-    refused(door, CHAT, {"prompt": "Tom"}, "prompt is not a field of this request", "prompt")
+    refused(client, PATH, {"messages": TALK}, message, "messages")
+    refused(client, CHAT, {"prompt": "Tom"}, "prompt is not a field of this request", "prompt")
     name = "max_completion_tokens"
     message = f"{name} is not a field of this request; did you mean max_tokens?"
-    refused(door, PATH, {name: 3}, message, name)
+    refused(client, PATH, {name: 3}, message, name)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_a_field_of_the_other_api_is_none_of_this_one(door):
         ),
     ],
 )
-def test_a_field_inside_another_is_refused_by_its_path(door, fields, message):
-    refused(door, CHAT, fields, message, message.partition(".")[0])
+def test_a_field_inside_another_is_refused_by_its_path(client, fields, message):
+    refused(client, CHAT, fields, message, message.partition(".")[0])
 
 
 INERT = {
@@ -92,34 +92,34 @@ INERT = {
 
 
 @pytest.mark.parametrize("path", [PATH, CHAT])
-def test_still_what_changes_no_text_is_taken(door, path):
+def test_still_what_changes_no_text_is_taken(client, path):
     body = {"max_tokens": 4, "seed": 3} | ({"messages": TALK} if path == CHAT else {})
-    status, plain = door.post(path, body)
+    status, plain = client.post(path, body)
     assert status == 200
     for fields in (INERT, dict.fromkeys(INERT)):
-        status, found = door.post(path, body | fields)
+        status, found = client.post(path, body | fields)
         assert status == 200 and found["choices"] == plain["choices"]
 
 
-def test_what_vllm_has_by_default_is_taken(door):
+def test_what_vllm_has_by_default_is_taken(client):
     message = TALK[0] | {"role": "assistant", "reasoning": None, "reasoning_content": None}
     body = {"messages": [*TALK, message], "add_special_tokens": False, "max_tokens": 1}
-    assert door.post(CHAT, body)[0] == 200
+    assert client.post(CHAT, body)[0] == 200
 
 
 @pytest.mark.parametrize("said", [{"provider_specific_fields": {"refusal": None}}, {}])
-def test_an_answer_can_be_sent_back_as_litellm_has_it(door, said):
+def test_an_answer_can_be_sent_back_as_litellm_has_it(client, said):
     names = "annotations audio function_call images provider_specific_fields reasoning_content"
     message = {"role": "assistant", "content": "Tom"}
     message |= dict.fromkeys([*names.split(), "refusal", "thinking_blocks", "tool_calls"]) | said
     body = {"messages": [*TALK, message, *TALK], "max_tokens": 3, "seed": 1}
     plain = body | {"messages": [*TALK, {"role": "assistant", "content": "Tom"}, *TALK]}
-    answers = [door.post(CHAT, each) for each in (body, plain)]
+    answers = [client.post(CHAT, each) for each in (body, plain)]
     assert [status for status, _ in answers] == [200, 200]
     assert answers[0][1]["choices"] == answers[1][1]["choices"]
     asked = body | {"messages": [TALK[0] | {"images": [{}]}]}
     refused = refusal("messages.0.images is not supported", "messages")
-    assert door.post(CHAT, asked) == (400, refused)
+    assert client.post(CHAT, asked) == (400, refused)
 
 
 NOTES = {  # what clients note in messages
@@ -135,21 +135,21 @@ NOTES = {  # what clients note in messages
 }
 
 
-def test_what_clients_note_in_messages_changes_no_text(door):
+def test_what_clients_note_in_messages_changes_no_text(client):
     reply = {"role": "assistant", "content": "Tom"}
     noted = {"role": "assistant", "content": [PART | NOTES], "reasoning_content": "why"} | NOTES
     body = {"max_tokens": 3, "seed": 1}
     (_, plain), (status, found) = [
-        door.post(CHAT, body | {"messages": [*TALK, each, TALK[0] | notes]})
+        client.post(CHAT, body | {"messages": [*TALK, each, TALK[0] | notes]})
         for each, notes in ((reply, {}), (noted, NOTES))
     ]
     assert status == 200 and found["choices"] == plain["choices"]
 
 
 @pytest.mark.parametrize("calls", [{}, {"tool_calls": []}, {"tool_calls": None}])
-def test_a_reply_may_have_no_content(door, calls):
+def test_a_reply_may_have_no_content(client, calls):
     answers = [
-        door.post(CHAT, {"messages": [*TALK, reply, *TALK], "max_tokens": 3, "seed": 1})
+        client.post(CHAT, {"messages": [*TALK, reply, *TALK], "max_tokens": 3, "seed": 1})
         for reply in (
             {"role": "assistant", "content": ""},
             {"role": "assistant", "content": None} | calls,
@@ -159,42 +159,44 @@ def test_a_reply_may_have_no_content(door, calls):
     assert [status for status, _ in answers] == [200] * 3
     assert answers[0][1]["choices"] == answers[1][1]["choices"] == answers[2][1]["choices"]
     nothing = {"messages": [{"role": "user", "content": None}]}
-    status, found = door.post(CHAT, nothing)
+    status, found = client.post(CHAT, nothing)
     assert status == 400 and found["error"]["message"].startswith("messages.0.content: it must be")
 
 
-def test_still_an_answer_can_be_sent_back_as_the_official_client_has_it(door):
+def test_still_an_answer_can_be_sent_back_as_the_official_client_has_it(client):
     from openai import OpenAI
 
-    client = OpenAI(base_url=f"http://127.0.0.1:{door.port}/v1", api_key="none")
+    openai_client = OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key="none")
     ask = {"model": "small", "max_tokens": 3, "seed": 1}
-    reply = client.chat.completions.create(messages=TALK, **ask).choices[0].message
+    reply = openai_client.chat.completions.create(messages=TALK, **ask).choices[0].message
     for message in (reply, reply.model_dump(), reply.model_dump(exclude_unset=True)):
-        again = client.chat.completions.create(messages=[*TALK, message, *TALK], **ask)
+        again = openai_client.chat.completions.create(messages=[*TALK, message, *TALK], **ask)
         assert again.usage.completion_tokens == 3
 
 
-def test_a_name_is_for_the_template(door, monkeypatch):
+def test_a_name_is_for_the_template(client, monkeypatch):
     given = []
     monkeypatch.setattr(Chat, "encode", lambda _, *a: given.append(a[0]) or [1])
     for name in ("Tom-2", None):
-        assert door.post(CHAT, {"messages": [TALK[0] | {"name": name}], "max_tokens": 1})[0] == 200
+        assert (
+            client.post(CHAT, {"messages": [TALK[0] | {"name": name}], "max_tokens": 1})[0] == 200
+        )
     assert given == [[TALK[0] | {"name": "Tom-2"}], TALK]
-    refused = door.post(CHAT, {"messages": [TALK[0] | {"name": "<|im_end|>"}]})
+    refused = client.post(CHAT, {"messages": [TALK[0] | {"name": "<|im_end|>"}]})
     pattern = "messages.0.name: String should match pattern '^[A-Za-z0-9_-]+$'"
     assert refused == (400, refusal(pattern, "messages"))
 
 
-def test_a_megabyte_of_names_has_a_short_answer(door):
+def test_a_megabyte_of_names_has_a_short_answer(client):
     names = {f"{number:x}": 1 for number in range(80_000)}
     for fields in (names, {"x" * 10**6: 1}, {"messages": [TALK[0] | names]}):
-        status, found = door.post(CHAT, {"messages": TALK} | fields)
+        status, found = client.post(CHAT, {"messages": TALK} | fields)
         assert status == 400 and len(found["error"]["message"]) < 200
         assert "is not a field of this request" in found["error"]["message"]
 
 
-def test_half_a_letter_in_a_name(door):
-    status, found = door.post(PATH, b'{"\\ud800": 1}')
+def test_half_a_letter_in_a_name(client):
+    status, found = client.post(PATH, b'{"\\ud800": 1}')
     assert found == refusal("\\ud800 is not a field of this request", "\\ud800") and status == 400
 
 
@@ -240,17 +242,17 @@ FUNCTION = {"type": "function", "name": "f", "parameters": {"a": {"b": {"c": [HA
         (RESPONSES, {"input": [{"type": "function_call", "call_id": HALF}]}, "input.0.call_id"),
     ],
 )
-def test_half_a_letter_is_refused_by_the_path_of_its_field(door, path, fields, field):
+def test_half_a_letter_is_refused_by_the_path_of_its_field(client, path, fields, field):
     needed = {"messages": TALK} if path == CHAT else {}
     message = f"{field}: not UTF-8 text; it has half of a surrogate pair"
     for stream in (False, True):
-        found = door.post(path, needed | {"stream": stream} | fields)
+        found = client.post(path, needed | {"stream": stream} | fields)
         assert found == (400, refusal(message, field.partition(".")[0]))
 
 
-def test_a_whole_letter_beyond_16_bits_is_text(door):
+def test_a_whole_letter_beyond_16_bits_is_text(client):
     body = b'{"prompt": "\\ud83d\\ude00", "max_tokens": 1}'
-    assert door.post(PATH, body)[0] == 200
+    assert client.post(PATH, body)[0] == 200
 
 
 def test_half_a_letter_below_many_objects_is_found():

@@ -267,8 +267,8 @@ def test_the_command_line_asks_what_it_says(fake, table):
 def test_a_real_server(table, tiny_llama):
     from serving import serving, small_engine
 
-    with serving(lambda: small_engine(tiny_llama, max_num_seqs=2, page_size=8)) as door:
-        url = ("--url", f"http://127.0.0.1:{door.port}")
+    with serving(lambda: small_engine(tiny_llama, max_num_seqs=2, page_size=8)) as server:
+        url = ("--url", f"http://127.0.0.1:{server.port}")
         few = ("--prompt-words", 2, 4, "--new-tokens", 3, 6, "--seconds", 0.3)
         code, values, err = table(*url, *few, "--clients", 3)
     assert (code, err, values["failed"]) == (0, "", 0)

@@ -307,9 +307,9 @@ def test_beams_refuse_it(cli, tiny_checkpoint):
     assert code == 2 and err.endswith("leave out --logit-bias\n")
 
 
-def test_the_server(door, tiny_llama):
+def test_the_server(client, tiny_llama):
     body = {"prompt": "Tom saw", "max_tokens": 30, "seed": 3, "ignore_eos": True}
-    status, found = door.post("/v1/completions", body | {"logit_bias": {"11": -100, "300": 4.5}})
+    status, found = client.post("/v1/completions", body | {"logit_bias": {"11": -100, "300": 4.5}})
     assert status == 200, found
     fields = {"max_new_tokens": 30, "seed": 3, "ignore_eos": True}
     expected = engine_alone(tiny_llama, "Tom saw", logit_bias={11: -100, 300: 4.5}, **fields)
@@ -317,7 +317,7 @@ def test_the_server(door, tiny_llama):
     assert expected != engine_alone(tiny_llama, "Tom saw", **fields)
     most = {str(token): 1 for token in range(1024)}
     for value in (None, {}, most):
-        assert door.post("/v1/completions", {"max_tokens": 1, "logit_bias": value})[0] == 200
+        assert client.post("/v1/completions", {"max_tokens": 1, "logit_bias": value})[0] == 200
 
 
 NO_BIASES = "it must be an object of up to 1024 token ids, each with a number in [-100, 100]"
@@ -327,17 +327,17 @@ WRONG += [{str(token): 1 for token in range(1025)}]
 
 
 @pytest.mark.parametrize("value", WRONG, ids=lambda value: ascii(value)[:20])
-def test_the_server_names_the_field(door, value):
+def test_the_server_names_the_field(client, value):
     body = json.dumps({"max_tokens": 1, "logit_bias": value}).encode()
-    found = door.post("/v1/completions", body)
+    found = client.post("/v1/completions", body)
     assert found == (400, refusal(f"logit_bias: {NO_BIASES}", "logit_bias"))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_server_refuses_ids_that_the_model_lacks(door, stream):
+def test_the_server_refuses_ids_that_the_model_lacks(client, stream):
     messages = [{"role": "user", "content": "dog"}]
     asked = {"/v1/completions": {"prompt": "Tom"}, "/v1/chat/completions": {"messages": messages}}
     for (path, body), token in itertools.product(asked.items(), ("4096", "9999999999")):
         body = body | {"max_tokens": 2, "stream": stream, "logit_bias": {token: 1}}
-        found = door.post(path, body)
+        found = client.post(path, body)
         assert found == (400, refusal(IDS.format(token, 4095), "logit_bias"))

@@ -14,10 +14,10 @@ def prompt_of(messages) -> list[int]:
 
 
 @pytest.mark.parametrize("prompt", ["a dog " * 32, [5] * 65, ["Tom", "a dog " * 32]])
-def test_a_prompt_longer_than_the_window_is_refused(door, prompt):
+def test_a_prompt_longer_than_the_window_is_refused(client, prompt):
     message = "a prompt of 65 tokens; this model's window has 64 tokens: send fewer, or"
     message += " truncate_prompt_tokens to keep the last ones only"
-    found = door.post(PATH, {"prompt": prompt})
+    found = client.post(PATH, {"prompt": prompt})
     assert found == (400, refusal(message, "prompt", "context_length_exceeded"))
 
 
@@ -25,21 +25,21 @@ def test_a_prompt_longer_than_the_window_is_refused(door, prompt):
     "keep, max_tokens, kept",
     [(1, 5, 1), (63, 5, 63), (64, 5, 64), (-1, 5, 59), (-1, 63, 1), (-1, 64, 64), (-1, None, 48)],
 )
-def test_a_prompt_is_cut_where_that_is_asked_for(door, keep, max_tokens, kept):
+def test_a_prompt_is_cut_where_that_is_asked_for(client, keep, max_tokens, kept):
     """To its last tokens, which alone are counted, and shown by echo."""
     ids = [7 * row for row in range(70)]
     asked = {"max_tokens": max_tokens, "temperature": 0, "echo": True}
-    status, found = door.post(PATH, asked | {"prompt": ids, KEEP: keep})
+    status, found = client.post(PATH, asked | {"prompt": ids, KEEP: keep})
     assert (status, found["usage"]["prompt_tokens"]) == (200, kept)
-    _, own = door.post(PATH, asked | {"prompt": ids[-kept:]})
+    _, own = client.post(PATH, asked | {"prompt": ids[-kept:]})
     assert found["choices"] == own["choices"] and found["usage"] == own["usage"]
 
 
-def test_a_prompt_that_is_short_enough_is_not_cut(door):
+def test_a_prompt_that_is_short_enough_is_not_cut(client):
     body = {"prompt": ["Tom 😀", "a dog " * 10], "temperature": 0, "echo": True}
-    _, found = door.post(PATH, body)
+    _, found = client.post(PATH, body)
     for keep in (21, -1, None):
-        _, same = door.post(PATH, body | {KEEP: keep})
+        _, same = client.post(PATH, body | {KEEP: keep})
         assert (same["choices"], same["usage"]) == (found["choices"], found["usage"])
 
 
@@ -50,17 +50,17 @@ def test_a_prompt_that_is_short_enough_is_not_cut(door):
         (65, f"{KEEP} is 65; this model's window has 64 tokens"),
     ],
 )
-def test_how_many_tokens_may_be_kept(door, keep, message):
-    assert door.post(PATH, {KEEP: keep}) == (400, refusal(message, KEEP))
+def test_how_many_tokens_may_be_kept(client, keep, message):
+    assert client.post(PATH, {KEEP: keep}) == (400, refusal(message, KEEP))
 
 
 FULL = [{"role": "user", "content": "x " * 27 + "x,"}]  # a window of tokens
 
 
-def test_messages_longer_than_the_window_are_refused(door):
+def test_messages_longer_than_the_window_are_refused(client):
     long = [{"role": "user", "content": "x " * 28 + "x"}]
     count = len(prompt_of(long))
-    status, found = door.post(CHAT, {"messages": long})
+    status, found = client.post(CHAT, {"messages": long})
     assert len(prompt_of(FULL)) == 64 < count and status == 400
     message = f"a prompt of {count} tokens; this model's window has 64 tokens: send fewer, or"
     message += " truncate_prompt_tokens to keep the last ones only"
@@ -71,14 +71,14 @@ def test_messages_longer_than_the_window_are_refused(door):
     "limits, kept, new",
     [({}, 32, 32), ({"max_tokens": 10}, 54, 10), ({"max_completion_tokens": 100}, 64, 100)],
 )
-def test_messages_that_are_cut_leave_room_for_the_reply(door, limits, kept, new):
+def test_messages_that_are_cut_leave_room_for_the_reply(client, limits, kept, new):
     """Half of the window where nothing is said."""
     long = [{"role": "user", "content": "x " * 90}]
     body = {"messages": long, "truncate_prompt_tokens": -1, "seed": 4, "ignore_eos": True}
-    status, found = door.post(CHAT, body | limits)
+    status, found = client.post(CHAT, body | limits)
     assert status == 200
     usage = {"prompt_tokens": kept, "completion_tokens": new, "total_tokens": kept + new}
     assert found["usage"] == usage
     plain = {"prompt": prompt_of(long)[-kept:], "max_tokens": new, "seed": 4, "ignore_eos": True}
-    _, own = door.post(PATH, plain)
+    _, own = client.post(PATH, plain)
     assert found["choices"][0]["message"]["content"] == own["choices"][0]["text"]

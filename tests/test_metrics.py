@@ -16,14 +16,14 @@ HISTOGRAMS = """time_to_first_token_seconds inter_token_latency_seconds e2e_requ
     request_prompt_tokens request_generation_tokens""".split()
 
 
-def families(door) -> dict:
-    return {family.name.removeprefix("vllm:"): family for family in metric_families(door)}
+def families(client) -> dict:
+    return {family.name.removeprefix("vllm:"): family for family in metric_families(client)}
 
 
-def counts(door) -> dict[str, float]:
+def counts(client) -> dict[str, float]:
     """The value of each sample, with its labels except the model's name."""
     values = {}
-    for family in families(door).values():
+    for family in families(client).values():
         for name, labels, value, *_ in family.samples:
             assert labels.pop("model_name") == "small"
             shown = "".join(f"{{{label}}}" for label in labels.values())
@@ -31,21 +31,21 @@ def counts(door) -> dict[str, float]:
     return values
 
 
-def write(door, *prompts, tokens=4, **fields) -> None:
+def write(client, *prompts, tokens=4, **fields) -> None:
     """Have texts written, to prompts of ids."""
     body = {"prompt": list(prompts), "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
-    status, answer = door.post("/v1/completions", body | fields)
+    status, answer = client.post("/v1/completions", body | fields)
     assert status == 200, answer
 
 
 def test_names_types_and_label_are_those_of_vllm(start):
-    door = start()
-    kinds = {name: family.type for name, family in families(door).items()}
+    client = start()
+    kinds = {name: family.type for name, family in families(client).items()}
     created = {name for name in kinds if name.endswith("_created")}
     expected = dict.fromkeys(COUNTERS, "counter") | dict.fromkeys(GAUGES, "gauge")
     expected |= dict.fromkeys(HISTOGRAMS, "histogram")
     assert {name: kind for name, kind in kinds.items() if name not in created} == expected
-    before = counts(door)
+    before = counts(client)
     assert {value for name, value in before.items() if "_created" not in name} == {0.0}
     ends = {name for name in before if name.startswith("request_success_total")}
     reasons = ("stop", "length", "abort", "error")
@@ -68,11 +68,11 @@ def test_tokens_and_requests_are_counted(start):
     """By each server for itself, and nothing is kept of texts that are over."""
     from server.metrics import Metrics
 
-    door = start()
-    write(door, random_tokens(5), random_tokens(9, seed=1), tokens=4)
-    write(door, random_tokens(2, seed=2), tokens=7, stream=False)
-    write(door, random_tokens(3), tokens=0)  # is not counted
-    found = counts(door)
+    client = start()
+    write(client, random_tokens(5), random_tokens(9, seed=1), tokens=4)
+    write(client, random_tokens(2, seed=2), tokens=7, stream=False)
+    write(client, random_tokens(3), tokens=0)  # is not counted
+    found = counts(client)
     assert found["prompt_tokens_total"] == 5 + 9 + 2
     assert found["generation_tokens_total"] == 4 + 4 + 7
     assert found["request_success_total{length}"] == 3
@@ -85,33 +85,33 @@ def test_tokens_and_requests_are_counted(start):
     assert found["num_requests_running"] == found["num_requests_waiting"] == 0
     assert found["kv_cache_usage_perc"] == 0
     assert counts(start())["generation_tokens_total"] == 0
-    assert counts(door)["generation_tokens_total"] == 4 + 4 + 7
-    (metrics,) = (each for each in door.thread.observers if isinstance(each, Metrics))
-    assert metrics.last == {}
+    assert counts(client)["generation_tokens_total"] == 4 + 4 + 7
+    (metrics,) = (each for each in client.thread.observers if isinstance(each, Metrics))
+    assert metrics.last_token_time == {}
 
 
 def test_a_stop_is_no_length(start, tiny):
     model = tiny(eos_token_ids=tuple(range(61)))
-    door = start(model)
-    write(door, random_tokens(5), ignore_eos=False)
-    found = counts(door)
+    client = start(model)
+    write(client, random_tokens(5), ignore_eos=False)
+    found = counts(client)
     assert found["request_success_total{stop}"] == found["generation_tokens_total"] == 1
     assert found["request_success_total{length}"] == 0
 
 
 def test_times_are_those_of_the_passes(start, clock):
     """On the fixture's clock a pass takes a second for each position."""
-    door = start()
-    write(door, random_tokens(5), tokens=4)
-    found = counts(door)
+    client = start()
+    write(client, random_tokens(5), tokens=4)
+    found = counts(client)
     assert found["time_to_first_token_seconds_sum"] == 5
     assert found["time_to_first_token_seconds_bucket{5.0}"] == 1
     assert found["time_to_first_token_seconds_bucket{2.0}"] == 0
     assert found["inter_token_latency_seconds_sum"] == 3
     assert found["inter_token_latency_seconds_bucket{1.0}"] == 3
     assert found["e2e_request_latency_seconds_sum"] == 8
-    write(door, random_tokens(3, seed=1), random_tokens(4, seed=2), tokens=3)
-    found = counts(door)
+    write(client, random_tokens(3, seed=1), random_tokens(4, seed=2), tokens=3)
+    found = counts(client)
     assert found["time_to_first_token_seconds_sum"] == 5 + 7 + 7
     assert found["inter_token_latency_seconds_sum"] == 3 + 4 * 2
     assert found["e2e_request_latency_seconds_sum"] == 8 + 11 + 11
@@ -119,29 +119,29 @@ def test_times_are_those_of_the_passes(start, clock):
 
 
 def test_a_chunk_is_no_token(start, clock):
-    door = start(max_num_batched_tokens=4)
-    write(door, random_tokens(10), tokens=2)
-    found = counts(door)
+    client = start(max_num_batched_tokens=4)
+    write(client, random_tokens(10), tokens=2)
+    found = counts(client)
     assert found["time_to_first_token_seconds_sum"] == 10
     assert found["inter_token_latency_seconds_sum"] == 1
     assert found["prompt_tokens_total"] == 10
 
 
 def test_found_pages_are_hits_in_tokens(start):
-    door = start(page_size=4)
+    client = start(page_size=4)
     prompt = random_tokens(11)
     for expected in ((11, 0), (22, 8)):
-        write(door, prompt, tokens=1)
-        found = counts(door)
+        write(client, prompt, tokens=1)
+        found = counts(client)
         names = ("prefix_cache_queries_total", "prefix_cache_hits_total")
         assert tuple(found[name] for name in names) == expected
 
 
 def test_preemptions_and_drafts_are_the_engines(start):
-    door = start(num_pages=6, page_size=4, drafter=PromptLookupDrafter())
-    write(door, [7] * 8, [3] * 8, random_tokens(6), tokens=9)
-    engine = door.thread.engine
-    found = counts(door)
+    client = start(num_pages=6, page_size=4, drafter=PromptLookupDrafter())
+    write(client, [7] * 8, [3] * 8, random_tokens(6), tokens=9)
+    engine = client.thread.engine
+    found = counts(client)
     assert found["num_preemptions_total"] == engine.scheduler.num_preemptions > 0
     assert found["prefix_cache_hits_total"] == engine.scheduler.prefix_cache_hits
     assert found["spec_decode_num_draft_tokens_total"] == engine.num_draft_tokens > 0
@@ -151,22 +151,22 @@ def test_preemptions_and_drafts_are_the_engines(start):
 
 
 def test_what_runs_and_waits_is_seen_while_it_does(start):
-    door = start(max_num_seqs=2, num_pages=8, page_size=4)
+    client = start(max_num_seqs=2, num_pages=8, page_size=4)
     turn = threading.Semaphore(1)
-    in_turns(door.thread.engine, turn)
+    in_turns(client.thread.engine, turn)
     body = {"prompt": [random_tokens(5), random_tokens(6, seed=1), random_tokens(3, seed=2)]}
     body |= {"max_tokens": 2**16, "ignore_eos": True, "stream": True}
-    with door.send("POST", "/v1/completions", body) as answer:
+    with client.send("POST", "/v1/completions", body) as answer:
         assert answer.status == 200  # one step is made, and no other begins
-        found = counts(door)
+        found = counts(client)
         assert (found["num_requests_running"], found["num_requests_waiting"]) == (2, 1)
         assert found["kv_cache_usage_perc"] == 4 / 8
         assert found["prompt_tokens_total"] == 11
         assert found["request_success_total{abort}"] == 0
     turn.release(10**6)
     # They do not end by themselves.
-    until(lambda: counts(door)["request_success_total{abort}"] == 3)
-    found = counts(door)
+    until(lambda: counts(client)["request_success_total{abort}"] == 3)
+    found = counts(client)
     assert (found["num_requests_running"], found["num_requests_waiting"]) == (0, 0)
     assert found["kv_cache_usage_perc"] == found["e2e_request_latency_seconds_count"] == 0
 
@@ -174,11 +174,11 @@ def test_what_runs_and_waits_is_seen_while_it_does(start):
 def test_an_error_is_no_success_and_has_no_latency(start, tiny):
     model = tiny()
     model.wte.weight.data[7] = float("nan")
-    door = start(model)
-    assert door.post("/v1/completions", {"prompt": [[1], [10**6]]})[0] == 400  # is no abort
-    assert sum(value for name, value in counts(door).items() if "_created" not in name) == 0
-    assert door.post("/v1/completions", {"prompt": [7, 7], "max_tokens": 3})[0] == 500
-    found = counts(door)
+    client = start(model)
+    assert client.post("/v1/completions", {"prompt": [[1], [10**6]]})[0] == 400  # is no abort
+    assert sum(value for name, value in counts(client).items() if "_created" not in name) == 0
+    assert client.post("/v1/completions", {"prompt": [7, 7], "max_tokens": 3})[0] == 500
+    found = counts(client)
     assert found["request_success_total{error}"] == 1
     assert found["prompt_tokens_total"] == found["e2e_request_latency_seconds_count"] == 0
     assert found["time_to_first_token_seconds_count"] == 0

@@ -283,10 +283,10 @@ def test_beams_refuse_it(cli, tiny_checkpoint):
     assert code == 2 and err.endswith("leave out --min-p\n")
 
 
-def test_the_server(door, tiny_llama):
+def test_the_server(client, tiny_llama):
     fields = {"seed": 3, "temperature": 2.0, "min_p": 0.6}
     body = {"prompt": "Tom saw", "max_tokens": 30} | fields
-    status, found = door.post("/v1/completions", body)
+    status, found = client.post("/v1/completions", body)
     assert status == 200, found
     expected = engine_alone(tiny_llama, "Tom saw", max_new_tokens=30, **fields)
     assert found["choices"][0]["text"] == expected[1]
@@ -294,11 +294,11 @@ def test_the_server(door, tiny_llama):
         tiny_llama, "Tom saw", max_new_tokens=30, seed=3, temperature=2.0
     )
     for value in (None, 0, 1, 0.5):
-        assert door.post("/v1/completions", {"max_tokens": 1, "min_p": value})[0] == 200
+        assert client.post("/v1/completions", {"max_tokens": 1, "min_p": value})[0] == 200
     for value in (-0.5, 1.5):
         what = f"min_p: min_p is {value}; it must be a number in [0, 1]"
-        found = door.post("/v1/completions", {"max_tokens": 1, "min_p": value})
+        found = client.post("/v1/completions", {"max_tokens": 1, "min_p": value})
         assert found == (400, refusal(what, "min_p"))
     messages = [{"role": "user", "content": "dog"}]
     asked = {"messages": messages, "max_tokens": 2, "min_p": 2}
-    assert door.post("/v1/chat/completions", asked)[1]["error"]["param"] == "min_p"
+    assert client.post("/v1/chat/completions", asked)[1]["error"]["param"] == "min_p"

@@ -148,13 +148,13 @@ def test_a_server_refuses_what_it_would_drop(encoding, tiny_llama):
         return engine
 
     words = "{}: the model's vocabulary lacks these bytes of it: 04 f1"
-    with serving(make) as door:
+    with serving(make) as client:
         for prompt in (TEXT.replace("\x1d", ""), ["a", "\x04\U00040000"]):
             body = {"prompt": prompt, "max_tokens": 1}
-            assert door.post("/v1/completions", body) == (400, refusal(words.format("prompt")))
+            assert client.post("/v1/completions", body) == (400, refusal(words.format("prompt")))
         messages = [{"role": "user", "content": "a\x04"}, {"role": "assistant", "content": "b"}]
         messages.append({"role": "user", "content": "\U00040000"})
         messages[0]["content"] += "\U00040000"
-        status, found = door.post("/v1/chat/completions", {"messages": messages})
+        status, found = client.post("/v1/chat/completions", {"messages": messages})
         assert (status, found) == (400, refusal(words.format("messages")))
-        assert door.post("/v1/completions", {"prompt": "a cat", "max_tokens": 1})[0] == 200
+        assert client.post("/v1/completions", {"prompt": "a cat", "max_tokens": 1})[0] == 200

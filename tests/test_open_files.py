@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from serving import ENDLESS, PATH, connect, door_of, request_of, start
+from serving import ENDLESS, PATH, client_of, connect, request_of, start
 
 import serve
 
@@ -26,10 +26,10 @@ serve.main({arguments})
 """
 
 
-def receives(client) -> bool:
+def receives(connection) -> bool:
     """Whether something comes from the server, within the client's time limit."""
     try:
-        return bool(client.recv(4096))
+        return bool(connection.recv(4096))
     except TimeoutError:
         return False
 
@@ -38,17 +38,17 @@ def receives(client) -> bool:
 def test_more_connections_than_descriptors(held):
     """What fits is accepted; the others wait until one leaves, and this is said once."""
     with start(program=FEW.replace("{held}", str(held))) as server:
-        door = door_of(server)
-        with connect(door, request_of(PATH, STREAM)) as client:
-            assert client.recv(4096).startswith(b"HTTP/1.1 200")
-            client.settimeout(60)
-            idle = [socket.create_connection(("127.0.0.1", door.port)) for _ in range(100)]
+        client = client_of(server)
+        with connect(client, request_of(PATH, STREAM)) as connection:
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+            connection.settimeout(60)
+            idle = [socket.create_connection(("127.0.0.1", client.port)) for _ in range(100)]
             began = time.monotonic()
             while time.monotonic() < began + 0.5:
-                assert receives(client)
-            for connection in idle:
-                connection.close()
-            assert door.get("/health")[0] == 200
+                assert receives(connection)
+            for each in idle:
+                each.close()
+            assert client.get("/health")[0] == 200
         server.send_signal(signal.SIGTERM)
         said = server.stderr.read()
     limit = r"the limit of open files \(ulimit -n\) allows no more\n"
@@ -62,4 +62,4 @@ def test_more_connections_than_descriptors(held):
 def test_how_many_connections_there_may_be(monkeypatch, limit, most):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     monkeypatch.setattr(resource, "RLIM_INFINITY", -1)
-    assert serve.most_connections() == most
+    assert serve.max_connections() == most

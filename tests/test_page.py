@@ -31,56 +31,56 @@ class Reader(HTMLParser):
         return sum(found, [])
 
 
-def fetch(door, path: str) -> tuple[str, str]:
+def fetch(client, path: str) -> tuple[str, str]:
     """A file of the page, and its type."""
-    with door.send("GET", path) as answer:
+    with client.send("GET", path) as answer:
         assert answer.status == 200
         return answer.read().decode(), answer.headers["Content-Type"]
 
 
-def test_the_page_and_its_script_are_served(door):
+def test_the_page_and_its_script_are_served(client):
     files = (("/", "page.html", "text/html"), ("/player.js", "player.js", "text/javascript"))
     for path, name, kind in files:
-        text, given = fetch(door, path)
+        text, given = fetch(client, path)
         assert text == (ROOT / "server" / name).read_text("utf-8")
         assert given.startswith(kind)
         # Nothing is asked from elsewhere.
         assert re.findall(r"https?:|//[\w.-]+\.\w|@import|url\(", text) == []
 
 
-def test_what_the_page_loads_and_links_is_there(door):
-    reader = Reader(fetch(door, "/")[0])
+def test_what_the_page_loads_and_links_is_there(client):
+    reader = Reader(fetch(client, "/")[0])
     assert sorted(reader.all("src", "href")) == ["data:,", "player.js"]
     for link in reader.found["a", "href"]:
         assert urljoin(BASE, link).startswith(BASE)
-        fetch(door, "/" + link)  # none is dead
+        fetch(client, "/" + link)  # none is dead
     ids = reader.all("id")
     assert reader.found["html", "lang"] == ["en"] and len(set(ids)) == len(ids)
 
 
-def test_what_the_script_names_is_there(door):
-    page, _ = fetch(door, "/")
+def test_what_the_script_names_is_there(client):
+    page, _ = fetch(client, "/")
     asked = set(re.findall(r'get\("([a-z]+)"\)', page))
     assert {"texts", "player"} <= asked <= set(Reader(page).all("id"))
     paths = set(re.findall(r'"(v1/[a-z/]+|live|metrics)"', page))
     assert paths == {"v1/completions", "v1/chat/completions", "v1/models", "live", "metrics"}
 
 
-def test_the_sliders_ask_for_what_the_server_knows(door):
+def test_the_sliders_ask_for_what_the_server_knows(client):
     """Each at its first value, and all but the length at their ends."""
-    page, _ = fetch(door, "/")
+    page, _ = fetch(client, "/")
     sliders = re.findall(r'^  \["(\w+)", "[^"]*", ([\d., -]+)\],$', page, re.MULTILINE)
     names = {name for name, _ in sliders}
     assert names >= {"temperature", "top_p", "top_k", "max_tokens", "repetition_penalty"}
     body = {"prompt": "Once", "logprobs": 5, "seed": None, "max_tokens": 2}
     first = {name: float(numbers.split(",")[3]) for name, numbers in sliders}
-    assert door.post("/v1/completions", body | whole(first) | {"max_tokens": 2})[0] == 200
+    assert client.post("/v1/completions", body | whole(first) | {"max_tokens": 2})[0] == 200
     for name, numbers in sliders:
         least, most, *_ = (float(number) for number in numbers.split(","))
         if name != "max_tokens":
             for value in (least, most):
-                assert door.post("/v1/completions", body | whole({name: value}))[0] == 200
-        status, answer = door.post("/v1/completions", body | {name: "much"})
+                assert client.post("/v1/completions", body | whole({name: value}))[0] == 200
+        status, answer = client.post("/v1/completions", body | {name: "much"})
         assert status == 400 and name in answer["error"]["message"]
 
 
@@ -105,26 +105,26 @@ def test_a_page_takes_no_descriptor_of_its_own(tiny_llama, monkeypatch):
     import anyio
 
     monkeypatch.setattr(anyio, "open_file", None)
-    with serving(lambda: small_engine(tiny_llama)) as door:
+    with serving(lambda: small_engine(tiny_llama)) as client:
         for path in ("/", "/player.js"):
-            with door.send("GET", path) as answer:
+            with client.send("GET", path) as answer:
                 assert answer.status == 200 and len(answer.read()) > 1000
 
 
-def test_the_example_of_the_page_is_a_form(door):
-    page, _ = fetch(door, "/")
+def test_the_example_of_the_page_is_a_form(client):
+    page, _ = fetch(client, "/")
     (example,) = re.findall(r"^const EXAMPLE = `(.*?)`;$", page, re.MULTILINE | re.DOTALL)
     schema = json.loads(example)
     named = {"type": "json_schema", "json_schema": {"name": "page", "schema": schema}}
     body = {"prompt": "Lily", "logprobs": 5, "show_allowed": 20, "max_tokens": 200, "seed": 1}
-    status, answer = door.post("/v1/completions", body | {"response_format": named})
+    status, answer = client.post("/v1/completions", body | {"response_format": named})
     assert status == 200, answer
     assert json.loads(answer["choices"][0]["text"]).keys() == schema["properties"].keys()
 
 
-def test_the_page_may_run_and_ask_nothing_but_its_server(door):
+def test_the_page_may_run_and_ask_nothing_but_its_server(client):
     """By a policy that browsers hold it to, also if a text became a script or a link."""
-    with door.send("GET", "/") as answer:
+    with client.send("GET", "/") as answer:
         page = answer.read().decode()
         policy = answer.headers["Content-Security-Policy"]
     rules = {name: values for name, *values in map(str.split, policy.split(";"))}

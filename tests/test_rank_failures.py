@@ -172,8 +172,8 @@ def test_gloo_s_errors_are_known_by_their_words(words, kind):
 
 @pytest.mark.parametrize("number, codes", [("SIGTERM", [0, 0]), ("SIGINT", [130, 2])])
 def test_a_server_drains(tmp_path, number, codes):
-    with serving(tmp_path) as (processes, door):
-        with door.send("POST", "/v1/completions", STREAM | {"max_tokens": 50}) as answer:
+    with serving(tmp_path) as (processes, client):
+        with client.send("POST", "/v1/completions", STREAM | {"max_tokens": 50}) as answer:
             answer.readline()
             for process in processes:
                 os.kill(process.pid, getattr(signal, number))
@@ -184,8 +184,8 @@ def test_a_server_drains(tmp_path, number, codes):
 
 
 def test_a_server_loses_a_process(tmp_path):
-    with serving(tmp_path) as (processes, door):
-        with door.send("POST", "/v1/completions", STREAM | {"max_tokens": 2**18}) as answer:
+    with serving(tmp_path) as (processes, client):
+        with client.send("POST", "/v1/completions", STREAM | {"max_tokens": 2**18}) as answer:
             answer.readline()
             processes[1].kill()
             *_, error, done, end = answer.read().split(b"\n\n")
@@ -203,8 +203,8 @@ def test_still_a_server_whose_socket_fails_ends_with_a_note(tmp_path, monkeypatc
         raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(BaseSelectorEventLoop, "sock_accept", failing)
-    with serving(tmp_path, size=size) as (processes, door):
-        socket.create_connection(("127.0.0.1", door.port)).close()
+    with serving(tmp_path, size=size) as (processes, client):
+        socket.create_connection(("127.0.0.1", client.port)).close()
         assert wait(processes) == [0] * size
     (_, err), *others = written(tmp_path, size)
     assert err == "note: no more connections: [Errno 22] Invalid argument\n"
@@ -220,8 +220,8 @@ def test_a_server_has_no_memory(tmp_path, monkeypatch):
         return real(*arguments)
 
     monkeypatch.setattr(TorchRunner, "logits", failing)
-    with serving(tmp_path) as (processes, door):
-        status, answer = door.post("/v1/completions", {"prompt": "Tom"})
+    with serving(tmp_path) as (processes, client):
+        status, answer = client.post("/v1/completions", {"prompt": "Tom"})
         error = "the texts of this step do not fit in memory"
         assert (status, answer["error"]["message"]) == (503, error)
         assert wait(processes) == [2, 2]

@@ -118,9 +118,9 @@ def test_long_windows_do_not_make_a_larger_cache(shape, expected):
 
 def test_an_engine_and_its_door_count_on_as_many_pages(tiny_llama):
     from engine.engine import Engine
-    from server.prefixes import Prefixes
+    from server.prefixes import PrefixIndex
 
     model = tiny_llama(block_size=8192)
     engine = Engine(model, max_num_seqs=32, page_size=16)
     assert engine.scheduler.pool.num_pages == engine.cache.storage.shape[2] == 2**12
-    assert Prefixes(8192, None, 16, None, 32).most == 2**12
+    assert PrefixIndex(8192, None, 16, None, 32).max_pages == 2**12

@@ -13,20 +13,20 @@ ENDED = server_error(GONE)
 
 @pytest.fixture
 def servers(tiny_llama, tmp_path):
-    """A Door to two engines, these, and a Door to one."""
+    """A Client to two engines, these, and a Client to one."""
     args = parse(save_small(tiny_llama, tmp_path))
-    with serving_replicas(args, 2) as (door, replicas), serving(lambda: make_engine(args)) as one:
-        yield door, replicas, one
+    with serving_replicas(args, 2) as (client, replicas), serving(lambda: make_engine(args)) as one:
+        yield client, replicas, one
 
 
 def test_of_a_killed_replica_texts_end_with_an_error_and_others_go_on(servers):
-    door, replicas, one = servers
+    client, replicas, one = servers
     body = {"prompt": "Tom", "seed": 5, "max_tokens": 500, "ignore_eos": True}
-    with door.send("POST", PATH, ENDLESS | {"stream": True}) as killed:
+    with client.send("POST", PATH, ENDLESS | {"stream": True}) as killed:
         killed.readline()
         with ThreadPoolExecutor(1) as pool:
-            other = pool.submit(streamed_texts, door, body)
-            until(lambda: replicas[1].thread.calls)
+            other = pool.submit(streamed_texts, client, body)
+            until(lambda: replicas[1].thread.generations)
             replicas[0].killed = True
             *_, error, done, empty = killed.read().split(b"\n\n")
             assert other.result() == streamed_texts(one, body)
@@ -35,14 +35,14 @@ def test_of_a_killed_replica_texts_end_with_an_error_and_others_go_on(servers):
 
 
 def test_a_text_that_is_awaited_is_503(servers):
-    door, replicas, _ = servers
+    client, replicas, _ = servers
     replicas[0].killed = True
-    assert door.post(PATH, ENDLESS) == (503, ENDED)
-    assert door.post(PATH, {"prompt": "Tom"})[0] == 200
+    assert client.post(PATH, ENDLESS) == (503, ENDED)
+    assert client.post(PATH, {"prompt": "Tom"})[0] == 200
 
 
 def test_a_replica_is_well_until_its_engine_fails(servers, capfd):
-    door, (first, second), _ = servers
+    client, (first, second), _ = servers
     assert hasattr(first, "check_health")
     first.check_health()
 
@@ -50,7 +50,7 @@ def test_a_replica_is_well_until_its_engine_fails(servers, capfd):
         raise ValueError("a bug")
 
     first.thread.engine.step = fail
-    status, answer = door.post(PATH, ENDLESS)
+    status, answer = client.post(PATH, ENDLESS)
     assert status == 503
     assert answer["error"]["message"] == "the engine has failed: ValueError: a bug"
     with pytest.raises(Exception, match="the engine has failed: ValueError: a bug"):
@@ -61,15 +61,15 @@ def test_a_replica_is_well_until_its_engine_fails(servers, capfd):
 
 @pytest.fixture
 def three(tiny_llama, tmp_path):
-    """A Door to three engines, and these."""
+    """A Client to three engines, and these."""
     args = parse(save_small(tiny_llama, tmp_path))
-    with serving_replicas(args, 3) as (door, replicas):
-        yield door, replicas
+    with serving_replicas(args, 3) as (client, replicas):
+        yield client, replicas
 
 
-def read_metrics(door) -> tuple[list, dict]:
+def read_metrics(client) -> tuple[list, dict]:
     """The names of what /metrics has, and of each sample its values by engine."""
-    families = metric_families(door)
+    families = metric_families(client)
     values = {}
     for family in families:
         for name, labels, value, *_ in family.samples:
@@ -81,15 +81,15 @@ def read_metrics(door) -> tuple[list, dict]:
 
 
 def test_each_engine_counts_for_itself(three):
-    door, replicas = three
+    client, replicas = three
     for tokens in (3, 5, 7, 2):  # in turns, so that the first one writes twice
         body = {"prompt": [1, 2, 3], "max_tokens": tokens, "ignore_eos": True}
-        assert door.post(PATH, body)[0] == 200
-    names, values = read_metrics(door)
+        assert client.post(PATH, body)[0] == 200
+    names, values = read_metrics(client)
     own = {family.name for family in replicas[0].metrics.registry.collect()}
     assert len(set(names)) == len(names)
     assert {name.removesuffix("_created") for name in names} == own
-    assert read_metrics(door) == (names, values)  # to ask again adds nothing
+    assert read_metrics(client) == (names, values)  # to ask again adds nothing
     engines = {replica.name for replica in replicas}
     assert len(engines) == 3 and all(set(found) == engines for found in values.values())
     by_engine = [values["generation_tokens_total"][replica.name] for replica in replicas]

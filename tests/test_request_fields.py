@@ -19,40 +19,40 @@ def alone(tiny_llama, prompt: str, **params) -> tuple:
     return engine_alone(tiny_llama, prompt, max_new_tokens=40, **params)[1::2]
 
 
-def text_of(door, body: dict) -> tuple:
-    status, found = door.post("/v1/completions", body)
+def text_of(client, body: dict) -> tuple:
+    status, found = client.post("/v1/completions", body)
     assert status == 200, found
     return found["choices"][0]["text"], found["choices"][0]["finish_reason"]
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=str)
-def test_parameters_are_those_of_the_engine(door, tiny_llama, params):
+def test_parameters_are_those_of_the_engine(client, tiny_llama, params):
     body = {"prompt": "Tom saw", "max_tokens": 40} | params
-    assert text_of(door, body) == alone(tiny_llama, "Tom saw", **params)
+    assert text_of(client, body) == alone(tiny_llama, "Tom saw", **params)
 
 
-def test_a_stop_string_ends_a_text_wherever_tokens_cut_it(door, tiny_llama):
+def test_a_stop_string_ends_a_text_wherever_tokens_cut_it(client, tiny_llama):
     text, _ = alone(tiny_llama, "Tom", temperature=0)
     for start in range(1, 12):
         stop = text[start : start + 5]
         body = {"prompt": "Tom", "max_tokens": 40, "temperature": 0, "stop": stop}
-        assert text_of(door, body) == (text[: text.index(stop)], "stop")
+        assert text_of(client, body) == (text[: text.index(stop)], "stop")
 
 
-def test_a_seed_counts_modulo_2_to_the_64th(door):
-    texts = [text_of(door, {"prompt": "Tom", "seed": seed}) for seed in (-1, 2**64 - 1, 0)]
+def test_a_seed_counts_modulo_2_to_the_64th(client):
+    texts = [text_of(client, {"prompt": "Tom", "seed": seed}) for seed in (-1, 2**64 - 1, 0)]
     assert texts[0] == texts[1] != texts[2]
-    texts = [text_of(door, {"prompt": "Tom", "seed": seed}) for seed in (-(2**63), 2**63)]
+    texts = [text_of(client, {"prompt": "Tom", "seed": seed}) for seed in (-(2**63), 2**63)]
     assert texts[0] == texts[1]
 
 
 def test_a_salt_keeps_prefixes_apart(tiny_llama):
-    with serving(lambda: small_engine(tiny_llama)) as door:
+    with serving(lambda: small_engine(tiny_llama)) as client:
         shared = []
         for cache_salt in ("a", None, "a", "b", None):
             body = {"prompt": "word " * 30, "max_tokens": 1, "cache_salt": cache_salt}
-            door.post("/v1/completions", body)
-            shared.append(door.thread.engine.scheduler.prefix_cache_hits)
+            client.post("/v1/completions", body)
+            shared.append(client.thread.engine.scheduler.prefix_cache_hits)
     assert shared[:2] == [0, 0] and shared[2] == shared[3] > 0 and shared[4] == 2 * shared[3]
 
 
@@ -97,11 +97,11 @@ ASKING = {  # field -> what asks for nothing, and for something
 
 
 @pytest.mark.parametrize("field", ASKING)
-def test_what_is_not_supported_is_refused_by_name(door, field):
+def test_what_is_not_supported_is_refused_by_name(client, field):
     nothing, something = ASKING[field]
     for value in (nothing, None):
-        assert door.post("/v1/completions", {"max_tokens": 1, field: value})[0] == 200
-    found = door.post("/v1/completions", {"max_tokens": 1, field: something})
+        assert client.post("/v1/completions", {"max_tokens": 1, field: value})[0] == 200
+    found = client.post("/v1/completions", {"max_tokens": 1, field: something})
     hint = ": use structured_outputs" if field.startswith("guided_") else ""
     assert found == (400, refusal(f"{field} is not supported{hint}", field))
 
@@ -134,7 +134,7 @@ IGNORED = {  # field -> what asks for nothing, and for something
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_field_that_changes_no_text_is_taken_and_named(door, stream):
+def test_a_field_that_changes_no_text_is_taken_and_named(client, stream):
     from server import protocol
 
     assert IGNORED.keys() == protocol.IGNORED.keys()
@@ -143,31 +143,31 @@ def test_a_field_that_changes_no_text_is_taken_and_named(door, stream):
     for place in (0, 1):
         fields = {name: values[place] for name, values in IGNORED.items()}
         fields["stream_options"] = {"include_obfuscation": bool(place)}
-        with door.send("POST", "/v1/completions", body | fields) as answer:
+        with client.send("POST", "/v1/completions", body | fields) as answer:
             assert answer.status == 200
             headers.append(answer.headers["X-Ignored-Fields"])
     names = [*sorted(IGNORED), "stream_options.include_obfuscation"]
     assert headers == [None, ", ".join(names)]
 
 
-def test_minus_one_is_no_limit_of_its_own(door):
+def test_minus_one_is_no_limit_of_its_own(client):
     """The window has 64 tokens: so long is a text, and a reply is what it has room for."""
     body = {"prompt": "Tom", "seed": 1, "ignore_eos": True}
-    status, found = door.post("/v1/completions", body | {"max_tokens": -1})
+    status, found = client.post("/v1/completions", body | {"max_tokens": -1})
     assert (status, found["usage"]["completion_tokens"]) == (200, 64)
     chat = {"messages": [{"role": "user", "content": "Tom"}], "seed": 1, "ignore_eos": True}
-    plain = door.post("/v1/chat/completions", chat)[1]["usage"]
+    plain = client.post("/v1/chat/completions", chat)[1]["usage"]
     for name in ("max_tokens", "max_completion_tokens"):
-        status, found = door.post("/v1/chat/completions", chat | {name: -1})
+        status, found = client.post("/v1/chat/completions", chat | {name: -1})
         assert status == 200 and found["usage"] == plain
     assert plain["total_tokens"] == 64
 
 
-def test_empty_names_and_stop_strings_are_none(door):
+def test_empty_names_and_stop_strings_are_none(client):
     body = {"prompt": "Tom", "max_tokens": 9, "seed": 1}
-    plain = door.post("/v1/completions", body)[1]["choices"]
+    plain = client.post("/v1/completions", body)[1]["choices"]
     for fields in ({"stop": ""}, {"stop": [""]}, {"stop": ["", "\0"]}, {"model": ""}):
-        status, found = door.post("/v1/completions", body | fields)
+        status, found = client.post("/v1/completions", body | fields)
         assert status == 200 and found["choices"] == plain and found["model"] == "small"
 
 
@@ -191,18 +191,18 @@ STOP = "stop: it must be a string or a list of up to 16, each of 1 to 256 charac
         ("stop", ["x", 1], STOP),
     ],
 )
-def test_values_out_of_range(door, field, value, message):
-    found = door.post("/v1/completions", {"prompt": "Tom", field: value})
+def test_values_out_of_range(client, field, value, message):
+    found = client.post("/v1/completions", {"prompt": "Tom", field: value})
     assert found == (400, refusal(message, field))
 
 
-def test_stop_strings_at_their_limits(door):
+def test_stop_strings_at_their_limits(client):
     longest = ["x" * 256] * 16
-    assert text_of(door, {"prompt": "Tom", "stop": longest})
-    assert door.post("/v1/completions", {"prompt": "Tom", "stop": [*longest, "x"]})[0] == 400
+    assert text_of(client, {"prompt": "Tom", "stop": longest})
+    assert client.post("/v1/completions", {"prompt": "Tom", "stop": [*longest, "x"]})[0] == 400
 
 
-def test_half_a_letter_in_the_name_of_a_field(door):
+def test_half_a_letter_in_the_name_of_a_field(client):
     body = b'{"tools": {"\\ud800": 1}}'
     refused = refusal("tools: not UTF-8 text; it has half of a surrogate pair", "tools")
-    assert door.post("/v1/completions", body) == (400, refused)
+    assert client.post("/v1/completions", body) == (400, refused)

@@ -11,19 +11,19 @@ TOO_LONG = (413, refusal("the body is too long; it may have 1048576 bytes", None
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_has_at_most_a_mebibyte(door, chunked):
+def test_a_body_has_at_most_a_mebibyte(client, chunked):
     """A client that writes more, all of it before it reads, gets the 413."""
     for more in (0, 1, 2**20, 2**22):
         body = b"[" + b" " * (2**20 - 1 + more)
         parts = [body[start : start + 2**18] for start in range(0, len(body), 2**18)]
-        found = door.post(PATH, iter(parts) if chunked else body)
+        found = client.post(PATH, iter(parts) if chunked else body)
         if more:
             assert found == TOO_LONG
         else:
             assert found[0] == 400 and found[1]["error"]["message"].startswith("the body is not")
 
 
-def test_a_body_without_an_end_is_cut_off(door):
+def test_a_body_without_an_end_is_cut_off(client):
     sent = 0
 
     def endless():
@@ -33,7 +33,7 @@ def test_a_body_without_an_end_is_cut_off(door):
             yield b" " * 2**20
 
     with pytest.raises(OSError):
-        door.post(PATH, endless())
+        client.post(PATH, endless())
     assert sent < 2**26
 
 

@@ -36,42 +36,42 @@ FORMS = [
 
 
 @pytest.mark.parametrize("fields, own", FORMS, ids=str)
-def test_a_text_is_that_of_the_engine(door, tiny_llama, fields, own):
+def test_a_text_is_that_of_the_engine(client, tiny_llama, fields, own):
     for seed in range(3):
         body = {"prompt": "Tom saw", "max_tokens": 40, "seed": seed} | fields
         known = {"max_new_tokens": 40, "seed": seed} | own
         text, reason = engine_alone(tiny_llama, "Tom saw", **known)[1::2]
-        status, found = door.post(PATH, body)
+        status, found = client.post(PATH, body)
         assert status == 200, found
         assert (found["choices"][0]["text"], found["choices"][0]["finish_reason"]) == (text, reason)
-        events = door.events(PATH, body | {"stream": True})
+        events = client.events(PATH, body | {"stream": True})
         assert "".join(event["choices"][0]["text"] for event in events) == text
 
 
-def test_still_a_text_may_be_any_text(door, tiny_llama):
+def test_still_a_text_may_be_any_text(client, tiny_llama):
     text = engine_alone(tiny_llama, "Tom saw", max_new_tokens=40, seed=1)[1]
     body = {"prompt": "Tom saw", "max_tokens": 40, "seed": 1, "response_format": {"type": "text"}}
-    assert door.post(PATH, body)[1]["choices"][0]["text"] == text
+    assert client.post(PATH, body)[1]["choices"][0]["text"] == text
 
 
-def test_replies_hold_to_a_schema(door):
+def test_replies_hold_to_a_schema(client):
     body = {"messages": TALK, "response_format": NAMED, "n": 8, "seed": 1}
-    choices = door.post(CHAT, body)[1]["choices"]
+    choices = client.post(CHAT, body)[1]["choices"]
     texts = {choice["message"]["content"] for choice in choices}
     for text in texts:
         jsonschema.validate(json.loads(text), SCHEMA)
     assert len(texts) > 1 and {choice["finish_reason"] for choice in choices} == {"stop"}
 
 
-def test_a_reply_that_is_cut_says_so(door):
+def test_a_reply_that_is_cut_says_so(client):
     body = {"messages": TALK, "response_format": NAMED, "max_tokens": 3}
-    (choice,) = door.post(CHAT, body)[1]["choices"]
+    (choice,) = client.post(CHAT, body)[1]["choices"]
     assert choice["finish_reason"] == "length"
     with pytest.raises(ValueError):
         json.loads(choice["message"]["content"])
 
 
-def test_the_official_client_parses(door):
+def test_the_official_client_parses(client):
     from typing import Literal
 
     import openai
@@ -81,18 +81,18 @@ def test_the_official_client_parses(door):
         name: Literal["cat", "dog"]
         legs: Literal[2, 4]
 
-    where = {"base_url": f"http://127.0.0.1:{door.port}/v1", "api_key": "none"}
-    with openai.OpenAI(**where, max_retries=0) as client:
+    where = {"base_url": f"http://127.0.0.1:{client.port}/v1", "api_key": "none"}
+    with openai.OpenAI(**where, max_retries=0) as openai_client:
         ask = {"model": "small", "messages": TALK, "response_format": Animal}
-        reply = client.chat.completions.parse(**ask, seed=2)
+        reply = openai_client.chat.completions.parse(**ask, seed=2)
         animal = reply.choices[0].message.parsed
         assert isinstance(animal, Animal)
         with pytest.raises(openai.LengthFinishReasonError):
-            client.chat.completions.parse(**ask, max_completion_tokens=2)
-        with client.chat.completions.stream(**ask, seed=2) as stream:
+            openai_client.chat.completions.parse(**ask, max_completion_tokens=2)
+        with openai_client.chat.completions.stream(**ask, seed=2) as stream:
             assert stream.get_final_completion().choices[0].message.parsed == animal
         ask["messages"] = [*TALK, reply.choices[0].message, *TALK]  # it has the field parsed
-        assert client.chat.completions.parse(**ask, seed=2).choices[0].message.parsed
+        assert openai_client.chat.completions.parse(**ask, seed=2).choices[0].message.parsed
 
 
 ONE = "structured_outputs: it must have one of json, json_object, regex, choice and grammar"
@@ -129,18 +129,18 @@ CHOSEN = {"structured_outputs": {"choice": ["a"]}}
         ),
     ],
 )
-def test_what_no_form_is(door, fields, message):
+def test_what_no_form_is(client, fields, message):
     for path, needed in ((PATH, {}), (CHAT, {"messages": TALK})):
-        found = door.post(path, needed | fields)
+        found = client.post(path, needed | fields)
         assert found == (400, refusal(message, message.partition(".")[0].partition(":")[0]))
 
 
-def test_one_form_a_request(door):
+def test_one_form_a_request(client):
     body = {"structured_outputs": {"choice": ["a"]}, "response_format": NAMED}
     message = "structured_outputs is not for a request with a response_format"
-    assert door.post(PATH, body) == (400, refusal(message, "structured_outputs"))
+    assert client.post(PATH, body) == (400, refusal(message, "structured_outputs"))
     body["response_format"] = {"type": "text"}
-    assert door.post(PATH, body)[1]["choices"][0]["text"] == "a"
+    assert client.post(PATH, body)[1]["choices"][0]["text"] == "a"
 
 
 @pytest.mark.parametrize(
@@ -153,22 +153,22 @@ def test_one_form_a_request(door):
         ({"not": {}}, "the keyword 'not' is not supported"),
     ],
 )
-def test_a_schema_that_is_not_done_is_refused_with_what_it_is(door, schema, words):
+def test_a_schema_that_is_not_done_is_refused_with_what_it_is(client, schema, words):
     named = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    status, found = door.post(CHAT, {"messages": TALK, "response_format": named})
+    status, found = client.post(CHAT, {"messages": TALK, "response_format": named})
     error = found["error"]
     assert status == 400 and error["param"] == "response_format"
     assert words in error["message"] and len(error["message"]) < 500
-    status, found = door.post(PATH, {"structured_outputs": {"json": schema}})
+    status, found = client.post(PATH, {"structured_outputs": {"json": schema}})
     assert status == 400 and found["error"]["param"] == "structured_outputs"
 
 
 @pytest.mark.parametrize(
     "name, value", [("ignore_eos", True), ("min_tokens", 1), ("stop_token_ids", [5])]
 )
-def test_a_form_decides_where_its_text_ends(door, name, value):
+def test_a_form_decides_where_its_text_ends(client, name, value):
     for form, field in (({"response_format": NAMED}, "json_schema"), (CHOSEN, "choices")):
-        status, found = door.post(CHAT, {"messages": TALK, name: value} | form)
+        status, found = client.post(CHAT, {"messages": TALK, name: value} | form)
         assert status == 400 and found["error"]["param"] == name
         assert found["error"]["message"].startswith(f"{name} does not go with {field}: ")
 
@@ -176,11 +176,11 @@ def test_a_form_decides_where_its_text_ends(door, name, value):
 @pytest.mark.parametrize(
     "form", [{"json": {"title": "a" * 2**16}}, {"regex": "a" * 5000}, {"choice": ["a" * 2**17]}]
 )
-def test_a_form_that_is_too_large_is_named(door, form):
+def test_a_form_that_is_too_large_is_named(client, form):
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": form.get("json")}}
     bodies = [{"structured_outputs": form}, {"response_format": schema}][: 1 + ("json" in form)]
     for fields in bodies:
-        status, found = door.post(PATH, fields)
+        status, found = client.post(PATH, fields)
         assert status == 400 and found["error"]["param"] == next(iter(fields))
         assert "bytes of UTF-8 at most" in found["error"]["message"]
         assert len(found["error"]["message"]) < 700
@@ -205,7 +205,7 @@ HOSTILE = {
 }
 
 
-def test_other_clients_do_not_wait_for_a_hostile_schema(door, monkeypatch):
+def test_other_clients_do_not_wait_for_a_hostile_schema(client, monkeypatch):
     """The event loop neither looks at a schema nor compiles it: other threads do."""
     import constraints
 
@@ -219,18 +219,18 @@ def test_other_clients_do_not_wait_for_a_hostile_schema(door, monkeypatch):
     async def ident() -> int:
         return threading.get_ident()
 
-    loop = asyncio.run_coroutine_threadsafe(ident(), door.thread.loop).result(60)
+    loop = asyncio.run_coroutine_threadsafe(ident(), client.thread.loop).result(60)
     monkeypatch.setattr(constraints, "Grammar", watched)
     for schema in HOSTILE.values():
         body = {"structured_outputs": {"json": schema}, "max_tokens": 2}
-        status, found = door.post(PATH, body)
+        status, found = client.post(PATH, body)
         assert status in (200, 400) and len(str(found)) < 1000
     # Two of them are longer than a schema may be, so nothing is compiled.
     assert len(seen) == len(HOSTILE) - 2
-    assert not {loop, door.thread.thread.ident} & {*seen}
+    assert not {loop, client.thread.thread.ident} & {*seen}
 
 
-def test_the_engine_compiles_no_form(door, monkeypatch):
+def test_the_engine_compiles_no_form(client, monkeypatch):
     """Also where more forms are asked for at once than are kept for later requests."""
     import constraints
 
@@ -244,14 +244,14 @@ def test_the_engine_compiles_no_form(door, monkeypatch):
     monkeypatch.setattr(constraints, "Grammar", watched)
     sources = [f"(a|b){{{count}}}" for count in range(3, 27)]
     release = threading.Event()
-    door.thread.commands.put(release.wait)  # as in a long step
+    client.thread.commands.put(release.wait)  # as in a long step
 
     def ask(source):
-        return door.post(PATH, {"structured_outputs": {"regex": source}, "max_tokens": 30})
+        return client.post(PATH, {"structured_outputs": {"regex": source}, "max_tokens": 30})
 
     with concurrent.futures.ThreadPoolExecutor(len(sources)) as pool:
         answers = [pool.submit(ask, source) for source in sources]
-        until(lambda: len(compiled) >= len(sources) and door.thread.commands.qsize() == 24)
+        until(lambda: len(compiled) >= len(sources) and client.thread.commands.qsize() == 24)
         release.set()
         found = [answer.result()[1]["choices"][0]["text"] for answer in answers]
     assert [len(text) for text in found] == list(range(3, 27))
@@ -300,12 +300,12 @@ def test_threads_that_compile_a_form_at_once_hold_the_same(monkeypatch):
 
 
 def test_still_hostile_schemas_leave_a_server_that_answers(tiny_llama):
-    with serving(lambda: small_engine(tiny_llama)) as door:
+    with serving(lambda: small_engine(tiny_llama)) as client:
         for schema in HOSTILE.values():
             body = {"structured_outputs": {"json": schema}, "max_tokens": 2}
-            status, _ = door.post(PATH, body)
+            status, _ = client.post(PATH, body)
             assert status in (200, 400)
-        assert door.post(PATH, {"max_tokens": 1})[0] == 200
+        assert client.post(PATH, {"max_tokens": 1})[0] == 200
 
 
 def test_many_choices_of_many_texts_hold_up_nobody(tiny_llama):

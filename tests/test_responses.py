@@ -58,17 +58,17 @@ def types():
     return pydantic.TypeAdapter(Response), pydantic.TypeAdapter(ResponseStreamEvent)
 
 
-def whole(door, body: dict) -> dict:
+def whole(client, body: dict) -> dict:
     """A response, which the official client's types accept."""
-    status, found = door.post(PATH, body)
+    status, found = client.post(PATH, body)
     assert status == 200, found
     types()[0].validate_python(found)
     return found
 
 
-def events_of(door, body: dict) -> list[dict]:
+def events_of(client, body: dict) -> list[dict]:
     """The events of a streamed response, which the official client's types accept."""
-    with door.send("POST", PATH, body | {"stream": True}) as answer:
+    with client.send("POST", PATH, body | {"stream": True}) as answer:
         assert answer.status == 200, answer.read()
         assert answer.headers["Content-Type"].startswith("text/event-stream")
         *blocks, empty = answer.read().decode().split("\n\n")
@@ -169,13 +169,13 @@ def engine(tiny_llama, write_chat):
 
 @pytest.fixture(scope="module")
 def hermes(engine, write_chat):
-    """A Door to a model whose template writes system messages and tools."""
-    with serving(engine, Chat(write_chat(HERMES))) as door:
-        yield door
+    """A Client to a model whose template writes system messages and tools."""
+    with serving(engine, Chat(write_chat(HERMES))) as client:
+        yield client
 
 
 @pytest.mark.parametrize("given", ["cat, moon", TALK])
-def test_a_response_is_the_text_of_the_engine(door, tiny_llama, given):
+def test_a_response_is_the_text_of_the_engine(client, tiny_llama, given):
     talk = given if isinstance(given, list) else TALK[:1]
     prompt = Chat(SMALL).encode(talk, small_encoding())
     params = {"seed": 4, "top_p": 0.9, "temperature": 0.8}
@@ -184,7 +184,7 @@ def test_a_response_is_the_text_of_the_engine(door, tiny_llama, given):
         tokens, text, _, reason = engine_alone(tiny_llama, prompt, max_new_tokens=most, **params)
         assert reason == "length"
         body = {"input": given} | params | ({"max_output_tokens": length} if length else {})
-        found = whole(door, body)
+        found = whole(client, body)
         assert found["id"].startswith("resp_") and found["object"] == "response"
         assert found["model"] == "small" and found["created_at"] > 0
         assert (found["temperature"], found["top_p"]) == (0.8, 0.9)
@@ -203,23 +203,23 @@ def test_a_response_is_the_text_of_the_engine(door, tiny_llama, given):
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
         known = {"type": "message", "role": "assistant", "status": status, "content": [part]}
         assert plain(item) == known
-        events = events_of(door, body)
+        events = events_of(client, body)
         assert said_in(replayed(events)) == [text]
         assert len(events) >= 9  # one delta or more: what is not fetched in time is joined
         assert plain(events[-1]["response"]) == plain(found)
 
 
-def test_a_response_that_ends_by_itself_is_completed(door):
+def test_a_response_that_ends_by_itself_is_completed(client):
     body = {"input": "Tom", "seed": 2, "logit_bias": {"4095": 100}}
-    found = whole(door, body)
+    found = whole(client, body)
     assert (found["status"], found["incomplete_details"]) == ("completed", None)
     assert said_in(found["output"]) == [""] and found["usage"]["output_tokens"] == 1
     assert found["completed_at"] >= found["created_at"]
-    events = events_of(door, body)
+    events = events_of(client, body)
     assert said_in(replayed(events)) == [""] and events[-1]["type"] == "response.completed"
     body = {"input": "Tom", "seed": 2, "max_output_tokens": 0}
-    assert said_in(whole(door, body)["output"]) == [""]
-    assert said_in(replayed(events_of(door, body))) == [""]
+    assert said_in(whole(client, body)["output"]) == [""]
+    assert said_in(replayed(events_of(client, body))) == [""]
 
 
 CALLED = call("look", '{"place": "sea"}', "aB3dE6gH9")
@@ -304,22 +304,22 @@ CHOICES = [
 @pytest.mark.parametrize("template", WITH_TOOLS)
 def test_calls_are_those_of_chat_completions(engine, write_chat, template):
     called = cut = texts = 0
-    with serving(engine, Chat(write_chat(WITH_TOOLS[template]))) as door:
+    with serving(engine, Chat(write_chat(WITH_TOOLS[template]))) as client:
         for number, own in enumerate(CHOICES):
             named = isinstance(own.get("tool_choice"), dict)
             theirs = {"tool_choice": {"type": "function", "function": {"name": "count"}}}
             theirs = own | (theirs if named else {})
             for seed, length in ((number, 150), (number + 1, 30)):
                 body = {"messages": conversation("Tom"), "tools": NESTED, "max_tokens": length}
-                (choice,) = door.post(CHAT, body | {"seed": seed} | theirs)[1]["choices"]
+                (choice,) = client.post(CHAT, body | {"seed": seed} | theirs)[1]["choices"]
                 body = {"input": "Tom", "tools": TOOLS, "max_output_tokens": length, "seed": seed}
                 body |= own
-                found = whole(door, body)
+                found = whole(client, body)
                 assert said_in(found["output"]) == items_of(choice["message"])
                 assert found["tool_choice"] == own.get("tool_choice", "auto")
                 assert found["parallel_tool_calls"] == own.get("parallel_tool_calls", True)
                 assert [each["name"] for each in found["tools"]] == ["look", "count"]
-                events = events_of(door, body)
+                events = events_of(client, body)
                 replayed(events)
                 assert plain(events[-1]["response"]) == plain(found)
                 texts += found["output"][0]["type"] == "message"
@@ -384,27 +384,27 @@ def test_the_form_of_a_text(hermes, form):
         jsonschema.validate(json.loads(choice["message"]["content"]), FORM["schema"])
 
 
-def test_log_probabilities_are_those_of_chat_completions(door):
+def test_log_probabilities_are_those_of_chat_completions(client):
     own = {"seed": 3, "top_logprobs": 2}
     body = {"messages": TALK[:1], "logprobs": True, "max_tokens": 9} | own
-    (choice,) = door.post(CHAT, body)[1]["choices"]
+    (choice,) = client.post(CHAT, body)[1]["choices"]
     entries = choice["logprobs"]["content"]
     assert len(entries) == 9
     body = {"input": "cat, moon", "max_output_tokens": 9} | LOGPROBS | own
-    found = whole(door, body)
+    found = whole(client, body)
     assert found["output"][0]["content"][0]["logprobs"] == entries and found["top_logprobs"] == 2
-    (item,) = replayed(events_of(door, body))
+    (item,) = replayed(events_of(client, body))
     assert item["content"][0]["logprobs"] == entries
 
 
-def test_truncation_keeps_the_last_tokens(door):
+def test_truncation_keeps_the_last_tokens(client):
     body = {"input": "x " * 100, "max_output_tokens": 4, "seed": 1}
     given = {"messages": conversation("x " * 100), "max_tokens": 4, "seed": 1}
-    (choice,) = door.post(CHAT, given | {"truncate_prompt_tokens": -1})[1]["choices"]
-    found = whole(door, body | {"truncation": "auto"})
+    (choice,) = client.post(CHAT, given | {"truncate_prompt_tokens": -1})[1]["choices"]
+    found = whole(client, body | {"truncation": "auto"})
     assert said_in(found["output"]) == [choice["message"]["content"]]
     assert found["usage"]["input_tokens"] == 60 and found["truncation"] == "auto"
-    status, answer = door.post(PATH, body | {"truncation": "disabled"})
+    status, answer = client.post(PATH, body | {"truncation": "disabled"})
     assert status == 400 and answer["error"]["param"] == "input"
     assert answer["error"]["code"] == "context_length_exceeded"
     assert answer["error"]["message"].endswith('or truncation "auto" to keep the last ones only')
@@ -434,11 +434,11 @@ HARMLESS = {
 }
 
 
-def test_what_changes_no_text_is_taken(door):
+def test_what_changes_no_text_is_taken(client):
     body = {"input": "Tom", "max_output_tokens": 4, "seed": 3}
-    known = whole(door, body)
+    known = whole(client, body)
     for fields in (HARMLESS, dict.fromkeys(HARMLESS), {"store": False}):
-        found = whole(door, body | fields)
+        found = whole(client, body | fields)
         assert plain(found["output"]) == plain(known["output"])
         assert found["metadata"] == (fields.get("metadata") or {})
     # What the answer says was done.
@@ -459,13 +459,13 @@ def test_an_effort_is_for_the_template(tiny_llama, write_chat, effort, written, 
     {{- ' off' if enable_thinking is defined and not enable_thinking }}
     {{- ' ' + reasoning_effort if reasoning_effort is defined }}"""
     chat = Chat(write_chat(template))
-    with serving(lambda: small_engine(tiny_llama), chat) as door:
+    with serving(lambda: small_engine(tiny_llama), chat) as client:
         body = {"input": "Tom", "max_output_tokens": 1, "reasoning": {"effort": effort}}
-        found = whole(door, body)
+        found = whole(client, body)
         tokens = small_encoding().encode(written)
         assert found["usage"]["input_tokens"] == len(tokens)
         assert found["reasoning"] == {"effort": done, "summary": None}
-        with door.send("POST", PATH, body) as answer:
+        with client.send("POST", PATH, body) as answer:
             named = answer.headers["X-Ignored-Fields"]
         assert named == ("reasoning.effort" if effort and not done else None)
 
@@ -506,7 +506,7 @@ ALL_IGNORED = {  # field -> what asks for nothing, and for something
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_ignored_is_named_as_the_client_wrote_it(door, stream):
+def test_what_is_ignored_is_named_as_the_client_wrote_it(client, stream):
     from server.protocol import IGNORED
 
     assert IGNORED.keys() - ALL_IGNORED.keys() == {"reasoning_effort", "verbosity"}
@@ -514,7 +514,7 @@ def test_what_is_ignored_is_named_as_the_client_wrote_it(door, stream):
     body = {"input": "Tom", "max_output_tokens": 1, "stream": stream}
     for place in (0, 1):
         fields = {name: values[place] for name, values in ALL_IGNORED.items()}
-        with door.send("POST", PATH, body | fields) as answer:
+        with client.send("POST", PATH, body | fields) as answer:
             assert answer.status == 200, answer.read()
             names.append(answer.headers["X-Ignored-Fields"])
     assert names[0] is None
@@ -531,16 +531,16 @@ def test_what_is_ignored_is_named_as_the_client_wrote_it(door, stream):
     assert set(named) == (ALL_IGNORED.keys() - inside.keys()).union(*inside.values())
 
 
-def test_what_is_done_is_not_named(door):
+def test_what_is_done_is_not_named(client):
     body = {"input": "Tom", "max_output_tokens": 1, "truncation": "auto", "tool_choice": "auto"}
     body |= {"metadata": {"a": "b"}, "user": "u"} | LOGPROBS
-    with door.send("POST", PATH, body) as answer:
+    with client.send("POST", PATH, body) as answer:
         assert (answer.status, answer.headers["X-Ignored-Fields"]) == (200, None)
 
 
-def test_minus_one_is_no_limit_of_its_own(door):
+def test_minus_one_is_no_limit_of_its_own(client):
     body = {"input": "Tom", "seed": 1, "ignore_eos": True}
-    found = [whole(door, body | {"max_output_tokens": most}) for most in (-1, None)]
+    found = [whole(client, body | {"max_output_tokens": most}) for most in (-1, None)]
     assert found[0]["usage"] == found[1]["usage"] and found[0]["usage"]["total_tokens"] == 64
 
 
@@ -814,9 +814,9 @@ def test_what_is_refused_is_named_as_the_client_wrote_it(hermes, fields, error, 
     ],
 )
 @pytest.mark.parametrize("value", [1, None])
-def test_another_name_of_the_limit_has_its_hint(door, name, value):
+def test_another_name_of_the_limit_has_its_hint(client, name, value):
     message = f"{name} is not a field of this request; did you mean max_output_tokens?"
-    assert door.post(PATH, {"input": "Tom", name: value}) == (400, refusal(message, name))
+    assert client.post(PATH, {"input": "Tom", name: value}) == (400, refusal(message, name))
 
 
 DEEP = functools.reduce(lambda inner, _: {"default": inner}, range(300), {"type": "integer"})
@@ -837,23 +837,23 @@ def test_what_a_response_could_not_repeat_is_refused(hermes, fields):
         assert found == (400, refusal(what, name))
 
 
-def test_a_template_without_system_messages_is_named(door):
-    status, found = door.post(PATH, {"input": "Tom", "instructions": "Be kind."})
+def test_a_template_without_system_messages_is_named(client):
+    status, found = client.post(PATH, {"input": "Tom", "instructions": "Be kind."})
     assert status == 400 and found["error"]["param"] == "input"
     assert found["error"]["message"].startswith("chat template: ")
 
 
-def test_a_megabyte_of_items_has_a_short_answer(door):
+def test_a_megabyte_of_items_has_a_short_answer(client):
     for given in ([{}] * 200_000, [{"x": 1}] * 100_000, [["x"] * 10] * 10_000, {"x" * 10**6: 1}):
-        status, found = door.post(PATH, {"input": given})
+        status, found = client.post(PATH, {"input": given})
         assert status == 400 and len(found["error"]["message"]) < 200
 
 
-def test_null_in_a_schema_is_a_value(door):
+def test_null_in_a_schema_is_a_value(client):
     """Fields without a value are left out of the request, and not of what the client describes."""
     form = {"type": "json_schema", "name": "n", "schema": {"const": None}}
     body = {"input": "Tom", "text": {"format": form}}
-    assert said_in(whole(door, body)["output"]) == ["null"]
+    assert said_in(whole(client, body)["output"]) == ["null"]
     function = {"type": "object", "properties": {"a": {"const": None, "description": "b"}}}
     from server.responses_protocol import ResponsesRequest
 
@@ -862,7 +862,7 @@ def test_null_in_a_schema_is_a_value(door):
     assert asked.to_chat().tools[0]["function"]["parameters"] == function
 
 
-def test_nothing_is_stored(door):
+def test_nothing_is_stored(client):
     message = "no response is stored here: none can be read, cancelled or deleted"
     for method, path in (
         ("GET", "/r"),
@@ -870,8 +870,8 @@ def test_nothing_is_stored(door):
         ("POST", "/r/cancel"),
         ("GET", "/r/input"),
     ):
-        assert door.ask(method, f"{PATH}{path}") == (404, refusal(message))
-    with door.send("HEAD", f"{PATH}/r") as head:
+        assert client.ask(method, f"{PATH}{path}") == (404, refusal(message))
+    with client.send("HEAD", f"{PATH}/r") as head:
         assert (head.status, head.read()) == (404, b"")
 
 
@@ -908,12 +908,12 @@ def test_half_a_call_is_refused_by_its_id_as_it_is_whole(hermes):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_item_is_kept_unless_its_client_asks_not_to_store(door, stream):
+def test_an_item_is_kept_unless_its_client_asks_not_to_store(client, stream):
     for fields, status in (({"store": False}, 400), ({"store": None}, 200), ({}, 200)):
         body = {"input": "Tom", "max_output_tokens": 3} | LOGPROBS | fields
-        (item,) = replayed(events_of(door, body)) if stream else whole(door, body)["output"]
+        (item,) = replayed(events_of(client, body)) if stream else whole(client, body)["output"]
         body = {"input": [*by_id([item]), *TALK[2:]], "max_output_tokens": 1}
-        found = door.post(PATH, body)
+        found = client.post(PATH, body)
         assert found[0] == status
         if status == 400:
             assert found[1] == refusal(f"input.0.id: {item['id']} {NOT_KEPT}", "input")
@@ -944,7 +944,7 @@ def test_kept_items_leave_by_their_last_use():
     assert (kept.num_bytes, kept.items) == (0, {})
 
 
-def test_an_item_that_has_left_or_is_of_another_server_is_refused(door, tiny_llama, monkeypatch):
+def test_an_item_that_has_left_or_is_of_another_server_is_refused(client, tiny_llama, monkeypatch):
     import server.responses as module
 
     monkeypatch.setattr(module, "KeptItems", functools.partial(module.KeptItems, 500))
@@ -953,7 +953,7 @@ def test_an_item_that_has_left_or_is_of_another_server_is_refused(door, tiny_lla
         items = [whole(other, body)["output"][0] for _ in range(4)]
         body = {"max_output_tokens": 1, "store": False}
         answers = [other.post(PATH, body | {"input": by_id([item])}) for item in items]
-        answers.append(door.post(PATH, body | {"input": by_id(items[3:])}))
+        answers.append(client.post(PATH, body | {"input": by_id(items[3:])}))
     assert [answer[0] for answer in answers] == [400, 400, 200, 200, 400]
     for item, place in ((items[0], 0), (items[1], 1), (items[3], 4)):
         assert answers[place][1] == refusal(f"input.0.id: {item['id']} {NOT_KEPT}", "input")
@@ -979,28 +979,28 @@ def test_items_by_id_are_no_more_than_a_body(hermes):
         assert str(error.value) == "input: it refers to items of more than 1048576 bytes together"
 
 
-def test_embeddings_are_not_served(door):
+def test_embeddings_are_not_served(client):
     message = "there are no embeddings here: this server's models only write text"
-    assert door.post("/v1/embeddings", {"input": "a"}) == (404, refusal(message))
-    assert door.get("/v1/embeddings") == (404, refusal(message))
-    with door.send("HEAD", "/v1/embeddings") as head:
+    assert client.post("/v1/embeddings", {"input": "a"}) == (404, refusal(message))
+    assert client.get("/v1/embeddings") == (404, refusal(message))
+    with client.send("HEAD", "/v1/embeddings") as head:
         assert (head.status, head.read()) == (404, b"")
 
 
-def test_another_model_is_not_found(door):
-    status, found = door.post(PATH, {"input": "Tom", "model": "gpt-4"})
+def test_another_model_is_not_found(client):
+    status, found = client.post(PATH, {"input": "Tom", "model": "gpt-4"})
     assert (status, found["error"]["code"]) == (404, "model_not_found")
 
 
 def test_what_fails_before_the_first_token_is_no_response(tiny_llama):
     body = {"input": "Tom", "max_output_tokens": 9}
-    with serving(lambda: failing(small_engine(tiny_llama), lambda request: True)) as door:
-        assert door.post(PATH, body)[0] == 500
-        door.thread.commands.put(lambda: 1 / 0)
-        door.thread.thread.join(60)
+    with serving(lambda: failing(small_engine(tiny_llama), lambda request: True)) as client:
+        assert client.post(PATH, body)[0] == 500
+        client.thread.commands.put(lambda: 1 / 0)
+        client.thread.thread.join(60)
         dead = "the engine has failed: ZeroDivisionError: division by zero"
         for stream in (False, True):
-            assert door.post(PATH, body | {"stream": stream}) == (503, server_error(dead))
+            assert client.post(PATH, body | {"stream": stream}) == (503, server_error(dead))
 
 
 def test_what_fails_later_is_an_event(tiny_llama):
@@ -1008,16 +1008,16 @@ def test_what_fails_later_is_an_event(tiny_llama):
         return failing(small_engine(tiny_llama), lambda request: len(request.output) == 3)
 
     body = {"input": "Tom", "max_output_tokens": 9, "seed": 1}
-    with serving(make) as door:
-        *before, error, failed = events_of(door, body)
+    with serving(make) as client:
+        *before, error, failed = events_of(client, body)
         assert before[-1]["type"] == "response.output_text.delta"
         assert (error["type"], error["code"]) == ("error", "server_error")
-        assert error["message"] == door.post(PATH, body)[1]["error"]["message"]
+        assert error["message"] == client.post(PATH, body)[1]["error"]["message"]
         assert failed["type"] == "response.failed"
         found = failed["response"]
         assert (found["status"], found["usage"]) == ("failed", None)
         assert found["error"] == {"code": "server_error", "message": error["message"]}
-        until(lambda: is_free(door))
+        until(lambda: is_free(client))
 
 
 def test_where_the_queue_is_full_a_client_waits(tiny_llama):
@@ -1026,14 +1026,14 @@ def test_where_the_queue_is_full_a_client_waits(tiny_llama):
     turn = threading.Semaphore(0)
     with serving(
         lambda: in_turns(small_engine(tiny_llama, max_num_seqs=1), turn), max_waiting=0
-    ) as door:
+    ) as client:
         import concurrent.futures
 
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            first = pool.submit(whole, door, {"input": "Tom", "max_output_tokens": 2})
-            until(lambda: door.thread.calls)
+            first = pool.submit(whole, client, {"input": "Tom", "max_output_tokens": 2})
+            until(lambda: client.thread.generations)
             for stream in (False, True):
-                with door.send("POST", PATH, {"input": "Tom", "stream": stream}) as answer:
+                with client.send("POST", PATH, {"input": "Tom", "stream": stream}) as answer:
                     assert answer.status == 429 and answer.headers["Retry-After"] == "1"
             for _ in range(4):
                 turn.release()
@@ -1049,38 +1049,38 @@ def test_the_official_client(hermes):
     where = {"base_url": f"http://127.0.0.1:{hermes.port}/v1", "api_key": "none"}
     ends = {"seed": 1, "logit_bias": {"4098": 3}}
     ask = {"model": "small", "extra_body": ends, "max_output_tokens": 200}
-    with openai.OpenAI(**where, max_retries=0) as client:
-        first = client.responses.create(input="Tom", **ask)
+    with openai.OpenAI(**where, max_retries=0) as openai_client:
+        first = openai_client.responses.create(input="Tom", **ask)
         assert first.output_text
-        with client.responses.stream(input="Tom", **ask) as stream:
+        with openai_client.responses.stream(input="Tom", **ask) as stream:
             texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
             assert stream.get_final_response().output_text == first.output_text
         assert "".join(texts) == first.output_text
         form = FORM["schema"] | {"additionalProperties": False}
         text = {"format": FORM | {"schema": form}}
-        found = client.responses.create(input="Tom", text=text, **ask)
+        found = openai_client.responses.create(input="Tom", text=text, **ask)
         jsonschema.validate(json.loads(found.output_text), form)
-        parsed = client.responses.parse(
+        parsed = openai_client.responses.parse(
             input="Tom", text_format=Place, **ask | {"extra_body": {"seed": 1, "temperature": 0}}
         )
         talk = [{"role": "user", "content": "Tom"}, *first.output, *parsed.output]
         options = ask | {"tools": TOOLS, "parallel_tool_calls": False}
         for turn in range(2):
             options["tool_choice"] = "required"
-            found = client.responses.create(input=talk, **options)
+            found = openai_client.responses.create(input=talk, **options)
             (made,) = found.output
             jsonschema.validate(json.loads(made.arguments), SCHEMAS[made.name])
-            with client.responses.stream(input=talk, **options) as stream:
+            with openai_client.responses.stream(input=talk, **options) as stream:
                 (again,) = stream.get_final_response().output
             assert again.arguments == made.arguments
             output = {"type": "function_call_output", "call_id": made.call_id, "output": str(turn)}
             talk += [made if turn else made.model_dump(), output]
-        found = client.responses.create(input=talk, **options | {"tool_choice": "none"})
+        found = openai_client.responses.create(input=talk, **options | {"tool_choice": "none"})
         assert found.output_text
         with pytest.raises(openai.NotFoundError, match="no response is stored"):
-            client.responses.retrieve(found.id)
+            openai_client.responses.retrieve(found.id)
         with pytest.raises(openai.BadRequestError, match="previous_response_id"):
-            client.responses.create(input="Tom", previous_response_id=found.id, **ask)
+            openai_client.responses.create(input="Tom", previous_response_id=found.id, **ask)
 
 
 def test_replicas_write_the_same(tiny_llama, tmp_path):
@@ -1091,8 +1091,8 @@ def test_replicas_write_the_same(tiny_llama, tmp_path):
     args = parse(save_small(tiny_llama, tmp_path), "--chat-template", template)
     body = {"input": "Tom", "max_output_tokens": 7, "seed": 2}
     chat = Chat(tmp_path, template)
-    with serving_replicas(args, 2) as (door, _), serving(lambda: make_engine(args), chat) as one:
+    with serving_replicas(args, 2) as (client, _), serving(lambda: make_engine(args), chat) as one:
         own = whole(one, body)
         for _ in range(2):  # each of them once
-            assert plain(whole(door, body)["output"]) == plain(own["output"])
-        assert plain(replayed(events_of(door, body))) == plain(own["output"])
+            assert plain(whole(client, body)["output"]) == plain(own["output"])
+        assert plain(replayed(events_of(client, body))) == plain(own["output"])

@@ -170,13 +170,13 @@ def test_a_server_takes_them_for_chats(tiny_llama):
     prompt = chat.encode(TALK, small_encoding())
     defaults = {"temperature": 0.4, "top_k": 3, "repetition_penalty": 1.3}
     body = {"max_tokens": 12, "seed": 5}
-    with serving(lambda: small_engine(tiny_llama), chat, defaults=defaults) as door:
+    with serving(lambda: small_engine(tiny_llama), chat, defaults=defaults) as client:
         for given in ({}, {"temperature": 1.1}, {"top_k": -1, "repetition_penalty": 1}):
             asked = {"messages": TALK} | body | given
-            text = door.post("/v1/chat/completions", asked)[1]["choices"][0]["message"]["content"]
+            text = client.post("/v1/chat/completions", asked)[1]["choices"][0]["message"]["content"]
             params = {"seed": 5, "max_new_tokens": 12} | defaults | given
             assert text == engine_alone(tiny_llama, prompt, **params)[1]
-        text = door.post("/v1/completions", {"prompt": "Tom"} | body)[1]["choices"][0]["text"]
+        text = client.post("/v1/completions", {"prompt": "Tom"} | body)[1]["choices"][0]["text"]
         assert text == engine_alone(tiny_llama, "Tom", seed=5, max_new_tokens=12)[1]
 
 

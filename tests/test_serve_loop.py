@@ -6,15 +6,15 @@ import socket
 
 import pytest
 from conftest import ROOT
-from serving import SMALL, Door, Script, start
+from serving import SMALL, Client, Script, start
 
 
 def test_the_script_prints_its_address_and_answers_there():
     with start() as server:
         line = server.stdout.readline()
         assert line.startswith("stories-llama at http://127.0.0.1:")
-        door = Door(int(line.rsplit(":", 1)[1]), None, server)
-        (model,) = door.get("/v1/models")[1]["data"]
+        client = Client(int(line.rsplit(":", 1)[1]), None, server)
+        (model,) = client.get("/v1/models")[1]["data"]
         assert (model["id"], model["max_model_len"]) == ("stories-llama", 256)
         assert model["root"] == SMALL.relative_to(ROOT).as_posix()
         server.send_signal(signal.SIGINT)

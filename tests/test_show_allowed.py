@@ -114,15 +114,15 @@ def check_places(places: list[tuple], texts: list[str], most: int) -> None:
 @pytest.mark.parametrize("path", [PATH, CHAT])
 @pytest.mark.parametrize("form, texts", FORMS, ids=["schema", "choice", "regex"])
 @pytest.mark.parametrize("most", [20, 2, 0])
-def test_each_place_has_what_all_texts_of_the_form_allow(door, path, form, texts, most):
+def test_each_place_has_what_all_texts_of_the_form_allow(client, path, form, texts, most):
     body = ASKED[path] | form | {"n": 3, "seed": 1, "max_tokens": 40}
-    status, whole = door.post(path, body | {"show_allowed": most})
+    status, whole = client.post(path, body | {"show_allowed": most})
     assert status == 200, whole
     for choice in whole["choices"]:
         places, after = places_of(path, choice)
         assert after is None and choice["finish_reason"] == "stop"
         check_places(places, texts, most)
-    plain = door.post(path, body)[1]["choices"]
+    plain = client.post(path, body)[1]["choices"]
     assert list(map(text_of, whole["choices"])) == list(map(text_of, plain))
 
 
@@ -132,10 +132,10 @@ def text_of(choice: dict) -> str:
 
 @pytest.mark.parametrize("path", [PATH, CHAT])
 @pytest.mark.parametrize("form, texts", FORMS, ids=["schema", "choice", "regex"])
-def test_an_event_tells_what_may_come_next(door, path, form, texts):
+def test_an_event_tells_what_may_come_next(client, path, form, texts):
     body = ASKED[path] | form | {"n": 2, "seed": 3, "max_tokens": 40, "show_allowed": 20}
     known = {}  # of each text: its places so far, and what the last event said of the next one
-    for event in door.events(path, body | {"stream": True}):
+    for event in client.events(path, body | {"stream": True}):
         (choice,) = event["choices"]
         places, after = places_of(path, choice)
         before, promised = known.get(choice["index"], ([], None))
@@ -144,37 +144,37 @@ def test_an_event_tells_what_may_come_next(door, path, form, texts):
             assert count == promised[0] and (count > 20 or set(listed) == set(promised[1]))
         assert (after is None) == (choice["finish_reason"] is not None)
         known[choice["index"]] = before + places, after
-    whole = door.post(path, body)[1]["choices"]
+    whole = client.post(path, body)[1]["choices"]
     for index, (places, _) in known.items():
         check_places(places, texts, 20)
         assert places == places_of(path, whole[index])[0]
 
 
-def test_a_text_that_is_cut_has_its_places(door):
+def test_a_text_that_is_cut_has_its_places(client):
     body = ASKED[PATH] | {"response_format": NAMED, "max_tokens": 3, "show_allowed": 20}
-    (choice,) = door.post(PATH, body)[1]["choices"]
+    (choice,) = client.post(PATH, body)[1]["choices"]
     places, after = places_of(PATH, choice)
     assert len(places) == 3 and after is None and choice["finish_reason"] == "length"
     check_places(places, OBJECTS, 20)
 
 
-def test_null_asks_for_nothing(door):
+def test_null_asks_for_nothing(client):
     body = ASKED[CHAT] | {"response_format": NAMED, "show_allowed": None, "max_tokens": 2}
-    status, answer = door.post(CHAT, body)
+    status, answer = client.post(CHAT, body)
     assert status == 200, answer
     assert answer["choices"][0]["logprobs"].keys() == {"content"}
 
 
-def test_an_empty_text_has_none(door):
+def test_an_empty_text_has_none(client):
     body = ASKED[PATH] | {"response_format": NAMED, "max_tokens": 0, "show_allowed": 20}
-    status, answer = door.post(PATH, body)
+    status, answer = client.post(PATH, body)
     assert status == 200, answer
     assert answer["choices"][0]["logprobs"]["allowed"] == []
 
 
-def test_still_without_the_field_nothing_is_told(door):
+def test_still_without_the_field_nothing_is_told(client):
     body = ASKED[PATH] | {"response_format": NAMED}
-    logprobs = door.post(PATH, body)[1]["choices"][0]["logprobs"]
+    logprobs = client.post(PATH, body)[1]["choices"][0]["logprobs"]
     assert logprobs.keys() == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
 
 
@@ -192,31 +192,31 @@ def test_still_without_the_field_nothing_is_told(door):
     ],
     ids=str,
 )
-def test_what_is_wrong_is_said(door, fields, message):
+def test_what_is_wrong_is_said(client, fields, message):
     for path, asked in ASKED.items():
         body = asked | {"response_format": NAMED, "show_allowed": 3} | fields
         if path == PATH:
             body.pop("top_logprobs", None)
-        status, found = door.post(path, body)
+        status, found = client.post(path, body)
         error = found["error"]
         assert (status, error["param"]) == (400, "show_allowed")
         assert error["message"].startswith(f"show_allowed{message}")
 
 
-def test_false_is_no_log_probabilities(door):
+def test_false_is_no_log_probabilities(client):
     body = {"messages": TALK, "logprobs": False, "response_format": NAMED, "show_allowed": 3}
     message = "show_allowed is for a request with logprobs only"
-    assert door.post(CHAT, body) == (400, refusal(message, "show_allowed"))
+    assert client.post(CHAT, body) == (400, refusal(message, "show_allowed"))
 
 
-def test_what_is_listed_counts_against_the_answer(door):
+def test_what_is_listed_counts_against_the_answer(client):
     """Each token has its own log-probability, those of 3 others, and a place with 20 names."""
     body = ASKED[PATH] | {"response_format": NAMED, "show_allowed": 20, "max_tokens": 2**18}
     for stream, entries in ((False, 4 + 21), (True, 4 + 42)):
         most = 2**22 // (16 + 64 * entries)
         what = "1 texts with 3 log-probabilities for each token, and 20 allowed ones,"
         message = f"max_tokens is {2**18}; for {what} it may be {most}"
-        assert door.post(PATH, body | {"stream": stream}) == (400, refusal(message, "max_tokens"))
+        assert client.post(PATH, body | {"stream": stream}) == (400, refusal(message, "max_tokens"))
 
 
 def test_masks_are_made_in_another_thread(tiny_llama):
@@ -235,15 +235,15 @@ def test_masks_are_made_in_another_thread(tiny_llama):
     body = ASKED[PATH] | {"response_format": NAMED, "show_allowed": 20, "stream": True}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Allowed, "read", slow)
-        with serving(lambda: small_engine(tiny_llama)) as door:
-            client = connect(door, request_of(PATH, body))
+        with serving(lambda: small_engine(tiny_llama)) as client:
+            connection = connect(client, request_of(PATH, body))
             until(lambda: threads)
-            assert door.get("/health")[0] == 200
-            assert door.post(PATH, {"max_tokens": 3})[0] == 200
+            assert client.get("/health")[0] == 200
+            assert client.post(PATH, {"max_tokens": 3})[0] == 200
             gate.set()
-            until(lambda: is_free(door))
-            client.close()
-            assert door.thread.thread not in threads
+            until(lambda: is_free(client))
+            connection.close()
+            assert client.thread.thread not in threads
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -261,15 +261,15 @@ def test_a_client_that_leaves_while_masks_are_made_holds_nothing(tiny_llama, str
     body = ASKED[PATH] | asked | {"stream": stream, "logit_bias": {END: -100}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Allowed, "read", slow)
-        with serving(lambda: small_engine(tiny_llama)) as door:
-            client = connect(door, request_of(PATH, body))
+        with serving(lambda: small_engine(tiny_llama)) as client:
+            connection = connect(client, request_of(PATH, body))
             assert begun.wait(60)
-            client.close()
+            connection.close()
             try:
-                until(lambda: not door.thread.calls)
+                until(lambda: not client.thread.generations)
             finally:
                 gate.set()
-            until(lambda: is_free(door))
+            until(lambda: is_free(client))
 
 
 def test_many_texts_hold_up_nobody(tiny_llama, monkeypatch):
@@ -303,13 +303,13 @@ def test_many_texts_hold_up_nobody(tiny_llama, monkeypatch):
     assert found[0].count(b'"count":') == 256
 
 
-def test_the_official_client_has_the_fields(door):
+def test_the_official_client_has_the_fields(client):
     import openai
 
-    where = {"base_url": f"http://127.0.0.1:{door.port}/v1", "api_key": "none"}
-    with openai.OpenAI(**where, max_retries=0) as client:
+    where = {"base_url": f"http://127.0.0.1:{client.port}/v1", "api_key": "none"}
+    with openai.OpenAI(**where, max_retries=0) as openai_client:
         ask = {"model": "small", "messages": TALK, "response_format": NAMED, "logprobs": True}
-        reply = client.chat.completions.create(**ask, extra_body={"show_allowed": 5})
+        reply = openai_client.chat.completions.create(**ask, extra_body={"show_allowed": 5})
         content = reply.choices[0].logprobs.content
         assert content[0].allowed["count"] == len(may_follow(b"", OBJECTS))
         assert {"token": "{", "bytes": [123]} in content[0].allowed["tokens"]

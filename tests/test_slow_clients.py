@@ -16,20 +16,20 @@ LONG = {"prompt": [" uncomfortable" * 60] * 8, "n": 120, "max_tokens": 0, "echo"
 
 
 @contextlib.contextmanager
-def not_reading(door, body: dict):
+def not_reading(client, body: dict):
     """A client whose answer fills all buffers between it and the server, which it does not read."""
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.settimeout(60)
-        client.connect(("127.0.0.1", door.port))
-        until(lambda: door.server.server_state.connections)
-        (protocol,) = door.server.server_state.connections
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(60)
+        connection.connect(("127.0.0.1", client.port))
+        until(lambda: client.server.server_state.connections)
+        (protocol,) = client.server.server_state.connections
         until(lambda: protocol.transport)
         sending = protocol.transport.get_extra_info("socket")
         sending.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        client.sendall(request_of(PATH, body))
+        connection.sendall(request_of(PATH, body))
         until(lambda: protocol.transport.get_write_buffer_size())
-        yield client
+        yield connection
 
 
 BODIES = [LONG, LONG | {"stream": True}, STREAM]
@@ -40,13 +40,13 @@ def test_a_client_that_does_not_read_is_cut_off(tiny_llama, monkeypatch, body):
     """Its texts count until then."""
     monkeypatch.setattr(serve.Protocol, "seconds", 1)
     most = 1 if body is STREAM else 960
-    with serving(lambda: small_engine(tiny_llama, max_num_seqs=1), max_waiting=most - 1) as door:
-        with not_reading(door, body):
-            assert door.thread.unfinished == most
-            assert door.post(PATH, {"max_tokens": 1})[0] == 429
-            until(lambda: not door.thread.calls)
-            until(lambda: not door.server.server_state.connections)
-            assert door.post(PATH, {"max_tokens": 1})[0] == 200
+    with serving(lambda: small_engine(tiny_llama, max_num_seqs=1), max_waiting=most - 1) as client:
+        with not_reading(client, body):
+            assert client.thread.num_unfinished_requests == most
+            assert client.post(PATH, {"max_tokens": 1})[0] == 429
+            until(lambda: not client.thread.generations)
+            until(lambda: not client.server.server_state.connections)
+            assert client.post(PATH, {"max_tokens": 1})[0] == 200
 
 
 @pytest.mark.parametrize("body", BODIES[:2], ids=["whole", "echo"])
@@ -57,26 +57,29 @@ def test_a_client_that_reads_slowly_is_not(tiny_llama, monkeypatch, body):
 
     def pausing(protocol):
         pause(protocol)
-        waits.append(protocol.unread)
+        waits.append(protocol.send_timer)
 
     monkeypatch.setattr(serve.Protocol, "pause_writing", pausing)
-    with serving(lambda: small_engine(tiny_llama)) as door, not_reading(door, body) as client:
+    with (
+        serving(lambda: small_engine(tiny_llama)) as client,
+        not_reading(client, body) as connection,
+    ):
         data = b""
         while not data.endswith((b"}}", b"\r\n0\r\n\r\n")):
-            data += client.recv(2**15)
+            data += connection.recv(2**15)
         data = re.sub(rb"\r\n[0-9a-f]+\r\n", b"", data)  # between chunks
         assert data.count(b" uncomfortable") == 960 * 60
-        until(lambda: not door.thread.calls)
+        until(lambda: not client.thread.generations)
         until(lambda: all(wait.cancelled() for wait in waits))
         assert len(waits) > 1
 
 
 def test_a_half_request_does_not_hold_it(tmp_path):
     with Script(tmp_path) as server:
-        door = server.door()
+        client = server.client()
         data = request_of(PATH, STREAM)
-        with connect(door, data[:-1]), connect(door, data[:9]):
-            assert door.get("/health") == (200, None)  # so both have been read
+        with connect(client, data[:-1]), connect(client, data[:9]):
+            assert client.get("/health") == (200, None)  # so both have been read
             server.signal(signal.SIGTERM)
             assert server.end() == (0, "")
 
@@ -84,7 +87,7 @@ def test_a_half_request_does_not_hold_it(tmp_path):
 def test_a_server_reads_with_h11_whatever_is_installed():
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    state = SimpleNamespace(served=SimpleNamespace(live=None))
+    state = SimpleNamespace(served=SimpleNamespace(monitor=None))
     config = serve.Server(SimpleNamespace(state=state), None, 1).config
     config.load()
     assert config.http_protocol_class is serve.Protocol and issubclass(serve.Protocol, H11Protocol)

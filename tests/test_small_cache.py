@@ -234,12 +234,12 @@ def test_nothing_reads_what_a_page_held_before(build, dtype):
 def test_an_engine_has_more_pages_where_memory_was_the_limit(tiny_llama, dtype, itemsize, pages):
     from engine.engine import Engine
     from engine.pages import default_num_pages
-    from server.prefixes import Prefixes
+    from server.prefixes import PrefixIndex
 
     engine = Engine(tiny_llama(block_size=8192), cache_dtype=dtype)
     assert engine.scheduler.pool.num_pages == engine.cache.storage.shape[2] == pages
     assert default_num_pages(32, 8192, 16, itemsize) == pages
-    assert Prefixes(8192, None, 16, None, 32, itemsize).most == pages
+    assert PrefixIndex(8192, None, 16, None, 32, itemsize).max_pages == pages
     assert default_num_pages(32, 256, 16, itemsize) == 32 * 16  # all windows fit
     assert Engine(tiny_llama(block_size=256), cache_dtype=dtype).cache.storage.shape[2] == 32 * 16
 

@@ -23,25 +23,25 @@ def written(chat_encoding) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def door(tiny, write_chat, chat_encoding, written):
+def client(tiny, write_chat, chat_encoding, written):
     from engine.engine import Engine
 
     def make():
         model = tiny(vocab_size=4104, block_size=128, eos_token_id=IDS[END])
         return writing(Engine(model, encoding=chat_encoding), written)
 
-    with serving(make, Chat(write_chat(TEMPLATE))) as door:
-        yield door
+    with serving(make, Chat(write_chat(TEMPLATE))) as client:
+        yield client
 
 
-def texts_of(door, fields: dict) -> set[str]:
+def texts_of(client, fields: dict) -> set[str]:
     """The text of both APIs, whole and in events."""
     found = set()
     for path, asked in ((PATH, {"prompt": "Tom"}), (CHAT, {"messages": TALK})):
-        status, answer = door.post(path, {"max_tokens": 64} | asked | fields)
+        status, answer = client.post(path, {"max_tokens": 64} | asked | fields)
         assert status == 200, answer
         choices = [answer["choices"]]
-        events = door.events(path, {"max_tokens": 64, "stream": True} | asked | fields)
+        events = client.events(path, {"max_tokens": 64, "stream": True} | asked | fields)
         choices.append([event["choices"][0] for event in events])
         for parts in choices:
             texts = [part.get("message") or part.get("delta") or part for part in parts]
@@ -50,20 +50,20 @@ def texts_of(door, fields: dict) -> set[str]:
 
 
 @pytest.mark.parametrize("said", [{}, {"skip_special_tokens": True}, {"skip_special_tokens": None}])
-def test_a_text_leaves_special_tokens_out(door, written, chat_pair, said):
+def test_a_text_leaves_special_tokens_out(client, written, chat_pair, said):
     tokenizer = chat_pair(TEMPLATE)[1]
     expected = tokenizer.decode(written, skip_special_tokens=True)
     assert expected == "Oneuser day, <tool_call>{[INST]}."
     for fields in ({}, {"ignore_eos": True, "max_tokens": len(written)}):
-        assert texts_of(door, fields | said) == {expected}
+        assert texts_of(client, fields | said) == {expected}
 
 
-def test_false_shows_them(door, written, chat_encoding):
+def test_false_shows_them(client, written, chat_encoding):
     whole = chat_encoding.decode(written)
     show = {"skip_special_tokens": False}
-    assert texts_of(door, show) == {whole.removesuffix(END)}
+    assert texts_of(client, show) == {whole.removesuffix(END)}
     ignoring = {"ignore_eos": True, "max_tokens": len(written)}
-    assert texts_of(door, show | ignoring) == {whole}
+    assert texts_of(client, show | ignoring) == {whole}
 
 
 @pytest.mark.parametrize(
@@ -76,13 +76,13 @@ def test_false_shows_them(door, written, chat_encoding):
         ("<tool_call>", "Oneuser day, "),
     ],
 )
-def test_stop_strings_are_found(door, stop, text):
-    assert texts_of(door, {"stop": stop}) == {text}
+def test_stop_strings_are_found(client, stop, text):
+    assert texts_of(client, {"stop": stop}) == {text}
 
 
-def test_offsets_count_what_is_shown(door, written, chat_encoding):
+def test_offsets_count_what_is_shown(client, written, chat_encoding):
     body = {"prompt": "Tom", "max_tokens": 64, "logprobs": 0}
-    (choice,) = door.post(PATH, body)[1]["choices"]
+    (choice,) = client.post(PATH, body)[1]["choices"]
     table = choice["logprobs"]
     special = set(chat_encoding.special_token_ids)
     assert special == {*CONTROL} - {"<tool_call>", "[INST]"}
@@ -106,16 +106,16 @@ def test_what_a_call_is_found_by_is_not_left_out(tiny, write_chat, chat_encoding
         return writing(Engine(model, encoding=chat_encoding), ids)
 
     body = {"messages": TALK, "tools": [tool("look")], "max_tokens": 64}
-    with serving(make, Chat(write_chat(template))) as door:
-        status, answer = door.post(CHAT, body)
+    with serving(make, Chat(write_chat(template))) as client:
+        status, answer = client.post(CHAT, body)
     assert status == 200, answer
     message = answer["choices"][0]["message"]
     assert message["content"] == "Wait."
     assert [each["function"]["name"] for each in message["tool_calls"]] == ["look"]
 
 
-def test_a_bad_value_is_refused(door):
-    status, answer = door.post(PATH, {"skip_special_tokens": "no"})
+def test_a_bad_value_is_refused(client):
+    status, answer = client.post(PATH, {"skip_special_tokens": "no"})
     assert status == 400 and answer["error"]["param"] == "skip_special_tokens"
 
 

@@ -365,13 +365,13 @@ def test_beams_refuse_them(cli, tiny_checkpoint):
     assert code == 2 and err.endswith("leave out --stop-token-id, --min-tokens\n")
 
 
-def test_the_server(door, tiny_llama):
+def test_the_server(client, tiny_llama):
     free = {"max_new_tokens": 30, "temperature": 0, "ignore_eos": True}
     tokens = engine_alone(tiny_llama, "Tom saw", **free)[0]
     stop = tokens[9]
     body = {"prompt": "Tom saw", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
     for fields in ({"stop_token_ids": [stop]}, {"stop_token_ids": [stop], "min_tokens": 20}):
-        status, found = door.post("/v1/completions", body | fields)
+        status, found = client.post("/v1/completions", body | fields)
         assert status == 200, found
         own = fields | {"stop_token_ids": (stop,)}
         expected = engine_alone(tiny_llama, "Tom saw", **free, **own)
@@ -380,7 +380,7 @@ def test_the_server(door, tiny_llama):
         assert found["usage"]["completion_tokens"] == len(expected[0])
         assert (len(expected[0]) <= 10) == ("min_tokens" not in fields)
     for name, value in (("stop_token_ids", []), ("stop_token_ids", None), ("min_tokens", 0)):
-        assert door.post("/v1/completions", {"max_tokens": 1, name: value})[0] == 200
+        assert client.post("/v1/completions", {"max_tokens": 1, name: value})[0] == 200
 
 
 NO_IDS = "stop_token_ids: it must be a list of up to 128 token ids"
@@ -401,9 +401,9 @@ LACKING = "stop_token_ids has the id 4096; ids of this model are integers from 0
     ],
     ids=str,
 )
-def test_the_server_names_the_field(door, field, value, message):
+def test_the_server_names_the_field(client, field, value, message):
     messages = [{"role": "user", "content": "dog"}]
     asked = {"/v1/completions": {"prompt": "Tom"}, "/v1/chat/completions": {"messages": messages}}
     for path, body in asked.items():
-        found = door.post(path, body | {"max_tokens": 16, field: value})
+        found = client.post(path, body | {"max_tokens": 16, field: value})
         assert found == (400, refusal(message, field))

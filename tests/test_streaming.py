@@ -14,7 +14,7 @@ from serving import (
     serving,
     small_encoding,
     small_engine,
-    texts_of,
+    texts_by_index,
     writing,
 )
 
@@ -37,12 +37,12 @@ def test_16_clients_have_the_texts_of_the_engine(tiny_llama):
     def make():
         return small_engine(tiny_llama, max_num_seqs=6, drafter=PromptLookupDrafter())
 
-    with serving(make) as door, ThreadPoolExecutor(16) as pool:
+    with serving(make) as client, ThreadPoolExecutor(16) as pool:
 
         def ask(prompt, body):
             asked = {"prompt": prompt, "max_tokens": 30} | body
-            streamed = texts_of(door.events(PATH, asked | {"stream": True}))[0]
-            (choice,) = door.post(PATH, asked | {"stream": False})[1]["choices"]
+            streamed = texts_by_index(client.events(PATH, asked | {"stream": True}))[0]
+            (choice,) = client.post(PATH, asked | {"stream": False})[1]["choices"]
             assert streamed == (choice["text"], choice["finish_reason"])
             return streamed
 
@@ -51,8 +51,8 @@ def test_16_clients_have_the_texts_of_the_engine(tiny_llama):
         assert own == engine_alone(tiny_llama, prompt, max_new_tokens=30, **body)[1::2]
 
 
-def test_the_form_of_an_event(door):
-    events = door.events(PATH, {"prompt": "Tom", "max_tokens": 5, "stream": True})
+def test_the_form_of_an_event(client):
+    events = client.events(PATH, {"prompt": "Tom", "max_tokens": 5, "stream": True})
     (name,) = {event.pop("id") for event in events}
     assert name.startswith("cmpl-")
     for event in events:
@@ -68,21 +68,21 @@ def test_letters_cut_over_tokens_come_whole(tiny_llama):
     text = "äß😀é\n" * 3
     ids = small_encoding().encode(text)
     assert len(ids) > len(text)
-    with serving(lambda: writing(small_engine(tiny_llama), ids)) as door:
+    with serving(lambda: writing(small_engine(tiny_llama), ids)) as client:
         body = {"prompt": "x", "max_tokens": len(ids), "stream": True}
-        events = door.events(PATH, body)
-        assert texts_of(events)[0] == (text, "length")
+        events = client.events(PATH, body)
+        assert texts_by_index(events)[0] == (text, "length")
         pieces = [event["choices"][0]["text"] for event in events]
         assert "" in pieces  # a token that completes no letter has an event all the same
-        found = texts_of(door.events(PATH, body | {"stop": ["😀é"]}))[0]
+        found = texts_by_index(client.events(PATH, body | {"stop": ["😀é"]}))[0]
         assert found == ("äß", "stop")
 
 
 @pytest.mark.parametrize("continuous", [False, True])
-def test_usage_in_events(door, continuous):
+def test_usage_in_events(client, continuous):
     options = {"include_usage": True, "continuous_usage_stats": continuous}
     body = {"prompt": "word " * 9, "max_tokens": 6, "ignore_eos": True, "stream": True}
-    *events, last = door.events(PATH, body | {"stream_options": options})
+    *events, last = client.events(PATH, body | {"stream_options": options})
     prompt = len(small_encoding().encode("word " * 9))
     usage = {"prompt_tokens": prompt, "completion_tokens": 6, "total_tokens": prompt + 6}
     assert (last["choices"], last["usage"]) == ([], usage)
@@ -94,24 +94,24 @@ def test_usage_in_events(door, continuous):
 
 
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}])
-def test_no_usage_in_events_if_not_asked_for(door, options):
+def test_no_usage_in_events_if_not_asked_for(client, options):
     body = {"max_tokens": 2, "stream": True, "stream_options": options}
-    assert all("usage" not in event for event in door.events(PATH, body))
+    assert all("usage" not in event for event in client.events(PATH, body))
 
 
-def test_options_of_a_stream_are_of_their_types(door):
+def test_options_of_a_stream_are_of_their_types(client):
     body = {"prompt": "Tom", "stream": True, "stream_options": {"include_usage": 1}}
     message = "stream_options.include_usage: Input should be a valid boolean"
-    assert door.post(PATH, body) == (400, refusal(message, "stream_options"))
+    assert client.post(PATH, body) == (400, refusal(message, "stream_options"))
 
 
 def test_a_first_token_comes_before_the_second_is_computed(tiny_llama):
     turn = threading.Semaphore(1)
-    with serving(lambda: in_turns(small_engine(tiny_llama), turn)) as door:
+    with serving(lambda: in_turns(small_engine(tiny_llama), turn)) as client:
         body = {"prompt": "x", "max_tokens": 4, "ignore_eos": True, "stream": True}
-        assert len(door.events(PATH, body | {"max_tokens": 1})) == 1
+        assert len(client.events(PATH, body | {"max_tokens": 1})) == 1
         turn.release()
-        with door.send("POST", PATH, body) as answer:
+        with client.send("POST", PATH, body) as answer:
             for _ in range(4):
                 assert answer.readline().startswith(b"data: {")
                 assert answer.readline() == b"\n"
@@ -124,7 +124,7 @@ def test_an_error_in_a_stream_is_an_event_before_the_end(tiny_llama):
         return failing(small_engine(tiny_llama), lambda request: len(request.output) == 3)
 
     body = {"prompt": "x", "stream": True, "stream_options": {"include_usage": True}}
-    with serving(make) as door:
-        *events, error = door.events(PATH, body | {"ignore_eos": True})
+    with serving(make) as client:
+        *events, error = client.events(PATH, body | {"ignore_eos": True})
         assert all(event["choices"][0]["finish_reason"] is None for event in events)
         assert error == server_error(NOT_FINITE)

@@ -58,7 +58,7 @@ def impatient(monkeypatch, gate):
 
 
 def test_a_call_that_is_late_is_given_up(gate):
-    from server.forms import MAX_LATE, Deadline, QueueFull
+    from server.forms import MAX_TIMED_OUT, Deadline, QueueFull
 
     deadline = Deadline(60)
     assert deadline.call(max, 3, 4) == 4
@@ -66,7 +66,7 @@ def test_a_call_that_is_late_is_given_up(gate):
         deadline.call(divmod, 1, 0)
     assert len(deadline.idle) == 1  # one thread has done both
     deadline.seconds = 0
-    for _ in range(MAX_LATE):
+    for _ in range(MAX_TIMED_OUT):
         with pytest.raises(UserError, match=f"^{LATE}$"):
             deadline.call(gate.wait)
     deadline.seconds = 60
@@ -88,19 +88,19 @@ def test_forms_that_are_compiled_for_ever_stop_no_text(tiny_llama, monkeypatch, 
         return grammar(form, source, vocabulary)
 
     monkeypatch.setattr(constraints, "Grammar", blocking)
-    with serving(lambda: small_engine(tiny_llama)) as door:
+    with serving(lambda: small_engine(tiny_llama)) as client:
         good = {"structured_outputs": {"regex": "[ab]c"}, "max_tokens": 9}
-        assert door.post(PATH, good)[0] == 200
+        assert client.post(PATH, good)[0] == 200
         bodies = [{"structured_outputs": {"regex": BLOCKED + "c" * count}} for count in range(6)]
-        answers = [door.post(PATH, body) for body in bodies]
+        answers = [client.post(PATH, body) for body in bodies]
         assert [status for status, _ in answers] == [400] * 4 + [429] * 2
         assert answers[0][1] == refusal(LATE, "structured_outputs")
         assert answers[4][1]["error"]["message"] == BUSY
-        assert door.post(PATH, {"max_tokens": 2})[0] == 200
-        assert door.get("/health") == (503, None)
+        assert client.post(PATH, {"max_tokens": 2})[0] == 200
+        assert client.get("/health") == (503, None)
         gate.set()
-        until(lambda: door.get("/health") == (200, None))
-        assert door.post(PATH, good)[0] == 200
+        until(lambda: client.get("/health") == (200, None))
+        assert client.post(PATH, good)[0] == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -127,14 +127,14 @@ def test_a_mask_that_never_comes_ends_its_own_text(
     monkeypatch.setattr(GrammarMatcher, "__init__", watched)
     body = {"structured_outputs": {"regex": "[ab]{9}"}, "max_tokens": 9, "stream": stream}
     body |= {"logprobs": 0}  # a step for each token
-    with serving(lambda: small_engine(tiny_llama)) as door:
+    with serving(lambda: small_engine(tiny_llama)) as client:
         expected = refusal(LATE, "structured_outputs", "form_failed")
         if stream:
-            *events, last = door.events(PATH, body)
+            *events, last = client.events(PATH, body)
             assert events and last == expected
         else:
-            assert door.post(PATH, body) == (400, expected)
-        assert door.post(PATH, {"max_tokens": 2})[0] == 200
+            assert client.post(PATH, body) == (400, expected)
+        assert client.post(PATH, {"max_tokens": 2})[0] == 200
 
 
 def test_masks_of_a_request_share_a_budget():
@@ -176,11 +176,11 @@ def test_a_form_whose_masks_take_too_long_in_all_ends(tiny_llama, monkeypatch):
     monkeypatch.setattr(engine_thread, "Budget", budget)
     body = {"structured_outputs": {"regex": "[ab]{9}"}, "max_tokens": 9, "stream": True, "n": 2}
     body |= {"logprobs": 0}  # a step for each token
-    with serving(lambda: small_engine(tiny_llama)) as door:
-        *events, last = door.events(PATH, body)
+    with serving(lambda: small_engine(tiny_llama)) as client:
+        *events, last = client.events(PATH, body)
         assert last == refusal(f"regex: {forms.TOO_SLOW}", "structured_outputs", "form_failed")
         assert events and round(next(now) / 0.3) == 8  # twice for each of four masks
-        assert door.post(PATH, body | {"stream": False, "n": 1, "max_tokens": 3})[0] == 200
+        assert client.post(PATH, body | {"stream": False, "n": 1, "max_tokens": 3})[0] == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -190,12 +190,12 @@ def test_a_form_that_fails_in_mid_text_is_the_clients(tiny_llama, monkeypatch, s
     monkeypatch.setattr(constraints, "MAX_ITEMS", 12)
     body = {"structured_outputs": {"grammar": 'start: "a" start | "a"'}, "max_tokens": 40}
     body |= {"logit_bias": {"4095": -100}, "stream": stream}
-    with serving(lambda: small_engine(tiny_llama)) as door:
+    with serving(lambda: small_engine(tiny_llama)) as client:
         if stream:
-            *events, last = door.events(PATH, body)
+            *events, last = client.events(PATH, body)
             assert set("".join(event["choices"][0]["text"] for event in events)) == {"a"}
         else:
-            status, last = door.post(PATH, body)
+            status, last = client.post(PATH, body)
             assert status == 400
         error = last["error"]
         assert (error["type"], error["code"]) == ("invalid_request_error", "form_failed")
@@ -212,18 +212,18 @@ def test_masks_of_others_that_are_late_are_no_fault_of_a_form(tiny_llama, monkey
     from server import forms
 
     monkeypatch.setattr(forms, "MASKS", forms.Deadline(60))
-    forms.MASKS.late.update(Future() for _ in range(forms.MAX_LATE))
+    forms.MASKS.timed_out.update(Future() for _ in range(forms.MAX_TIMED_OUT))
     body = {"structured_outputs": {"regex": "[ab]{9}"}, "max_tokens": 9, "stream": stream}
-    with serving(lambda: small_engine(tiny_llama)) as door:
+    with serving(lambda: small_engine(tiny_llama)) as client:
         if stream:
-            error = door.events(PATH, body)[-1]["error"]
+            error = client.events(PATH, body)[-1]["error"]
         else:
-            status, answer = door.post(PATH, body)
+            status, answer = client.post(PATH, body)
             assert status == 429
             error = answer["error"]
         assert (error["message"], error["code"]) == (BUSY, "rate_limit_exceeded")
-        forms.MASKS.late.clear()
-        assert door.post(PATH, body | {"stream": False})[0] == 200
+        forms.MASKS.timed_out.clear()
+        assert client.post(PATH, body | {"stream": False})[0] == 200
 
 
 def test_health_says_when_no_step_ends(tiny_llama, gate):
@@ -238,21 +238,21 @@ def test_health_says_when_no_step_ends(tiny_llama, gate):
         return step()
 
     engine.step = slow
-    with serving(lambda: engine, clock=lambda: now[0]) as door:
+    with serving(lambda: engine, clock=lambda: now[0]) as client:
         now[0] += 1000
-        assert door.get("/health") == (200, None)  # nothing waits for it
-        worker = threading.Thread(target=door.post, args=(PATH, {"max_tokens": 2}))
+        assert client.get("/health") == (200, None)  # nothing waits for it
+        worker = threading.Thread(target=client.post, args=(PATH, {"max_tokens": 2}))
         worker.start()
         assert begun.wait(60)
         now[0] += 10
-        assert door.get("/health") == (200, None)
+        assert client.get("/health") == (200, None)
         now[0] += 1
-        assert door.get("/health") == (503, None)
+        assert client.get("/health") == (503, None)
         gate.set()
         worker.join(60)
-        until(lambda: door.thread.began is None)
+        until(lambda: client.thread.busy_since is None)
         now[0] += 1000
-        assert door.get("/health") == (200, None)
+        assert client.get("/health") == (200, None)
 
 
 def test_waiting_texts_hold_few_bytes_of_forms(tiny_llama, monkeypatch, gate):
@@ -275,8 +275,8 @@ def test_waiting_texts_hold_few_bytes_of_forms(tiny_llama, monkeypatch, gate):
         for source in sources[:3] + sources[:3]:
             call = collect(thread.generate([[1]], [SamplingParams(4, regex=source)]))
             waiting.append(asyncio.ensure_future(call))
-            while len(thread.calls) < len(waiting) or not all(
-                call.matcher for call in thread.calls
+            while len(thread.generations) < len(waiting) or not all(
+                each.matcher for each in thread.generations
             ):
                 await asyncio.sleep(0.001)
         assert held_bytes() <= room
@@ -302,11 +302,11 @@ def test_a_signal_ends_a_server_whose_engine_is_stuck(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Engine, "step", stuck)
     with Script(tmp_path, "--drain-seconds", 0) as server:
-        with connect(server.door(), request_of(PATH, {})) as client:
+        with connect(server.client(), request_of(PATH, {})) as connection:
             os.read(begun, 1)
             server.signal(signal.SIGTERM)
             answer = b""
             while not answer.endswith(b"}}"):
-                answer += client.recv(2**16)
+                answer += connection.recv(2**16)
             assert answer.startswith(b"HTTP/1.1 503") and b"the server is shutting down" in answer
             assert server.end()[0] == 128 + signal.SIGTERM

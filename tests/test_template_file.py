@@ -53,7 +53,7 @@ def test_its_tokens_are_those_of_a_gguf_file(write_chat, chat_pair, tmp_path, ot
 def test_a_server_writes_prompts_with_it(tmp_path, other):
     body = {"messages": conversation("Tom"), "max_tokens": 1}
     with Script(tmp_path, "--model", "checkpoints/stories", "--chat-template", other) as script:
-        status, answer = script.door().post("/v1/chat/completions", body)
+        status, answer = script.client().post("/v1/chat/completions", body)
     ids = load_encoding("checkpoints/stories", 4096).encode("[Tom]")
     assert status == 200 and answer["usage"]["prompt_tokens"] == len(ids)
 

@@ -103,11 +103,11 @@ def test_a_server_of_three_processes(engine_cli, tmp_path):
     path = "/v1/completions"
     body = {"prompt": "Tom", "seed": 1, "temperature": 0.8, "max_tokens": 12, "echo": True}
     endless = {"prompt": "Lily", "max_tokens": 2**18, "ignore_eos": True, "stream": True}
-    with serving(tmp_path, "--max-num-seqs", 1, *llama, size=3) as (processes, door):
+    with serving(tmp_path, "--max-num-seqs", 1, *llama, size=3) as (processes, client):
         for _ in range(2):
-            with door.send("POST", path, endless) as answer:
+            with client.send("POST", path, endless) as answer:
                 assert answer.readline()  # and leaves, so the only row is free
-            status, found = door.post(path, body)
+            status, found = client.post(path, body)
             assert status == 200, found
             assert found["choices"][0]["text"] == text
         assert written(tmp_path, 3)[1:] == [("", "")] * 2

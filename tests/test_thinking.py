@@ -112,10 +112,10 @@ TOM = {"messages": conversation("Tom"), "max_tokens": 9, "temperature": 0}
 def test_the_server_takes_variables_of_a_request(tiny_llama, write_chat):
     chat = Chat(write_chat(SWITCH + "{{ messages[0].content }}"))
     found = []
-    with serving(lambda: small_engine(tiny_llama), chat) as door:
+    with serving(lambda: small_engine(tiny_llama), chat) as client:
         for given in (OFF, None, {}, {"enable_thinking": True}, {"another": False}, OFF):
             body = TOM | {"chat_template_kwargs": given}
-            status, answer = door.post(PATH, body)
+            status, answer = client.post(PATH, body)
             assert status == 200, answer
             found.append(answer["choices"][0]["message"]["content"])
     off, on = (
@@ -165,7 +165,7 @@ def test_a_wish_about_reasoning_is_for_the_template(template, fields, written, i
     from server.protocol import ChatRequest
     from server.served import Served
 
-    served = Served(None, "small", "small", Chat(write_chat(template)), here=False)
+    served = Served(None, "small", "small", Chat(write_chat(template)), has_local_engine=False)
     variables, names = served.variables(ChatRequest(messages=TOM["messages"], **fields))
     assert served.chat.with_template_kwargs(variables).render(TOM["messages"]) == written
     assert ", ".join(names) == (ignored or "")
@@ -177,18 +177,18 @@ def test_reasoning_that_is_sent_back_is_for_the_template(tiny_llama, write_chat)
     encoding = small_encoding()
     reply = {"role": "assistant", "content": "b"}
     prompts = []
-    with serving(lambda: small_engine(tiny_llama), chat) as door:
-        generate = door.thread.generate
-        door.thread.generate = lambda asked, *more: (
+    with serving(lambda: small_engine(tiny_llama), chat) as client:
+        generate = client.thread.generate
+        client.thread.generate = lambda asked, *more: (
             prompts.append(asked[0]) or generate(asked, *more)
         )
         for name in ("reasoning_content", "reasoning"):
             messages = [*TOM["messages"], reply | {name: " why<|endoftext|>"}]
             body = TOM | {"messages": messages, "think": "max", "keep_alive": 3}
-            with door.send("POST", PATH, body) as answer:
+            with client.send("POST", PATH, body) as answer:
                 assert (answer.status, answer.headers[HEADER]) == (200, "keep_alive")
         other = [*TOM["messages"], {"role": "user", "content": "b", "reasoning": " why"}]
-        assert door.post(PATH, TOM | {"messages": other})[0] == 200
+        assert client.post(PATH, TOM | {"messages": other})[0] == 200
     assert prompts == [
         encoding.encode_ordinary("Tom max why<|endoftext|>"),
         encoding.encode_ordinary("Tom max why<|endoftext|>"),
@@ -215,21 +215,24 @@ BOOLEANS = "it must be an object of up to 16 fields, each true or false"
         ({"eos_token": False}, "eos_token is not for a request to set"),
     ],
 )
-def test_other_values_are_refused(door, given, message):
-    found = door.post(PATH, TOM | {"chat_template_kwargs": given})
+def test_other_values_are_refused(client, given, message):
+    found = client.post(PATH, TOM | {"chat_template_kwargs": given})
     field = "chat_template_kwargs"
     assert found == (400, refusal(f"{field}: {message}", field))
 
 
 def test_what_fails_in_the_template_is_the_requests(tiny_llama, write_chat):
     chat = Chat(write_chat("{{ raise_exception('no') if deep else messages[0].content }}"))
-    with serving(lambda: small_engine(tiny_llama), chat) as door:
-        found = door.post(PATH, TOM | {"chat_template_kwargs": {"deep": True}})
+    with serving(lambda: small_engine(tiny_llama), chat) as client:
+        found = client.post(PATH, TOM | {"chat_template_kwargs": {"deep": True}})
         assert found == (400, refusal("chat template: no", "messages"))
-        assert door.post(PATH, TOM)[0] == 200
+        assert client.post(PATH, TOM)[0] == 200
 
 
-def test_still_no_variables_without_a_template(door):
+def test_still_no_variables_without_a_template(client):
     body = {"prompt": "Tom", "max_tokens": 1, "chat_template_kwargs": OFF}
     field = "chat_template_kwargs"
-    assert door.post("/v1/completions", body) == (400, refusal(f"{field} is not supported", field))
+    assert client.post("/v1/completions", body) == (
+        400,
+        refusal(f"{field} is not supported", field),
+    )

@@ -15,12 +15,12 @@ def name(token: int) -> str:
 
 
 @pytest.mark.parametrize("count", [0, 1, 20])
-def test_log_probabilities_are_those_of_the_engine(door, tiny_llama, count):
+def test_log_probabilities_are_those_of_the_engine(client, tiny_llama, count):
     params = SamplingParams(max_new_tokens=40, temperature=1.0, seed=3, logprobs=count)
     ids = small_encoding().encode("Tom")
     ((tokens, text, logprobs, _),) = results_of(small_engine(tiny_llama), [ids], [params])
     body = {"prompt": "Tom", "max_tokens": 40, "seed": 3, "logprobs": count}
-    (choice,) = door.post(PATH, body)[1]["choices"]
+    (choice,) = client.post(PATH, body)[1]["choices"]
     found = choice["logprobs"]
     assert choice["text"] == text
     assert found["token_logprobs"] == [entry.logprob for entry in logprobs]
@@ -35,7 +35,7 @@ def test_log_probabilities_are_those_of_the_engine(door, tiny_llama, count):
         assert shown[own] == entry.logprob
         sizes.add(len(shown))
     assert sizes <= {count, count + 1} and count + 1 in sizes
-    events = door.events(PATH, body | {"stream": True})
+    events = client.events(PATH, body | {"stream": True})
     for column, values in found.items():
         parts = [event["choices"][0]["logprobs"][column] for event in events]
         assert sum(parts, []) == values
@@ -44,9 +44,9 @@ def test_log_probabilities_are_those_of_the_engine(door, tiny_llama, count):
 def choice_of(tiny_llama, text: str, **fields) -> tuple[dict, int]:
     """What a server answers that writes this text, whatever its model thinks, and its tokens."""
     ids = small_encoding().encode(text, allowed_special="all")
-    with serving(lambda: writing(small_engine(tiny_llama), ids)) as door:
+    with serving(lambda: writing(small_engine(tiny_llama), ids)) as client:
         body = {"prompt": "x", "max_tokens": len(ids)} | fields
-        (choice,) = door.post(PATH, body)[1]["choices"]
+        (choice,) = client.post(PATH, body)[1]["choices"]
     return choice, len(ids)
 
 
@@ -77,15 +77,15 @@ def test_tokens_of_a_stop_string_are_shown(tiny_llama):
     assert "".join(choice["logprobs"]["tokens"]).startswith("one two")
 
 
-def test_each_choice_has_its_own(door):
+def test_each_choice_has_its_own(client):
     body = {"prompt": ["Tom", "a dog"], "n": 2, "seed": 1, "max_tokens": 5, "logprobs": 0}
-    for choice in door.post(PATH, body | {"ignore_eos": True})[1]["choices"]:
+    for choice in client.post(PATH, body | {"ignore_eos": True})[1]["choices"]:
         assert choice["logprobs"]["text_offset"][0] == 0 and len(choice["logprobs"]["tokens"]) == 5
 
 
-def test_without_asking_there_are_none(door):
-    assert door.post(PATH, {"logprobs": None})[1]["choices"][0]["logprobs"] is None
-    (choice,) = door.post(PATH, {"logprobs": 0, "max_tokens": 0})[1]["choices"]
+def test_without_asking_there_are_none(client):
+    assert client.post(PATH, {"logprobs": None})[1]["choices"][0]["logprobs"] is None
+    (choice,) = client.post(PATH, {"logprobs": 0, "max_tokens": 0})[1]["choices"]
     columns = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     assert choice["logprobs"] == {column: [] for column in columns}
 
@@ -98,7 +98,7 @@ def test_without_asking_there_are_none(door):
         ({"logprobs": 0, "echo": True}, "logprobs is not supported with echo: a prompt has none"),
     ],
 )
-def test_what_is_refused(door, body, message):
-    status, found = door.post(PATH, body)
+def test_what_is_refused(client, body, message):
+    status, found = client.post(PATH, body)
     assert (status, found["error"]["message"]) == (400, message)
     assert found["error"]["param"] == "logprobs"

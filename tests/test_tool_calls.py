@@ -51,10 +51,10 @@ def engine(tiny_llama, write_chat):
 
 @pytest.fixture(scope="module", params=WITH_TOOLS)
 def served(request, engine, write_chat):
-    """A Door, and the chat behind it."""
+    """A Client, and the chat behind it."""
     chat = Chat(write_chat(WITH_TOOLS[request.param]))
-    with serving(engine, chat) as door:
-        yield door, chat, WITH_TOOLS[request.param]
+    with serving(engine, chat) as client:
+        yield client, chat, WITH_TOOLS[request.param]
 
 
 def known(engine, chat, fields: dict, seed: int, length: int) -> tuple[str, str]:
@@ -99,13 +99,13 @@ def same(template: str, text: str, message: dict) -> bool:
 
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
 def test_a_reply_is_the_text_of_the_engine(served, engine, fields):
-    door, chat, template = served
+    client, chat, template = served
     called = 0
     length = 250 if fields.get("tool_choice") in ("required", NAMED) else 60
     for seed in range(4):
         body = {"messages": TALK, "tools": TOOLS, "seed": seed, "max_tokens": length} | fields
         text, reason = known(engine, chat, fields, seed, length)
-        status, found = door.post(PATH, body)
+        status, found = client.post(PATH, body)
         assert status == 200, found
         (choice,) = found["choices"]
         message = choice["message"]
@@ -155,12 +155,12 @@ def without_ids(message: dict) -> tuple:
 
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
 def test_a_stream_tells_the_same(served, fields):
-    door, _, _ = served
+    client, _, _ = served
     named = pieces = 0
     for seed in range(3):
         body = {"messages": TALK, "tools": TOOLS, "seed": seed, "max_tokens": 120} | fields
-        (choice,) = door.post(PATH, body)[1]["choices"]
-        events = door.events(PATH, body | {"stream": True})
+        (choice,) = client.post(PATH, body)[1]["choices"]
+        events = client.events(PATH, body | {"stream": True})
         message, reason = whole_of(events)
         assert without_ids(message) == without_ids(choice["message"])
         assert reason == choice["finish_reason"]
@@ -181,13 +181,13 @@ def is_json(text: str) -> bool:
 
 def test_a_call_that_is_cut_says_so(served, engine):
     """Its arguments are told as far as they were written; nothing of it is content."""
-    door, chat, template = served
+    client, chat, template = served
     fields = {"tool_choice": "required", "parallel_tool_calls": False}
     for length in range(1, 60, 3):
         body = {"messages": TALK, "tools": TOOLS, "seed": 5, "max_tokens": length} | fields
         text, reason = known(engine, chat, fields, 5, length)
-        (choice,) = door.post(PATH, body)[1]["choices"]
-        streamed = whole_of(door.events(PATH, body | {"stream": True}))
+        (choice,) = client.post(PATH, body)[1]["choices"]
+        streamed = whole_of(client.events(PATH, body | {"stream": True}))
         assert without_ids(streamed[0]) == without_ids(choice["message"])
         assert choice["finish_reason"] == streamed[1]
         if reason == "length":
@@ -204,7 +204,7 @@ def test_a_call_that_is_cut_says_so(served, engine):
 
 def test_results_go_back(served):
     """The prompt has what the template makes of the call and of its result."""
-    door, chat, template = served
+    client, chat, template = served
     said = call("look", '{"place": "sea", "far": []}', "aB3dE6gH9")
     back = {"role": "tool", "tool_call_id": "aB3dE6gH9", "content": "a ship"}
     reply = {"role": "assistant", "content": None, "tool_calls": [said]}
@@ -214,39 +214,41 @@ def test_results_go_back(served):
         "function": {"name": "look", "arguments": {"place": "sea", "far": []}},
     }
     plain = [*TALK, reply | {"content": "", "tool_calls": [parsed]}, back]
-    encoding = door.thread.engine.encoding
+    encoding = client.thread.engine.encoding
     for tools in (TOOLS, None):
         body = {"messages": [*TALK, reply, back], "tools": tools, "max_tokens": 1}
-        status, found = door.post(PATH, body)
+        status, found = client.post(PATH, body)
         assert status == 200, found
         ids = chat.with_tools(tools).encode(plain, encoding)
         assert found["usage"]["prompt_tokens"] == len(ids)
-    door.post(
+    client.post(
         PATH, body | {"messages": [*TALK, reply | {"tool_calls": [said | {"index": 0}]}, back]}
     )
 
 
 def test_n_replies_have_calls_of_their_own(served):
-    door, _, _ = served
+    client, _, _ = served
     body = {"messages": TALK, "tools": TOOLS, "tool_choice": "required", "n": 3, "seed": 2}
     body |= {"max_tokens": 120, "parallel_tool_calls": False}
-    choices = door.post(PATH, body)[1]["choices"]
-    alone = [door.post(PATH, body | {"n": 1, "seed": 2 + row})[1]["choices"][0] for row in range(3)]
+    choices = client.post(PATH, body)[1]["choices"]
+    alone = [
+        client.post(PATH, body | {"n": 1, "seed": 2 + row})[1]["choices"][0] for row in range(3)
+    ]
     assert [without_ids(each["message"]) for each in choices] == [
         without_ids(each["message"]) for each in alone
     ]
     ids = [made["id"] for each in choices for made in each["message"].get("tool_calls", ())]
     assert len(set(ids)) == len(ids) > 0
-    events = door.events(PATH, body | {"stream": True})
+    events = client.events(PATH, body | {"stream": True})
     for index in range(3):
         own = [event for event in events if event["choices"][0]["index"] == index]
         assert without_ids(whole_of(own)[0]) == without_ids(choices[index]["message"])
 
 
 def test_log_probabilities_are_of_all_tokens(served):
-    door, _, template = served
+    client, _, template = served
     body = {"messages": TALK, "tools": TOOLS, "tool_choice": NAMED, "seed": 1, "logprobs": True}
-    (choice,) = door.post(PATH, body | {"max_tokens": 120})[1]["choices"]
+    (choice,) = client.post(PATH, body | {"max_tokens": 120})[1]["choices"]
     tokens = [each["token"] for each in choice["logprobs"]["content"]]
     text = "".join(tokens).removesuffix("<|im_end|>")
     assert same(template, text, choice["message"])
@@ -255,17 +257,17 @@ def test_log_probabilities_are_of_all_tokens(served):
 def test_the_official_client_calls_tools(served):
     import openai
 
-    door, _, _ = served
-    where = {"base_url": f"http://127.0.0.1:{door.port}/v1", "api_key": "none"}
-    with openai.OpenAI(**where, max_retries=0) as client:
+    client, _, _ = served
+    where = {"base_url": f"http://127.0.0.1:{client.port}/v1", "api_key": "none"}
+    with openai.OpenAI(**where, max_retries=0) as openai_client:
         messages = list(TALK)
         ask = {"model": "small", "tools": TOOLS, "seed": 1, "parallel_tool_calls": False}
         for turn in range(2):
             options = ask | {"messages": messages, "tool_choice": "required"}
-            reply = client.chat.completions.create(**options, max_tokens=200)
+            reply = openai_client.chat.completions.create(**options, max_tokens=200)
             (made,) = reply.choices[0].message.tool_calls
             jsonschema.validate(json.loads(made.function.arguments), SCHEMAS[made.function.name])
-            with client.chat.completions.stream(**options, max_tokens=200) as stream:
+            with openai_client.chat.completions.stream(**options, max_tokens=200) as stream:
                 events = list(stream)
                 (again,) = stream.get_final_completion().choices[0].message.tool_calls
             assert again.function.arguments == made.function.arguments
@@ -338,10 +340,10 @@ def said(arguments) -> list[dict]:
     ],
 )
 def test_what_is_refused(served, fields, message, param):
-    door, _, _ = served
+    client, _, _ = served
     body = {"messages": TALK, "max_tokens": 4} | fields
     for stream in (False, True):
-        status, found = door.post(PATH, body | {"stream": stream})
+        status, found = client.post(PATH, body | {"stream": stream})
         assert status == 400, found
         assert found["error"]["param"] == param and len(found["error"]["message"]) < 500
         if message:
@@ -360,14 +362,14 @@ def test_what_is_too_deep_for_python_is_refused():
 def test_a_template_may_want_a_system_message(engine, write_chat):
     """Which the conversation has, and no probe of ours has by itself."""
     chat = Chat(write_chat(NEEDS_SYSTEM))
-    with serving(engine, chat) as door:
+    with serving(engine, chat) as client:
         body = {"tools": TOOLS, "max_tokens": 300, "temperature": 1.0, "tool_choice": NAMED}
         messages = conversation("Tom", system="Be kind.")
-        status, found = door.post(PATH, body | {"messages": messages, "seed": 1})
+        status, found = client.post(PATH, body | {"messages": messages, "seed": 1})
         assert status == 200, found
         (made,) = found["choices"][0]["message"]["tool_calls"]
         assert made["function"]["name"] == "count"
-        status, found = door.post(PATH, body | {"messages": TALK})
+        status, found = client.post(PATH, body | {"messages": TALK})
         assert (status, found) == (
             400,
             refusal("chat template: a system message first", "messages"),
@@ -375,25 +377,25 @@ def test_a_template_may_want_a_system_message(engine, write_chat):
 
 
 def test_still_refused(served):
-    door, _, _ = served
+    client, _, _ = served
     nothing = [*TALK, {"role": "user", "tool_calls": []}]
     for fields in ({"tools": [{}]}, {"functions": [{"name": "f"}]}, {"messages": nothing}):
-        status, found = door.post(PATH, {"messages": TALK} | fields)
+        status, found = client.post(PATH, {"messages": TALK} | fields)
         assert status == 400 and found["error"]["param"] == next(iter(fields))
 
 
 @pytest.mark.parametrize("template", [CHATML, "{{ messages[0].content }}"])
 def test_a_template_without_calls_is_named(engine, write_chat, template):
-    with serving(engine, Chat(write_chat(template))) as door:
-        status, found = door.post(PATH, {"messages": TALK, "tools": TOOLS})
+    with serving(engine, Chat(write_chat(template))) as client:
+        status, found = client.post(PATH, {"messages": TALK, "tools": TOOLS})
         assert status == 400 and found["error"]["param"] == "tools"
         assert found["error"]["message"].startswith("this chat template ")
         messages = [*said("{}"), {"role": "tool", "content": "x", "tool_call_id": "abcdefghi"}]
-        status, found = door.post(PATH, {"messages": messages})
+        status, found = client.post(PATH, {"messages": messages})
         assert status == 400 and found["error"]["param"] == "messages"
-        assert door.post(PATH, {"messages": TALK, "tools": [], "max_tokens": 1})[0] == 200
+        assert client.post(PATH, {"messages": TALK, "tools": [], "max_tokens": 1})[0] == 200
         body = {"messages": TALK, "tools": None, "tool_choice": "auto", "max_tokens": 1}
-        assert door.post(PATH, body | {"parallel_tool_calls": True})[0] == 200
+        assert client.post(PATH, body | {"parallel_tool_calls": True})[0] == 200
 
 
 def test_a_model_that_reasons_can_be_told_not_to(engine, write_chat):
@@ -405,9 +407,9 @@ def test_a_model_that_reasons_can_be_told_not_to(engine, write_chat):
     assert template != HERMES
     messages = [*said("{}"), {"role": "tool", "content": "x", "tool_call_id": "abcdefghi"}]
     body = {"messages": messages, "tools": TOOLS, "tool_choice": "required", "max_tokens": 9}
-    with serving(engine, Chat(write_chat(template))) as door:
+    with serving(engine, Chat(write_chat(template))) as client:
         for variables in ({}, {"enable_thinking": False}):
-            status, found = door.post(PATH, body | {"chat_template_kwargs": variables})
+            status, found = client.post(PATH, body | {"chat_template_kwargs": variables})
             assert status == 200, found
 
 
@@ -462,9 +464,9 @@ def test_results_come_in_any_order():
 
 
 def test_a_text_of_another_form_calls_nothing(served):
-    door, _, _ = served
+    client, _, _ = served
     body = {"messages": TALK, "tools": TOOLS, "tool_choice": "none", "seed": 1}
     text = {"response_format": {"type": "text"}, "max_tokens": 9}
-    assert door.post(PATH, body | text)[0] == 200
-    status, found = door.post(PATH, body | {"structured_outputs": {"choice": ["Yes.", "No."]}})
+    assert client.post(PATH, body | text)[0] == 200
+    status, found = client.post(PATH, body | {"structured_outputs": {"choice": ["Yes.", "No."]}})
     assert found["choices"][0]["message"]["content"] in ("Yes.", "No.")

@@ -22,24 +22,24 @@ FINITE = "temperature: temperature is {}; it must be a finite number >= 0"
         (b'{"temperature": NaN}', FINITE.format("nan"), "temperature"),
     ],
 )
-def test_a_wrong_body_is_one_sentence(door, body, message, param):
-    assert door.post(PATH, body) == (400, refusal(message, param))
+def test_a_wrong_body_is_one_sentence(client, body, message, param):
+    assert client.post(PATH, body) == (400, refusal(message, param))
 
 
-def test_another_type_of_body_is_refused(door):
+def test_another_type_of_body_is_refused(client):
     """A page of another origin could send it unasked."""
-    found = door.post(PATH, {}, {"Content-Type": "text/plain"})
+    found = client.post(PATH, {}, {"Content-Type": "text/plain"})
     assert found == (400, refusal(NO_OBJECT))
 
 
-def test_a_malformed_body_of_a_megabyte_has_a_short_answer(door):
+def test_a_malformed_body_of_a_megabyte_has_a_short_answer(client):
     for body in (b"[" * 10**6, {"prompt": [["x"] * 200_000]}, {"prompt": {"x" * 10**6: 1}}):
-        with door.send("POST", PATH, body) as answer:
+        with client.send("POST", PATH, body) as answer:
             assert answer.status == 400 and len(answer.read()) < 300
 
 
-def test_half_a_letter_is_no_text(door):
-    status, answer = door.post(PATH, {"prompt": "\ud800", "echo": True, "stream": True})
+def test_half_a_letter_is_no_text(client):
+    status, answer = client.post(PATH, {"prompt": "\ud800", "echo": True, "stream": True})
     assert status == 400 and answer["error"]["message"].startswith("prompt: not UTF-8 text")
 
 
@@ -51,12 +51,12 @@ def test_half_a_letter_is_no_text(door):
         (b"\xff\xfe{\x00}\x00\x01", 6),  # half a letter of UTF-16
     ],
 )
-def test_a_body_that_is_not_utf_8_is_named(door, body, place):
+def test_a_body_that_is_not_utf_8_is_named(client, body, place):
     message = f"the body is not UTF-8: byte {place} cannot be decoded"
-    assert door.post(PATH, body) == (400, refusal(message))
+    assert client.post(PATH, body) == (400, refusal(message))
 
 
-def test_a_body_may_begin_with_a_mark_of_byte_order(door):
+def test_a_body_may_begin_with_a_mark_of_byte_order(client):
     body = b'{"prompt": "Tom", "max_tokens": 3, "seed": 1}'
-    status, marked = door.post(PATH, b"\xef\xbb\xbf" + body)
-    assert status == 200 and marked["choices"] == door.post(PATH, body)[1]["choices"]
+    status, marked = client.post(PATH, b"\xef\xbb\xbf" + body)
+    assert status == 200 and marked["choices"] == client.post(PATH, body)[1]["choices"]

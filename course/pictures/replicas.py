@@ -12,7 +12,7 @@ from engine.request import Request
 from pictures import runs, scene
 from pictures.scene import times
 from sampling import SamplingParams
-from server.prefixes import Prefixes
+from server.prefixes import PrefixIndex
 
 NAME = "stories-llama"
 
@@ -97,19 +97,19 @@ def record_routing(prompt: str) -> dict[str, list[Record]]:
 def route(requests: list[tuple[int, list[int]]], by_prefix: bool) -> list[Record]:
     model = runs.load(NAME)
     engines = [Engine(model, max_num_seqs=8, num_pages=96, page_size=PAGE) for _ in range(ENGINES)]
-    prefixes = Prefixes(model.config.block_size, None, PAGE, 96, 8)
-    prefixes.keep(set(range(ENGINES)))
+    prefix_index = PrefixIndex(model.config.block_size, None, PAGE, 96, 8)
+    prefix_index.set_replicas(set(range(ENGINES)))
     sent = []
     for call, (prefix_id, prompt) in enumerate(requests):
-        best = prefixes.order(list(range(ENGINES)), [prompt], "")[0]
+        best = prefix_index.rank_replicas(list(range(ENGINES)), [prompt], "")[0]
         chosen = best if by_prefix else call % ENGINES
-        prefixes.sent(chosen, str(call), [prompt], "")
+        prefix_index.add_request(chosen, str(call), [prompt], "")
         engine = engines[chosen]
         before = engine.scheduler.prefix_cache_hits
         engine.add(prompt, SamplingParams(2, ignore_eos=True))
         while engine.busy:
             engine.step()
-        prefixes.done(chosen, str(call))
+        prefix_index.finish_request(chosen, str(call))
         sent.append(
             Record(
                 prefix_id=prefix_id,
@@ -161,7 +161,7 @@ TOKENS = 5
 def record_scaling(prompt: str) -> Record:
     ids = runs.encode(prompt, 20)
     args = serve_ray.make_parser().parse_args(OPTIONS.split())
-    settings = serve_ray.scaling(args)
+    settings = serve_ray.autoscaling_config(args)
     model = runs.load("stories-draft")
     engines = [
         Engine(model, max_num_seqs=args.max_num_seqs) for _ in range(settings["max_replicas"])

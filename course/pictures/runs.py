@@ -16,7 +16,7 @@ from model import Model
 from native import BuildError, use_native
 from pictures.scene import Player
 from sampling import SamplingParams
-from server.live import Frame, Live
+from server.live import EngineMonitor, Frame
 
 STORY = (
     "Once upon a time, there was a little girl named Lily. She loved to play with her toys and eat "
@@ -143,45 +143,50 @@ class Trace(NamedTuple):
 
 
 class RequestInfo(NamedTuple):
-    """What Live reads of a text: the call it belongs to, and its numbers."""
+    """What EngineMonitor reads of a text: the call it belongs to, and its numbers."""
 
-    call: Any
+    generation: Any
     index: int
     number: int
 
 
 class FakeEngineThread:
-    """Stands in for an EngineThread: Live hands its frames to `tell`."""
+    """Stands in for an EngineThread: EngineMonitor hands its frames to `call_in_event_loop`."""
 
-    name = ""
+    request_id = ""
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.texts: dict[Request, RequestInfo] = {}
+        self.request_states: dict[Request, RequestInfo] = {}
         self.observers = []
         self.frames: list[Frame] = []
 
-    def tell(self, _, frame: Frame) -> None:
+    def call_in_event_loop(self, _, frame: Frame) -> None:
         self.frames.append(frame)
 
 
 def run_engine(engine: Engine, arrivals: list[AddedRequest], *shows: str) -> Trace:
     """Run all arrivals, the earliest first, to their end. shows: PARTS of player.js."""
     engine_thread = FakeEngineThread(engine)
-    live = Live(engine_thread, "")
-    live.clear()
-    live.watched = 1
+    monitor = EngineMonitor(engine_thread, "")
+    monitor.reset()
+    monitor.num_subscribers = 1
     arrivals = list(arrivals)
     drafts = []
     while engine.busy or arrivals:
         while arrivals and arrivals[0].arrival_step <= engine.steps:
             _, *request_args = arrivals.pop(0)
-            number = len(engine_thread.texts) + 1
-            engine_thread.texts[engine.add(*request_args)] = RequestInfo(engine_thread, 0, number)
-        live.due = 0.0  # a frame for each step
-        live.stepped(engine.step())
+            number = len(engine_thread.request_states) + 1
+            engine_thread.request_states[engine.add(*request_args)] = RequestInfo(
+                engine_thread, 0, number
+            )
+        monitor.due = 0.0  # a frame for each step
+        monitor.on_step(engine.step())
         drafts.append(
-            {engine_thread.texts[entry.request].number: entry.drafts for entry in engine.scheduled}
+            {
+                engine_thread.request_states[entry.request].number: entry.drafts
+                for entry in engine.scheduled
+            }
         )
     scheduler = engine.scheduler
     setup = {
@@ -201,7 +206,7 @@ def run_engine(engine: Engine, arrivals: list[AddedRequest], *shows: str) -> Tra
             + [len(state["pages"]) for frame in engine_thread.frames for state in frame["running"]]
         ),
     }
-    return Trace(setup, engine_thread.frames, list(engine_thread.texts), drafts)
+    return Trace(setup, engine_thread.frames, list(engine_thread.request_states), drafts)
 
 
 def requests_of(frame: Frame) -> list[Frame]:

@@ -18,18 +18,18 @@ class SteppedEngineThread(EngineThread):
         self.engine = engine
         self.error = None
 
-    def tell(self, function, *args) -> None:
+    def call_in_event_loop(self, function, *args) -> None:
         function(*args)
 
     async def step(self) -> None:
         while not self.commands.empty():
             command = self.commands.get()
             if command is None:
-                self.end("the server is shutting down")
+                self.mark_dead("the server is shutting down")
                 break
             command()
         else:
-            self.publish(self.engine.step())
+            self.publish_events(self.engine.step())
         await settle()
 
 

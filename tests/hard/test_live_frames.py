@@ -7,16 +7,16 @@ from conftest import random_tokens
 from drafting import knowing
 from engines import alone
 from test_frames import rows_of, until_over
-from test_live import PROMPT, listen, live_of, post, watch
+from test_live import PROMPT, listen, monitor_of, post, watch
 
 from engine.engine import Engine
 from sampling import SamplingParams
 from server import live
 
 
-def in_loop(door, work):
+def in_loop(client, work):
     """What a coroutine returns that runs in the server's event loop."""
-    return asyncio.run_coroutine_threadsafe(work, door.thread.loop).result(60)
+    return asyncio.run_coroutine_threadsafe(work, client.thread.loop).result(60)
 
 
 def test_accepted_drafts_after_the_end_are_none_of_the_text(start, tiny):
@@ -25,11 +25,11 @@ def test_accepted_drafts_after_the_end_are_none_of_the_text(start, tiny):
     drafter = knowing(tiny())
     eos = text[2]
     assert eos not in text[:2]
-    door = start(tiny(eos_token_ids=(eos,)), drafter=drafter, gamma=4)
-    frames = watch(door)
-    post(door, [PROMPT], 9, ignore_eos=False)
+    client = start(tiny(eos_token_ids=(eos,)), drafter=drafter, gamma=4)
+    frames = watch(client)
+    post(client, [PROMPT], 9, ignore_eos=False)
     seen = until_over(frames, 1)
-    engine = door.thread.engine
+    engine = client.thread.engine
     works = [row["work"] for frame in seen for row in rows_of(frame)]
     assert [sum(column) for column in zip(*works)] == [len(PROMPT) + 5, 4, 2, 3]
     assert engine.num_draft_tokens == engine.num_accepted_tokens == 4
@@ -38,9 +38,9 @@ def test_accepted_drafts_after_the_end_are_none_of_the_text(start, tiny):
 def test_a_text_that_fails_is_counted_too(start, tiny):
     model = tiny()
     model.wte.weight.data[7] = float("nan")
-    door = start(model)
-    frames = watch(door)
-    assert door.post("/v1/completions", {"prompt": [7, 7], "max_tokens": 3})[0] == 500
+    client = start(model)
+    frames = watch(client)
+    assert client.post("/v1/completions", {"prompt": [7, 7], "max_tokens": 3})[0] == 500
     ((over,),) = [frame["over"] for frame in until_over(frames, 1)]
     assert over["reason"] == "error" and over["work"] == [2, 0, 0, 0]
 
@@ -48,20 +48,20 @@ def test_a_text_that_fails_is_counted_too(start, tiny):
 def test_who_was_computed_and_waits_is_in_the_frame(start, monkeypatch):
     monkeypatch.setattr(live, "PERIOD", 1e6)
     monkeypatch.setattr(live, "MAX_WAITING", 0)
-    door = start(num_pages=8, page_size=4)
-    frames = watch(door)
+    client = start(num_pages=8, page_size=4)
+    frames = watch(client)
     waited = []
 
     class Check:
-        def stepped(self, events):
-            if door.thread.engine.busy:
-                frame = live_of(door).frame(0.0)
+        def on_step(self, events):
+            if client.thread.engine.busy:
+                frame = monitor_of(client).frame(0.0)
                 works = [row["work"][0] for row in rows_of(frame)]
-                assert sum(works) == door.thread.engine.num_computed_tokens
+                assert sum(works) == client.thread.engine.num_computed_tokens
                 waited.extend(frame["waiting"])
 
-    door.thread.observers.append(Check())
-    post(door, [random_tokens(length, seed=length) for length in (6, 9, 3)], 12)
+    client.thread.observers.append(Check())
+    post(client, [random_tokens(length, seed=length) for length in (6, 9, 3)], 12)
     frames.close()
     assert any(row["work"][0] for row in waited)
 
@@ -81,47 +81,47 @@ def test_a_pass_that_fails_leaves_no_works(tiny):
 
 
 def test_who_does_not_read_is_cut_off(start, monkeypatch):
-    monkeypatch.setattr(live, "MAX_LATE", 3)
-    door = start()
-    found = live_of(door)
+    monkeypatch.setattr(live, "MAX_QUEUED_FRAMES", 3)
+    client = start()
+    found = monitor_of(client)
 
     async def fall_behind():
-        frames = found.watch()
+        frames = found.subscribe()
         await anext(frames)
         for number in range(5):
-            found.send({"steps": number})
-        assert found.watchers == set()
+            found.broadcast({"steps": number})
+        assert found.subscribers == set()
         return [frame async for frame in frames]
 
-    kept = in_loop(door, fall_behind())
+    kept = in_loop(client, fall_behind())
     assert kept == [b'data: {"steps":%d}\n\n' % number for number in range(3)]
 
 
 def test_who_takes_nothing_is_cut_off(start, monkeypatch):
     """Its stream waits in a send, where it would never hear that the client is late."""
-    monkeypatch.setattr(live, "PATIENCE", 0.01)
-    door = start()
-    found = live_of(door)
+    monkeypatch.setattr(live, "SEND_TIMEOUT", 0.01)
+    client = start()
+    found = monitor_of(client)
     sent = []
 
     async def send(message):
-        sent.append((message["type"], len(found.watchers)))
+        sent.append((message["type"], len(found.subscribers)))
         if message["type"] == "http.response.body":
             await asyncio.Event().wait()
 
-    stream = live.LiveStream(found.watch())
-    in_loop(door, stream({"type": "http"}, asyncio.Event().wait, send))
+    stream = live.FrameStream(found.subscribe())
+    in_loop(client, stream({"type": "http"}, asyncio.Event().wait, send))
     assert sent == [("http.response.start", 0), ("http.response.body", 1)]
-    assert found.watchers == door.thread.calls == set()
+    assert found.subscribers == client.thread.generations == set()
 
 
 def test_time_is_that_of_the_clock(start):
-    door = start()
-    frames = listen(door)
+    client = start()
+    frames = listen(client)
     next(frames)
     before = time.perf_counter()
     first = next(frames)["time"]
-    post(door, [[1, 2]], 3)
+    post(client, [[1, 2]], 3)
     times = [frame["time"] for frame in until_over(frames, 1)]
     assert first <= times[0] and times == sorted(times)
     assert before - 60 < first and times[-1] <= time.perf_counter()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from conftest import ROOT
 from replicas import OPTIONS
-from serving import Door, metric_families
+from serving import Client, metric_families
 from serving import until as until_in
 
 until = functools.partial(until_in, seconds=100)
@@ -53,20 +53,20 @@ class Server:
 
 
 @contextlib.contextmanager
-def start(model, directory, *options) -> Iterator[tuple[Door, Server]]:
-    """A Door to it, and it. After the block it gets a Ctrl-C, if it has not ended."""
+def start(model, directory, *options) -> Iterator[tuple[Client, Server]]:
+    """A Client to it, and it. After the block it gets a Ctrl-C, if it has not ended."""
     with Server(model, directory, *options) as server:
         until(lambda: server.out.read_text().endswith("\n") or server.process.poll() is not None)
         assert server.out.read_text(), server.err.read_text()
-        yield Door(int(server.out.read_text().rsplit(":", 1)[1]), None, None), server
+        yield Client(int(server.out.read_text().rsplit(":", 1)[1]), None, None), server
         if server.process.poll() is None:
             os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does
             assert server.result() == (130, "", [])
 
 
-def samples(door, name: str, **labels) -> dict[str, float]:
+def samples(client, name: str, **labels) -> dict[str, float]:
     """The values of a metric, of each engine by its name, which have these labels."""
-    families = metric_families(door)
+    families = metric_families(client)
     assert len({family.name for family in families}) == len(families)
     return {
         sample.labels["engine"]: sample.value

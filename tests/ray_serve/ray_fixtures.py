@@ -13,7 +13,7 @@ def model(tiny_llama, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def servers(model, tmp_path_factory):
-    """A Door to two engines, these, and a Door to one."""
-    with start(model, tmp_path_factory.mktemp("server")) as (door, server):
+    """A Client to two engines, these, and a Client to one."""
+    with start(model, tmp_path_factory.mktemp("server")) as (client, server):
         with serving(lambda: make_engine(parse(model))) as one:
-            yield door, server, one
+            yield client, server, one

@@ -17,11 +17,11 @@ BODY = {"prompt": "Tom", "max_tokens": 2**18, "ignore_eos": True, "stream": True
 
 
 def test_a_killed_controller_comes_again_and_a_killed_raylet_ends_all(model, tmp_path):
-    with start(model, tmp_path) as (door, server):
+    with start(model, tmp_path) as (client, server):
         (controller,) = server.pids("ray::ServeController")
         os.kill(controller, signal.SIGKILL)
         until(lambda: set(server.pids("ray::ServeController")) - {controller})
-        with door.send("POST", PATH, BODY) as answer:
+        with client.send("POST", PATH, BODY) as answer:
             assert answer.readline()
             (raylet,) = server.pids("raylet/raylet")
             os.kill(raylet, signal.SIGKILL)
@@ -63,10 +63,10 @@ def test_of_ray_s_own_processes_two_are_needed(monkeypatch, name):
         found = {True: own, False: []}
         monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: found[recursive])
         if name == "log_monitor":
-            assert serve_ray.wait_for(signals) == signal.SIGTERM
+            assert serve_ray.wait_for_signal(signals) == signal.SIGTERM
             assert child.poll() is None
             child.kill()
         else:
             with pytest.raises(UserError, match="Ray's gcs_server has ended; .* in /logs"):
-                serve_ray.wait_for(signals)
+                serve_ray.wait_for_signal(signals)
             assert child.wait(60) == -signal.SIGKILL

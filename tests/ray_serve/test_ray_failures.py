@@ -15,26 +15,26 @@ REPLICA = "ray::ServeReplica:default:Replica"
 ENDED = "the process that wrote this text has ended, or cannot be reached: "
 
 
-def total(door, name: str, **labels) -> float:
-    return sum(samples(door, name, **labels).values())
+def total(client, name: str, **labels) -> float:
+    return sum(samples(client, name, **labels).values())
 
 
 def test_a_client_that_leaves_frees_the_engine(servers):
-    door, _, _ = servers
+    client, _, _ = servers
     aborted = {"name": "request_success_total", "finished_reason": "abort"}
-    before = total(door, **aborted)
+    before = total(client, **aborted)
     for stream in (True, False):
-        with connect(door, request_of(PATH, ENDLESS | {"stream": stream})):
-            until(lambda: total(door, "num_requests_running") == 1)
-        until(lambda: total(door, "num_requests_running") == 0)
-    assert total(door, **aborted) - before == 2
-    assert total(door, "kv_cache_usage_perc") == 0
+        with connect(client, request_of(PATH, ENDLESS | {"stream": stream})):
+            until(lambda: total(client, "num_requests_running") == 1)
+        until(lambda: total(client, "num_requests_running") == 0)
+    assert total(client, **aborted) - before == 2
+    assert total(client, "kv_cache_usage_perc") == 0
 
 
-def read(door, seed: int, progress: dict, ended: dict, stop: threading.Event) -> str:
+def read(client, seed: int, progress: dict, ended: dict, stop: threading.Event) -> str:
     """An endless text, as long as it is wanted; its error, if it ends with one, goes to `ended`."""
     text = ""
-    with door.send("POST", PATH, ENDLESS | {"seed": seed, "stream": True}) as answer:
+    with client.send("POST", PATH, ENDLESS | {"seed": seed, "stream": True}) as answer:
         assert answer.status == 200
         for line in answer:
             event = json.loads(line.removeprefix(b"data: ")) if line.startswith(b"data: {") else {}
@@ -50,7 +50,7 @@ def read(door, seed: int, progress: dict, ended: dict, stop: threading.Event) ->
 
 
 def test_of_a_killed_replica_texts_end_with_an_error_and_others_go_on(servers):
-    door, server, one = servers
+    client, server, one = servers
     pids = server.pids(REPLICA)
     assert len(pids) == 2
     progress = {}
@@ -58,7 +58,7 @@ def test_of_a_killed_replica_texts_end_with_an_error_and_others_go_on(servers):
     stop = threading.Event()
     with ThreadPoolExecutor(6) as pool:
         try:
-            reading = [pool.submit(read, door, seed, progress, ended, stop) for seed in range(6)]
+            reading = [pool.submit(read, client, seed, progress, ended, stop) for seed in range(6)]
             until(lambda: len(progress) == 6)
             os.kill(pids[0], signal.SIGKILL)
             until(lambda: ended)
@@ -74,7 +74,7 @@ def test_of_a_killed_replica_texts_end_with_an_error_and_others_go_on(servers):
         _, answer = one.post(PATH, ENDLESS | {"seed": seed, "max_tokens": 100})
         own = answer["choices"][0]["text"]
         assert text.startswith(own) or own.startswith(text)
-    until(lambda: len(samples(door, "num_requests_running")) == 2)  # a new one has come
+    until(lambda: len(samples(client, "num_requests_running")) == 2)  # a new one has come
     assert len(set(server.pids(REPLICA)) - set(pids)) == 1
     body = {"prompt": "Tom", "seed": 7}
-    assert same(door.post(PATH, body)) == same(one.post(PATH, body))
+    assert same(client.post(PATH, body)) == same(one.post(PATH, body))

@@ -8,15 +8,15 @@ PATH = "/v1/completions"
 
 
 def test_texts_are_those_of_one_engine(servers):
-    door, _, one = servers
-    check_texts(door, one, clients=8)
+    client, _, one = servers
+    check_texts(client, one, clients=8)
 
 
 def test_what_an_engine_refuses_is_told(servers):
-    door, _, one = servers
+    client, _, one = servers
     body = {"prompt": [10**6]}
-    assert door.post(PATH, body) == one.post(PATH, body)
-    assert door.get("/v1/nothing")[0] == 404
+    assert client.post(PATH, body) == one.post(PATH, body)
+    assert client.get("/v1/nothing")[0] == 404
 
 
 def test_what_replicas_cannot_make_is_a_line(model, tmp_path):

@@ -10,16 +10,16 @@ pytest_plugins = ["ray_fixtures"]
 PATH = "/v1/completions"
 
 
-def ask(door, prompt: list[int]) -> str:
+def ask(client, prompt: list[int]) -> str:
     body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
-    status, answer = door.post(PATH, body)
+    status, answer = client.post(PATH, body)
     assert status == 200, answer
     return answer["choices"][0]["text"]
 
 
 def test_hits_are_those_of_one_engine(servers):
-    door, _, one = servers
-    before = samples(door, "prefix_cache_hits_total")
+    client, _, one = servers
+    before = samples(client, "prefix_cache_hits_total")
     expected = -one.thread.engine.scheduler.prefix_cache_hits
     prompts = [
         random_tokens(30, seed=group) + random_tokens(9, seed=100 + turn)
@@ -27,20 +27,20 @@ def test_hits_are_those_of_one_engine(servers):
         for group in range(6)
     ]
     for prompt in prompts:
-        assert ask(door, prompt) == ask(one, prompt)
+        assert ask(client, prompt) == ask(one, prompt)
     expected += one.thread.engine.scheduler.prefix_cache_hits
-    found = samples(door, "prefix_cache_hits_total")
+    found = samples(client, "prefix_cache_hits_total")
     assert sum(found.values()) - sum(before.values()) == expected >= 6 * 4 * 28
     assert all(found[name] > before[name] for name in found)  # each engine has some of the six
 
 
 def test_a_burst_of_one_beginning_is_spread(servers):
-    door, _, _ = servers
+    client, _, _ = servers
     prompt = random_tokens(5, seed=7)  # one page
     body = {"prompt": prompt, "max_tokens": 2**17, "ignore_eos": True, "stream": True}
     with ThreadPoolExecutor(24) as pool, contextlib.ExitStack() as stack:
-        for answer in pool.map(lambda _: door.send("POST", PATH, body), range(24)):
+        for answer in pool.map(lambda _: client.send("POST", PATH, body), range(24)):
             stack.callback(answer.close)
             assert answer.status == 200
-        running = samples(door, "num_requests_running").values()
+        running = samples(client, "num_requests_running").values()
     assert sum(running) == 24 and max(running) - min(running) <= 2, running

@@ -23,23 +23,23 @@ def test_from_one_to_three_and_back_no_request_is_lost(model, tmp_path):
     over = threading.Event()
     asked = []
 
-    def ask(door, row: int, wanted: threading.Event) -> None:
+    def ask(client, row: int, wanted: threading.Event) -> None:
         while not wanted.is_set():
             number = len(asked) % len(BODIES)
             asked.append(number)
-            assert same(door.post(PATH, BODIES[number])) == own[number]
+            assert same(client.post(PATH, BODIES[number])) == own[number]
 
-    with start(model, tmp_path, *OPTIONS) as (door, server), ThreadPoolExecutor(12) as pool:
+    with start(model, tmp_path, *OPTIONS) as (client, server), ThreadPoolExecutor(12) as pool:
         try:
             assert len(server.pids(REPLICA)) == 1
             # Eleven clients go when there are three engines, and one asks on till there is one.
-            clients = [pool.submit(ask, door, row, busy if row else over) for row in range(12)]
+            clients = [pool.submit(ask, client, row, busy if row else over) for row in range(12)]
             until(lambda: len(server.pids(REPLICA)) == 3 or any(one.done() for one in clients))
             busy.set()
             until(lambda: len(server.pids(REPLICA)) == 1 or clients[0].done())
         finally:
             busy.set()
             over.set()
-        for client in clients:
-            client.result()
+        for each in clients:
+            each.result()
     assert len(asked) > 12

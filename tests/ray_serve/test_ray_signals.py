@@ -11,11 +11,11 @@ BODY = {"prompt": "Tom", "seed": 3, "ignore_eos": True, "stream": True}
 
 
 def test_a_signal_lets_texts_end_and_a_second_one_does_not(servers):
-    door, server, _ = servers
+    client, server, _ = servers
     assert server.pids("Replica")
     with (
-        door.send("POST", PATH, BODY | {"max_tokens": 1000}) as answer,
-        door.send("POST", PATH, BODY | {"max_tokens": 2**18}) as endless,
+        client.send("POST", PATH, BODY | {"max_tokens": 1000}) as answer,
+        client.send("POST", PATH, BODY | {"max_tokens": 2**18}) as endless,
     ):
         server.process.send_signal(signal.SIGTERM)
         events = [line for line in answer if line.startswith(b"data: {")]
@@ -24,4 +24,4 @@ def test_a_signal_lets_texts_end_and_a_second_one_does_not(servers):
         server.process.send_signal(signal.SIGTERM)
         assert server.result() == (130, "", [])
     with pytest.raises(OSError):
-        door.get("/health")
+        client.get("/health")

@@ -14,7 +14,7 @@ def test_an_agent_answers_with_what_two_tools_found(tmp_path, capsys):
     spec.loader.exec_module(agent)
     options = "--adapter", ADAPTER, "--chat-template", ADAPTER / "chat_template.jinja"
     with Script(tmp_path, "--model", "smollm2", *options) as script:
-        url = f"http://127.0.0.1:{script.door().port}/v1"
+        url = f"http://127.0.0.1:{script.client().port}/v1"
         agent.main(["What is the weather in Rome?", "And what is 17 times 23?"], url)
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == '  get_weather({"city": "Rome"}) -> {"sky": "sunny", "celsius": 24}'
