@@ -49,7 +49,7 @@ from parallel.ranks import RankError, TensorParallelGroup
 from server.app import allowed_hosts, make_app
 from server.engine_thread import EngineThread
 from server.memory import freeze, trim
-from server.served import Served, find_chat, served_name, server_defaults
+from server.served import ServedModel, find_chat, served_name, server_defaults
 
 EXIT_SECONDS = 2  # after the drain, in which the process must end
 MAX_PIPELINED = 2**20  # bytes that a client may send behind a request before its answer is there
@@ -386,7 +386,7 @@ async def serve(
     thread = EngineThread(make, args.max_waiting, args.max_waiting_tokens)
     adapters = parse_adapters(args.lora_modules)
     chat = find_chat(source, args.chat_template)
-    served = Served(thread, name, source.label, chat, adapters, defaults=defaults)
+    served = ServedModel(thread, name, source.label, chat, adapters, defaults=defaults)
     hosts = allowed_hosts(args.host, args.allowed_host)
     app = make_app(served, args.api_key, args.allow_origin, hosts)
     server = Server(app, thread, args.drain_seconds)

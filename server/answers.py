@@ -14,7 +14,7 @@ from server.allowed import Allowed
 from server.engine_thread import EngineDead, FormFailed, QueueFull, Update
 from server.protocol import IGNORED_HEADER, APIError, GenerationRequest
 
-MAX_PIECE = 2**16  # bytes of an answer
+MAX_CHUNK_BYTES = 2**16  # bytes of an answer
 
 
 def api_error(error: Exception) -> APIError:
@@ -28,35 +28,35 @@ def api_error(error: Exception) -> APIError:
     return APIError(503 if isinstance(error, EngineDead) else 500, str(error))
 
 
-async def unless_gone(request: Request, work: Coroutine[None, None, Response]) -> Response:
+async def with_cancellation(request: Request, handler: Coroutine[None, None, Response]) -> Response:
     """The answer that some work makes. If its client leaves before, the work is cancelled.
 
     The body of the request has been read, so all that can still be received is that the client is
     gone; and until an answer begins nothing else receives.
     """
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(request.receive())
+    handler_task = asyncio.ensure_future(handler)
+    disconnect_task = asyncio.ensure_future(request.receive())
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else Response(status_code=499)
+        await asyncio.wait((handler_task, disconnect_task), return_when=asyncio.FIRST_COMPLETED)
+        return handler_task.result() if handler_task.done() else Response(status_code=499)
     finally:
-        working.cancel()
-        leaving.cancel()
+        handler_task.cancel()
+        disconnect_task.cancel()
 
 
-def with_ignored(response: Response, names: list[str]) -> Response:
+def with_ignored_fields(response: Response, fields: list[str]) -> Response:
     """Name, in a header, the fields of the request that were taken and did nothing."""
-    if names:
-        response.headers[IGNORED_HEADER] = ", ".join(names)
+    if fields:
+        response.headers[IGNORED_HEADER] = ", ".join(fields)
     return response
 
 
-def pieces(data: bytes) -> Iterator[bytes]:
-    """Cut bytes into pieces of MAX_PIECE."""
-    return (data[start : start + MAX_PIECE] for start in range(0, len(data), MAX_PIECE))
+def split_chunks(data: bytes) -> Iterator[bytes]:
+    """Cut bytes into pieces of MAX_CHUNK_BYTES."""
+    return (data[start : start + MAX_CHUNK_BYTES] for start in range(0, len(data), MAX_CHUNK_BYTES))
 
 
-class Paced(StreamingResponse):
+class ChunkedResponse(StreamingResponse):
     """An answer in parts: each waits until the client has taken the one before.
 
     However it ends, also before it begins, what makes it is closed.
@@ -76,7 +76,7 @@ class Paced(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-class EventStream(Paced):
+class EventStreamResponse(ChunkedResponse):
     """Server-sent events."""
 
     media_type = "text/event-stream"
@@ -89,20 +89,20 @@ def to_event(data: dict) -> bytes:
     return b"data: %b\n\n" % to_json(data)
 
 
-class Answer:
+class ResponseBuilder:
     """Builds the answer to a request from what is new of its texts. A subclass knows its form.
 
-    name: its id. prompt_tokens: of all prompts. updates: of `EngineThread.generate`. They stay open
-    until the client has taken nearly all of the answer, and until then the texts count against
-    --max-waiting: a client that does not read cannot pile up answers.
+    response_id: its id. prompt_tokens: of all prompts. updates: of `EngineThread.generate`. They
+    stay open until the client has taken nearly all of the answer, and until then the texts count
+    against --max-waiting: a client that does not read cannot pile up answers.
     """
 
-    kind: str  # what "object" says
-    event_kind: str  # and in an event
+    object_type: str  # what "object" says
+    chunk_object_type: str  # and in an event
 
     def __init__(
         self,
-        name: str,
+        response_id: str,
         body: GenerationRequest,
         model: str,
         prompt_tokens: int,
@@ -115,10 +115,10 @@ class Answer:
         self.allowed: Allowed | None = None  # if the client asks for what forms allow
         options = body.stream_options
         self.include_usage = bool(options and options.include_usage)
-        self.always_usage = self.include_usage and options.continuous_usage_stats
+        self.continuous_usage = self.include_usage and options.continuous_usage_stats
         self.head = {
-            "id": name,
-            "object": self.event_kind if body.stream else self.kind,
+            "id": response_id,
+            "object": self.chunk_object_type if body.stream else self.object_type,
             "created": int(time.time()),
             "model": model,
         }
@@ -127,9 +127,9 @@ class Answer:
         """A text of the answer. update: all of it."""
         raise NotImplementedError
 
-    def whole(self, texts: dict[int, Update]) -> dict:
-        """The answer. texts: each as one update."""
-        choices = [self.choice(*text) for text in texts.items()]
+    def full_response(self, outputs: dict[int, Update]) -> dict:
+        """The answer. outputs: each as one update."""
+        choices = [self.choice(*output) for output in outputs.items()]
         return self.head | {"choices": choices, "usage": self.usage()}
 
     def delta(self, index: int, update: Update) -> list[dict]:
@@ -143,37 +143,41 @@ class Answer:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
         }
 
-    async def respond(self) -> Response:
+    async def to_response(self) -> Response:
         """The answer: when it is complete, or, in events, when it begins.
 
         Raises what goes wrong until then.
         """
         if self.body.stream:
-            news = self.news()
-            first = await anext(news)
-            return EventStream(self.events(first, news), self.updates)
+            update_stream = self.update_stream()
+            first = await anext(update_stream)
+            return EventStreamResponse(self.events(first, update_stream), self.updates)
         parts: dict[int, list[Update]] = {}
-        async for updates in self.news():
+        async for updates in self.update_stream():
             for index, update in updates.items():
                 parts.setdefault(index, []).append(update)
-        texts = {index: Update.join(parts[index]) for index in sorted(parts)}
-        self.completion_tokens = sum(len(text.tokens) for text in texts.values())
+        outputs = {index: Update.join(parts[index]) for index in sorted(parts)}
+        self.completion_tokens = sum(len(output.tokens) for output in outputs.values())
         try:
-            whole = JSONResponse(self.whole(texts))
+            full_response = JSONResponse(self.full_response(outputs))
         except BaseException:  # else its texts would count until garbage is looked for
             await self.updates.aclose()
             raise
-        return Paced(self.parts(whole.body), self.updates, whole.headers)
+        return ChunkedResponse(
+            self.body_chunks(full_response.body), self.updates, full_response.headers
+        )
 
-    async def news(self) -> AsyncIterator[dict[int, Update]]:
+    async def update_stream(self) -> AsyncIterator[dict[int, Update]]:
         """What is new until all texts are over; `updates` stays open.
 
         Raises APIError, which names the field, if a text cannot have the form asked for.
         """
-        left = self.body.texts
+        num_unfinished = self.body.num_choices
         try:
             async for updates in self.updates:
-                left -= sum(update.finish_reason is not None for update in updates.values())
+                num_unfinished -= sum(
+                    update.finish_reason is not None for update in updates.values()
+                )
                 if self.allowed:
                     try:
                         await asyncio.to_thread(self.allowed.read, updates)
@@ -181,30 +185,30 @@ class Answer:
                         await self.updates.aclose()
                         raise
                 yield updates
-                if not left:
+                if not num_unfinished:
                     return
         except FormFailed as error:
             field, form = self.body.form
             raise APIError(400, str(error), field if form else "tools", "form_failed") from error
 
-    async def parts(self, answer: bytes) -> AsyncIterator[bytes]:
+    async def body_chunks(self, answer: bytes) -> AsyncIterator[bytes]:
         """The answer in pieces."""
-        *most, last = pieces(answer)
-        for piece in most:
-            yield piece
+        *most, last = split_chunks(answer)
+        for chunk in most:
+            yield chunk
         await self.updates.aclose()
         yield last
 
     async def events(
-        self, first: dict[int, Update], news: AsyncIterator[dict[int, Update]]
+        self, first: dict[int, Update], update_stream: AsyncIterator[dict[int, Update]]
     ) -> AsyncIterator[bytes]:
         """The answer as events, one or more at a time. What goes wrong is one, too."""
         try:
-            for piece in pieces(self.deltas(first)):
-                yield piece
-            async for updates in news:
-                for piece in pieces(self.deltas(updates)):
-                    yield piece
+            for chunk in split_chunks(self.deltas(first)):
+                yield chunk
+            async for updates in update_stream:
+                for chunk in split_chunks(self.deltas(updates)):
+                    yield chunk
             if self.include_usage:
                 yield to_event(self.head | {"choices": [], "usage": self.usage()})
         except Exception as error:
@@ -220,6 +224,6 @@ class Answer:
             for delta in self.delta(index, update):
                 event = self.head | {"choices": [delta]}
                 if self.include_usage:
-                    event["usage"] = self.usage() if self.always_usage else None
+                    event["usage"] = self.usage() if self.continuous_usage else None
                 events.append(to_event(event))
         return b"".join(events)

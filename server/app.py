@@ -21,11 +21,11 @@ from server.answers import api_error
 from server.engine_thread import EngineDead, QueueFull, RequestFailed
 from server.live import FrameStream
 from server.protocol import IGNORED_HEADER, APIError
-from server.served import Served
+from server.served import ServedModel
 
 HERE = Path(__file__).parent
-MAX_BYTES = 2**20  # in the body of a request
-MAX_READ = 2**23  # of one that has more
+MAX_BODY_BYTES = 2**20  # in the body of a request
+MAX_DISCARDED_BYTES = 2**23  # of one that has more
 
 
 class BodyLimit:
@@ -45,12 +45,12 @@ class BodyLimit:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
-            if size <= MAX_BYTES:
+            if size <= MAX_BODY_BYTES:
                 return message
-            while message.get("more_body") and size < MAX_READ:
+            while message.get("more_body") and size < MAX_DISCARDED_BYTES:
                 message = await receive()
                 size += len(message.get("body", b""))
-            error = f"the body is too long; it may have {MAX_BYTES} bytes"
+            error = f"the body is too long; it may have {MAX_BODY_BYTES} bytes"
             raise HTTPException(413, error, {"Connection": "close"})
 
         await self.app(scope, limited, send)
@@ -125,7 +125,7 @@ def allowed_hosts(host: str, others: Sequence[str]) -> list[str] | None:
 
 
 def make_app(
-    served: Served,
+    served: ServedModel,
     api_key: str | None = None,
     origins: Sequence[str] = (),
     hosts: Sequence[str] | None = None,
@@ -139,7 +139,7 @@ def make_app(
     app = FastAPI(title="serve.py", docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit)
     app.state.served = served
-    app.state.kept_items = responses.KeptItems()
+    app.state.item_store = responses.ItemStore()
     app.include_router(completions.router)
     app.include_router(chat_completions.router)
     app.include_router(responses.router)
@@ -156,20 +156,20 @@ def make_app(
     @get("/health")
     async def health() -> Response:
         """200 with an empty body; 503 if there is no engine, or none that goes on."""
-        bad = served.thread.error or served.thread.stall_reason
-        return Response(status_code=503 if bad else 200)
+        reason = served.thread.error or served.thread.stall_reason
+        return Response(status_code=503 if reason else 200)
 
     @get("/metrics")
     async def read_metrics() -> Response:
         """What Prometheus reads: counts since the start, by the names that vLLM gives them."""
         served.thread.admit(0)
-        return Response(await present(served.metrics).read(), media_type=CONTENT_TYPE_LATEST)
+        return Response(await require_local(served.metrics).read(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/live")
     async def watch() -> Response:
         """The engine at work, as server-sent events; server/live.py says what is in them."""
         served.thread.admit(0)
-        return FrameStream(present(served.monitor).subscribe())
+        return FrameStream(require_local(served.monitor).subscribe())
 
     @get("/", include_in_schema=False)
     async def page() -> Response:
@@ -190,10 +190,10 @@ def make_app(
         served.find_adapter(name)
         return served.model(name)
 
-    for kind in (APIError, UserError, QueueFull, EngineDead, RequestFailed, Exception):
-        app.add_exception_handler(kind, tell_error)
-    app.add_exception_handler(RequestValidationError, tell_invalid)
-    app.add_exception_handler(HTTPException, tell_refused)
+    for error_type in (APIError, UserError, QueueFull, EngineDead, RequestFailed, Exception):
+        app.add_exception_handler(error_type, handle_error)
+    app.add_exception_handler(RequestValidationError, handle_validation_error)
+    app.add_exception_handler(HTTPException, handle_http_exception)
     if api_key is not None:
         app.add_middleware(KeyMiddleware, key=api_key)
     if hosts is not None:
@@ -206,9 +206,9 @@ def make_app(
     return app
 
 
-def file_response(name: str, kind: str) -> Response:
+def file_response(name: str, media_type: str) -> Response:
     """A file beside this one. FileResponse has it open while it is sent: a descriptor a client."""
-    return Response((HERE / name).read_bytes(), media_type=kind)
+    return Response((HERE / name).read_bytes(), media_type=media_type)
 
 
 def page_policy(page: str) -> str:
@@ -225,40 +225,44 @@ def page_policy(page: str) -> str:
     return "; ".join([*rules, "frame-ancestors 'none'"])
 
 
-def present(view):
+def require_local(view):
     """What shows the engine at work. Raises APIError if that is not in this process."""
     if view is None:
         raise APIError(404, "the engines are in other processes, and cannot be seen at work here")
     return view
 
 
-async def tell_error(request: Request, error: Exception) -> JSONResponse:
-    found = api_error(error)
-    headers = {"Retry-After": "1"} if found.status == 429 else None  # in seconds
-    return JSONResponse(found.body, found.status, headers)
+async def handle_error(request: Request, error: Exception) -> JSONResponse:
+    response_error = api_error(error)
+    headers = {"Retry-After": "1"} if response_error.status == 429 else None  # in seconds
+    return JSONResponse(response_error.body, response_error.status, headers)
 
 
-async def tell_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+async def handle_validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
     """The first thing that is wrong with a body, without what the body has there."""
     first = error.errors()[0]
     fields = [str(part) for part in first["loc"][1:]]
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "json_invalid":
-        found = APIError(400, f"the body is not JSON: {first['ctx']['error']}")
+        response_error = APIError(400, f"the body is not JSON: {first['ctx']['error']}")
     elif first["type"] == "field":
         fields.append(first["ctx"]["field"])
-        found = APIError(400, ".".join(fields[:-1]) + "." * (len(fields) > 1) + message, fields[0])
+        response_error = APIError(
+            400, ".".join(fields[:-1]) + "." * (len(fields) > 1) + message, fields[0]
+        )
     elif not fields:
-        found = APIError(400, "the body must be a JSON object, with Content-Type: application/json")
+        response_error = APIError(
+            400, "the body must be a JSON object, with Content-Type: application/json"
+        )
     else:
-        found = APIError(400, f"{'.'.join(fields)}: {message}", fields[0])
-    return JSONResponse(found.body, found.status)
+        response_error = APIError(400, f"{'.'.join(fields)}: {message}", fields[0])
+    return JSONResponse(response_error.body, response_error.status)
 
 
-async def tell_refused(request: Request, error: HTTPException) -> JSONResponse:
+async def handle_http_exception(request: Request, error: HTTPException) -> JSONResponse:
     """What the framework refuses, such as an unknown path."""
     message = error.detail
     if isinstance(error.__cause__, UnicodeDecodeError):
         message = f"the body is not UTF-8: byte {error.__cause__.start} cannot be decoded"
-    found = APIError(error.status_code, message)
-    return JSONResponse(found.body, found.status, error.headers)
+    response_error = APIError(error.status_code, message)
+    return JSONResponse(response_error.body, response_error.status, error.headers)

@@ -13,73 +13,79 @@ from fastapi.responses import Response
 from loading.tools import ID, CallForm, CallPart, CallReader
 from sampling import SamplingParams
 from server.allowed import Place
-from server.answers import Answer, unless_gone, with_ignored
+from server.answers import ResponseBuilder, with_cancellation, with_ignored_fields
 from server.engine_thread import Update
 from server.forms import run_in_compile_pool
 from server.protocol import ChatRequest
-from server.served import Served
+from server.served import ServedModel
 
 router = APIRouter()
-LETTERS = string.ascii_letters + string.digits
+ID_ALPHABET = string.ascii_letters + string.digits
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Reply to messages. A text that outgrows the model's window goes on: the window slides."""
-    return await unless_gone(request, answer(body, request.app.state.served))
+    return await with_cancellation(request, create_chat_completion(body, request.app.state.served))
 
 
-async def answer(
+async def create_chat_completion(
     body: ChatRequest,
-    served: Served,
-    make: "Callable[..., Reply] | None" = None,
+    served: ServedModel,
+    make_builder: "Callable[..., ChatCompletionBuilder] | None" = None,
     prefix: str = "chatcmpl-",
 ) -> Response:
-    """Answer a chat request. make: what makes a Reply of another form. prefix: of its id."""
+    """Answer a chat request. make_builder: makes another builder. prefix: of its id."""
     adapter = served.find_adapter(body.model)
-    served.thread.admit(body.texts)  # before there is work
+    served.thread.admit(body.num_choices)  # before there is work
     calls = await asyncio.to_thread(served.find_calls, body)
     prompt = await asyncio.to_thread(served.encode_chat, body)
-    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    wanted = None if wanted == -1 else wanted
+    max_new_tokens = (
+        body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    )
+    max_new_tokens = None if max_new_tokens == -1 else max_new_tokens
     window = served.thread.config.block_size
-    room = window // 2 if wanted is None else wanted  # a prompt that is cut leaves so much
-    prompt = served.fit(prompt, body.truncate_prompt_tokens, room, "messages")
+    reserved_tokens = window // 2 if max_new_tokens is None else max_new_tokens  # by a cut prompt
+    prompt = served.truncate_prompt(
+        prompt, body.truncate_prompt_tokens, reserved_tokens, "messages"
+    )
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    if wanted is None:  # what the window and the answer have room for
-        wanted = max(min(window - len(prompt), body.most_tokens(logprobs)), 1)
+    if max_new_tokens is None:  # what the window and the answer have room for
+        max_new_tokens = max(min(window - len(prompt), body.max_tokens_limit(logprobs)), 1)
     form, grammar = calls or (None, None)
-    silent = served.silent_ids(body, None if body.choice == "none" else form)
-    params = body.params(wanted, logprobs, grammar, silent, served.defaults)
+    silent = served.silent_ids(body, None if body.tool_mode == "none" else form)
+    params = body.to_sampling_params(max_new_tokens, logprobs, grammar, silent, served.defaults)
     served.check_ids(params[0])
     if params[0].form:
         await run_in_compile_pool(served.check_form, "tools" if calls else body.form[0], params[0])
-    name = f"{prefix}{uuid.uuid4().hex}"
-    asked = [prompt] * len(params), params, body.cache_salt or "", name, adapter
-    updates = served.thread.generate(*asked)
-    reply = (make or Reply)(name, body, served, len(prompt), updates, form)
-    reply.params = params[0]
-    reply.allowed = served.allowed(body, params[0])
-    return with_ignored(await reply.respond(), reply.ignored)
+    response_id = f"{prefix}{uuid.uuid4().hex}"
+    arguments = [prompt] * len(params), params, body.cache_salt or "", response_id, adapter
+    updates = served.thread.generate(*arguments)
+    builder = (make_builder or ChatCompletionBuilder)(
+        response_id, body, served, len(prompt), updates, form
+    )
+    builder.params = params[0]
+    builder.allowed = served.allowed(body, params[0])
+    return with_ignored_fields(await builder.to_response(), builder.ignored)
 
 
-class Reply(Answer):
-    kind = "chat.completion"
-    event_kind = "chat.completion.chunk"
+class ChatCompletionBuilder(ResponseBuilder):
+    object_type = "chat.completion"
+    chunk_object_type = "chat.completion.chunk"
 
     def __init__(
         self,
-        name: str,
+        response_id: str,
         body: ChatRequest,
-        served: Served,
+        served: ServedModel,
         prompt_tokens: int,
         updates,
         form: CallForm | None = None,
     ):
-        super().__init__(name, body, body.model or served.name, prompt_tokens, updates)
+        super().__init__(response_id, body, body.model or served.name, prompt_tokens, updates)
         self.served = served
         self.params: SamplingParams | None = None  # of its text
-        self.form = form if body.choice != "none" else None
+        self.form = form if body.tool_mode != "none" else None
         self.readers: dict[int, CallReader | None] = {}  # of choices that had something new
 
     @functools.cached_property
@@ -88,34 +94,37 @@ class Reply(Answer):
         return self.served.variables(self.body)[1]
 
     def choice(self, index: int, update: Update) -> dict:
-        said = self.read(index, update)
-        if "tool_calls" in said:
-            whole = {}
-            for part in said["tool_calls"]:
-                known = whole.setdefault(part.pop("index"), part)
-                if known is not part:
-                    known["function"]["arguments"] += part["function"]["arguments"]
-            said["tool_calls"] = list(whole.values())
-        return {"index": index, "message": {"role": "assistant"} | said} | self.rest(index, update)
+        message = self.parse_message(index, update)
+        if "tool_calls" in message:
+            tool_calls = {}
+            for part in message["tool_calls"]:
+                merged_call = tool_calls.setdefault(part.pop("index"), part)
+                if merged_call is not part:
+                    merged_call["function"]["arguments"] += part["function"]["arguments"]
+            message["tool_calls"] = list(tool_calls.values())
+        return {
+            "index": index,
+            "message": {"role": "assistant"} | message,
+        } | self.logprobs_and_finish_reason(index, update)
 
     def delta(self, index: int, update: Update) -> list[dict]:
         # The role not before: clients take it for the first token.
         role = {} if index in self.readers else {"role": "assistant"}
-        said = self.read(index, update)
-        parts = [{"tool_calls": [part]} for part in said.pop("tool_calls", ())]
+        message = self.parse_message(index, update)
+        parts = [{"tool_calls": [part]} for part in message.pop("tool_calls", ())]
         # Clients miss the end of a call that begins in the event with the finish reason.
         ended = [{}] if parts and update.finish_reason else []
-        if said["content"] is None and not role:
-            said = {}
-        first, *others = [said | (parts.pop(0) if parts else {}), *parts, *ended]
+        if message["content"] is None and not role:
+            message = {}
+        first, *others = [message | (parts.pop(0) if parts else {}), *parts, *ended]
         deltas = [
             {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
             for delta in (role | first, *others)
         ]
-        deltas[-1] |= self.rest(index, update)
+        deltas[-1] |= self.logprobs_and_finish_reason(index, update)
         return deltas
 
-    def read(self, index: int, update: Update) -> dict:
+    def parse_message(self, index: int, update: Update) -> dict:
         """What is new of a message: its content and its calls."""
         if index not in self.readers:
             self.readers[index] = CallReader(self.form) if self.form else None
@@ -127,9 +136,9 @@ class Reply(Answer):
             content += reader.end()
         if not parts:
             return {"content": content}
-        return {"content": content or None, "tool_calls": list(map(told, parts))}
+        return {"content": content or None, "tool_calls": list(map(tool_call_delta, parts))}
 
-    def rest(self, index: int, update: Update) -> dict:
+    def logprobs_and_finish_reason(self, index: int, update: Update) -> dict:
         reason = update.finish_reason
         if reason == "stop" and self.form and self.readers[index].is_whole:
             reason = "tool_calls"
@@ -157,10 +166,10 @@ class Reply(Answer):
         return {"count": place.count, "tokens": tokens}
 
 
-def told(part: CallPart) -> dict:
+def tool_call_delta(part: CallPart) -> dict:
     """A part of a call, as a client is told. The first one has an id, which its result names."""
     if part.name is None:
         return {"index": part.index, "function": {"arguments": part.arguments}}
-    id = "".join(secrets.choice(LETTERS) for _ in ID)
+    id = "".join(secrets.choice(ID_ALPHABET) for _ in ID)
     function = {"name": part.name, "arguments": part.arguments}
     return {"index": part.index, "id": id, "type": "function", "function": function}

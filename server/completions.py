@@ -8,11 +8,11 @@ from fastapi.responses import Response
 
 from loading.tokenizer import IncrementalDetokenizer
 from server.allowed import Place
-from server.answers import Answer, unless_gone, with_ignored
+from server.answers import ResponseBuilder, with_cancellation, with_ignored_fields
 from server.engine_thread import Update
 from server.forms import run_in_compile_pool
 from server.protocol import CompletionRequest
-from server.served import Served
+from server.served import ServedModel
 
 router = APIRouter()
 
@@ -20,16 +20,18 @@ router = APIRouter()
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue prompts. A text that outgrows the model's window goes on: the window slides."""
-    return await unless_gone(request, answer(body, request.app.state.served))
+    return await with_cancellation(request, create_completion(body, request.app.state.served))
 
 
-async def answer(body: CompletionRequest, served: Served) -> Response:
+async def create_completion(body: CompletionRequest, served: ServedModel) -> Response:
     adapter = served.find_adapter(body.model)
-    served.thread.admit(body.texts)  # before there is work
-    wanted = 16 if body.max_tokens is None else body.max_tokens
-    if wanted == -1:
-        wanted = min(served.thread.config.block_size, body.most_tokens(body.logprobs))
-    params = body.params(wanted, body.logprobs, silent_ids=served.silent_ids(body))
+    served.thread.admit(body.num_choices)  # before there is work
+    max_new_tokens = 16 if body.max_tokens is None else body.max_tokens
+    if max_new_tokens == -1:
+        max_new_tokens = min(served.thread.config.block_size, body.max_tokens_limit(body.logprobs))
+    params = body.to_sampling_params(
+        max_new_tokens, body.logprobs, silent_ids=served.silent_ids(body)
+    )
     if body.echo:
         body.check_echo([prompt for prompt in body.prompts if isinstance(prompt, str)])
     served.check_ids(params[0])
@@ -38,35 +40,37 @@ async def answer(body: CompletionRequest, served: Served) -> Response:
     # In another thread, because a long text takes long.
     encoded = await asyncio.to_thread(served.encode, body.prompts)
     keep = body.truncate_prompt_tokens
-    prompts = [served.fit(prompt, keep, wanted, "prompt") for prompt in encoded]
+    prompts = [served.truncate_prompt(prompt, keep, max_new_tokens, "prompt") for prompt in encoded]
     texts = [prompt for prompt in prompts for _ in params]
-    name = f"cmpl-{uuid.uuid4().hex}"
-    asked = texts, params * len(prompts), body.cache_salt or "", name, adapter
-    updates = served.thread.generate(*asked)
-    made = Completion(name, body, body.model or served.name, sum(map(len, prompts)), updates)
-    made.allowed = served.allowed(body, params[0])
+    response_id = f"cmpl-{uuid.uuid4().hex}"
+    arguments = texts, params * len(prompts), body.cache_salt or "", response_id, adapter
+    updates = served.thread.generate(*arguments)
+    builder = CompletionBuilder(
+        response_id, body, body.model or served.name, sum(map(len, prompts)), updates
+    )
+    builder.allowed = served.allowed(body, params[0])
     if body.echo:
-        shown = [
+        echoed = [
             given if len(kept) == len(whole) else kept
             for given, kept, whole in zip(body.prompts, prompts, encoded)
         ]
-        echoes = await asyncio.to_thread(list, map(served.decode, shown))
+        echoes = await asyncio.to_thread(list, map(served.decode, echoed))
         body.check_echo(echoes)
-        made.echoes = [text for text in echoes for _ in params]
+        builder.echoes = [text for text in echoes for _ in params]
     if body.logprobs is not None:
-        made.tables = [LogprobTable(served, params[0].silent_ids) for _ in texts]
-    return with_ignored(await made.respond(), body.ignored)
+        builder.logprob_tables = [LogprobTable(served, params[0].silent_ids) for _ in texts]
+    return with_ignored_fields(await builder.to_response(), body.ignored)
 
 
-class Completion(Answer):
-    kind = "text_completion"
-    event_kind = kind
+class CompletionBuilder(ResponseBuilder):
+    object_type = "text_completion"
+    chunk_object_type = object_type
 
     def __init__(self, *args):
         super().__init__(*args)
         # For each choice, if asked for:
         self.echoes: list[str] = []  # what its text begins with
-        self.tables: list[LogprobTable] = []
+        self.logprob_tables: list[LogprobTable] = []
 
     def choice(self, index: int, update: Update) -> dict:
         echo = ""
@@ -76,7 +80,7 @@ class Completion(Answer):
         return {
             "index": index,
             "text": echo + update.text,
-            "logprobs": self.columns(index, update) if self.tables else None,
+            "logprobs": self.columns(index, update) if self.logprob_tables else None,
             "finish_reason": update.finish_reason,
         }
 
@@ -85,7 +89,7 @@ class Completion(Answer):
 
     def columns(self, index: int, update: Update) -> dict:
         """The log-probabilities of what is new of a text."""
-        table = self.tables[index]
+        table = self.logprob_tables[index]
         columns = table.add(update)
         if self.allowed:
             places, after = self.allowed.take(index)
@@ -97,7 +101,7 @@ class Completion(Answer):
 class LogprobTable:
     """The log-probabilities of a text, part by part, in the columns of this API."""
 
-    def __init__(self, served: Served, silent_ids: tuple[int, ...]):
+    def __init__(self, served: ServedModel, silent_ids: tuple[int, ...]):
         self.served = served
         self.stream = IncrementalDetokenizer(served.thread.encoding, silent_ids)
         self.offset = 0

@@ -9,7 +9,7 @@ from typing import Any
 
 from cache import common_prefix_length
 from engine.request import Event, Request
-from server.answers import EventStream, to_event
+from server.answers import EventStreamResponse, to_event
 from server.engine_thread import EngineThread
 
 PERIOD = 0.02  # seconds between frames, at least
@@ -35,7 +35,7 @@ class Subscriber:
         self.frames.put_nowait(None)
 
 
-class FrameStream(EventStream):
+class FrameStream(EventStreamResponse):
     """Frames for one client, which is cut off where it does not take them."""
 
     def __init__(self, frames: AsyncIterator[bytes]):

@@ -29,16 +29,16 @@ from loading.chat import RESERVED_VARIABLES
 from loading.tools import MAX_TOOLS
 from sampling import LIMITS, SamplingParams, is_bias
 
-MAX_BYTES = 2**22  # of an answer, at TOKEN_BYTES for each token and so on
+MAX_RESPONSE_BYTES = 2**22  # of an answer, at TOKEN_BYTES for each token and so on
 TOKEN_BYTES = 16
 LOGPROB_BYTES = 64  # of which a token has one, and one for each of the best
 MAX_ECHO = 2**20  # bytes of prompts that an answer repeats
 MAX_ITEMS = 2**14  # prompts, messages, or parts of a message
 MAX_BIASES = 2**10
-HALF = "not UTF-8 text; it has half of a surrogate pair"
+LONE_SURROGATE = "not UTF-8 text; it has half of a surrogate pair"
 MAX_CHOICES = 2**10  # each of up to 128 texts is checked and looked up by all of them
 
-SAMPLING = (  # fields of SamplingParams by the same name
+SAMPLING_FIELDS = (  # fields of SamplingParams by the same name
     "ignore_eos",
     "temperature",
     "top_k",
@@ -52,7 +52,7 @@ SAMPLING = (  # fields of SamplingParams by the same name
 
 
 # Fields of OpenAI's and vLLM's API that change no text: who a client is, and hints for speed.
-INERT = frozenset(
+SILENTLY_IGNORED_FIELDS = frozenset(
     {
         "metadata",
         "prediction",
@@ -66,7 +66,7 @@ INERT = frozenset(
 
 # Fields that change no text, of the APIs of OpenAI, vLLM, llama.cpp and Ollama, and values of them
 # that ask for nothing. Another value is taken, and the answer's header names the field.
-IGNORED = {
+IGNORED_FIELDS = {
     "cache_prompt": (True,),
     "enable_thinking": (False,),
     "guided_decoding_backend": (),
@@ -85,7 +85,7 @@ IGNORED = {
     "verbosity": ("medium",),
 }
 IGNORED_HEADER = "X-Ignored-Fields"
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 # Names that APIs give to one field. The first that a request has is suggested for the others.
 SYNONYMS = (
     (
@@ -103,7 +103,7 @@ SYNONYMS = (
 
 # Fields of OpenAI's and vLLM's API that nothing here does, and values of them that ask for nothing.
 # A request with a field of that name does it.
-UNSUPPORTED = {
+UNSUPPORTED_FIELDS = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
     "allowed_token_ids": (),
@@ -159,18 +159,18 @@ class APIError(Exception):
 
     @property
     def body(self) -> dict:
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        error_type = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {"message": str(self), "type": error_type, "param": self.param, "code": self.code}
         return {"error": error}
 
 
-def wrong(field: str, what: str) -> PydanticCustomError:
+def field_error(field: str, what: str) -> PydanticCustomError:
     """What is wrong with a field, where a whole request is looked at."""
     # The name comes last: pydantic fills in one after the other, and it may be "{what}".
     return PydanticCustomError("field", "{field} {what}", {"what": what, "field": field})
 
 
-def one_of(allowed: str) -> WrapValidator:
+def must_be(allowed: str) -> WrapValidator:
     """One sentence for a value of several types, where pydantic has one for each type."""
 
     def check(value: Any, validate: Callable[[Any], Any]) -> Any:
@@ -179,22 +179,22 @@ def one_of(allowed: str) -> WrapValidator:
         except ValidationError as error:
             for found in error.errors(include_url=False, include_input=False):
                 if found["type"] == "field":  # an object inside has said what is wrong
-                    places = [str(part) for part in found["loc"] if isinstance(part, int)]
-                    name = ".".join([*places, found["ctx"]["field"]])
-                    raise wrong(name, found["ctx"]["what"]) from None
+                    path = [str(part) for part in found["loc"] if isinstance(part, int)]
+                    name = ".".join([*path, found["ctx"]["field"]])
+                    raise field_error(name, found["ctx"]["what"]) from None
             raise ValueError(f"it must be {allowed}") from None
 
     return WrapValidator(check)
 
 
-def kind_of(prompt: Any) -> str:
+def prompt_type(prompt: Any) -> str:
     """The only type a prompt can have, as its first element tells: no other is validated."""
     if isinstance(prompt, list):
         return f"list of {type(prompt[0]).__name__}" if prompt else "empty list"
     return type(prompt).__name__
 
 
-def to_biases(value: Any) -> Any:
+def parse_logit_bias(value: Any) -> Any:
     """An object of biases with integers for its names, each written as JSON writes it.
 
     Raises ValueError at the first that is wrong.
@@ -215,21 +215,21 @@ def to_biases(value: Any) -> Any:
 
 # A list fails at its first bad element: a body of 1 MiB can hold half a million of them, and an
 # error for each would stop all streams for seconds.
-Word = Annotated[str, Field(min_length=1, max_length=256)]
-Words = Annotated[list[Word], Field(fail_fast=True, max_length=16)]
-Ids = Annotated[list[int], Field(fail_fast=True)]
-StopIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, max_length=128)]
-Several = Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=16)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+StopTokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, max_length=128)]
+ListLimits = Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)
 Prompt = Annotated[
     Annotated[str, Tag("str")]
-    | Annotated[list[str], Several, Tag("list of str")]
-    | Annotated[Ids, Tag("list of int")]
-    | Annotated[list[Ids], Several, Tag("list of list")],
-    Discriminator(kind_of),
+    | Annotated[list[str], ListLimits, Tag("list of str")]
+    | Annotated[TokenIds, Tag("list of int")]
+    | Annotated[list[TokenIds], ListLimits, Tag("list of list")],
+    Discriminator(prompt_type),
 ]
 
 
-class Fields(BaseModel):
+class StrictModel(BaseModel):
     """An object in a request: a field that is not known is refused by its name.
 
     Null is the same as nothing.
@@ -238,32 +238,35 @@ class Fields(BaseModel):
     model_config = ConfigDict(strict=True)  # "1" is no number
 
     # Names of fields that are known beside its own, and values of them that ask for nothing.
-    neutral: ClassVar[dict[str, tuple]] = {}
-    inert: ClassVar[frozenset[str]] = frozenset()  # names of fields that may have any value
+    no_op_values: ClassVar[dict[str, tuple]] = {}
+    silently_ignored: ClassVar[frozenset[str]] = frozenset()  # fields that may have any value
 
     @model_validator(mode="before")
     @classmethod
-    def known(cls, data: Any) -> Any:
+    def check_known_fields(cls, data: Any) -> Any:
         """Raise PydanticCustomError for the first field that is unknown, or asks for something."""
         names = field_names(cls)
         for name, value in data.items() if isinstance(data, dict) else ():
-            if name in names or name in cls.inert:
+            if name in names or name in cls.silently_ignored:
                 continue
-            if name not in cls.neutral:
-                raise wrong(ascii(name[:100])[1:-1], unknown(name, names - IGNORED.keys()))
-            if value is not None and value not in cls.neutral[name]:
+            if name not in cls.no_op_values:
+                raise field_error(
+                    ascii(name[:100])[1:-1],
+                    describe_unknown_field(name, names - IGNORED_FIELDS.keys()),
+                )
+            if value is not None and value not in cls.no_op_values[name]:
                 hint = ": use structured_outputs" if name.startswith("guided_") else ""
-                raise wrong(name, f"is not supported{hint}")
+                raise field_error(name, f"is not supported{hint}")
         return data
 
 
 @functools.cache
-def field_names(kind: type[BaseModel]) -> set[str]:
+def field_names(model: type[BaseModel]) -> set[str]:
     """The names of its fields in a request."""
-    return {field.alias or name for name, field in kind.model_fields.items()}
+    return {field.alias or name for name, field in model.model_fields.items()}
 
 
-def unknown(name: str, names: Iterable[str]) -> str:
+def describe_unknown_field(name: str, names: Iterable[str]) -> str:
     """What is wrong with a field of this name, and which name it may have been meant to have."""
     same = next((group for group in SYNONYMS if name in group), ())
     near = [other for other in same if other in names][:1]
@@ -271,7 +274,7 @@ def unknown(name: str, names: Iterable[str]) -> str:
     return "is not a field of this request" + "".join(f"; did you mean {other}?" for other in near)
 
 
-def find_half(body: Any) -> tuple[str | int, ...] | None:
+def find_lone_surrogate(body: Any) -> tuple[str | int, ...] | None:
     """Return the path to a text with half of a surrogate pair; None if there is none.
 
     It has up to 6 parts. An object's own names count, but not those of the body's fields.
@@ -282,11 +285,11 @@ def find_half(body: Any) -> tuple[str | int, ...] | None:
     left = [((), body)]
     while left:
         path, value = left.pop()
-        if isinstance(value, dict) and path and has_half("".join(value)):
+        if isinstance(value, dict) and path and has_lone_surrogate("".join(value)):
             return path
         inner = []
         for name, each in value.items() if isinstance(value, dict) else enumerate(value):
-            if isinstance(each, str) and has_half(each):
+            if isinstance(each, str) and has_lone_surrogate(each):
                 return (*path, name)[:6]
             if each and isinstance(each, dict | list):  # most of a long body is numbers
                 inner.append(((*path, name)[:6], each))
@@ -294,7 +297,7 @@ def find_half(body: Any) -> tuple[str | int, ...] | None:
     return None
 
 
-def has_half(text: str) -> bool:
+def has_lone_surrogate(text: str) -> bool:
     """Return whether a text has half of a surrogate pair, which UTF-8 cannot write."""
     try:
         text.encode()
@@ -303,29 +306,29 @@ def has_half(text: str) -> bool:
     return False
 
 
-class Body(Fields):
+class RequestBody(StrictModel):
     """A whole request."""
 
     @model_validator(mode="before")
     @classmethod
-    def is_text(cls, data: Any) -> Any:
+    def check_utf8(cls, data: Any) -> Any:
         """Raise ValidationError for a text that UTF-8 cannot write."""
-        path = find_half(data) if isinstance(data, dict) else None
+        path = find_lone_surrogate(data) if isinstance(data, dict) else None
         if path is not None:
             path = [ascii(part[:100])[1:-1] if isinstance(part, str) else part for part in path]
-            error = PydanticCustomError("not_utf8", HALF)
+            error = PydanticCustomError("not_utf8", LONE_SURROGATE)
             raise ValidationError.from_exception_data(
                 "body", [{"type": error, "loc": tuple(path), "input": None}]
             )
         return data
 
 
-def with_any(base: type[Fields], names: Iterable[str]) -> type[Fields]:
+def with_untyped_fields(base: type[StrictModel], names: Iterable[str]) -> type[StrictModel]:
     """Return a model with further fields, each of which may be left out or have any value."""
     return create_model(base.__name__, __base__=base, **dict.fromkeys(names, (Any, None)))
 
 
-class StreamOptions(Fields):
+class StreamOptions(StrictModel):
     """What an answer in events tells of its tokens."""
 
     include_obfuscation: bool | None = None  # against who sees how long events are; not done
@@ -333,7 +336,7 @@ class StreamOptions(Fields):
     continuous_usage_stats: bool | None = None  # then also in each other, vLLM's addition
 
 
-class JSONSchema(Fields):
+class JSONSchema(StrictModel):
     """OpenAI's way to name a schema. Texts are held to it, strict or not."""
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]+$", max_length=64)]
@@ -342,16 +345,16 @@ class JSONSchema(Fields):
     strict: bool | None = None
 
 
-class ResponseFormat(Fields):
+class ResponseFormat(StrictModel):
     """The form of a text in OpenAI's words."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
 
     @model_validator(mode="after")
-    def complete(self) -> "ResponseFormat":
+    def check_complete(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise wrong("json_schema", "is needed for the type json_schema, and for it only")
+            raise field_error("json_schema", "is needed for the type json_schema, and for it only")
         return self
 
     @functools.cached_property
@@ -363,10 +366,10 @@ class ResponseFormat(Fields):
         return {"json_schema": json.dumps(schema)}
 
 
-class StructuredOutputs(Fields):
+class StructuredOutputs(StrictModel):
     """The form of a text in vLLM's words: one of its fields says it."""
 
-    neutral = {
+    no_op_values = {
         "disable_additional_properties": (False,),
         "disable_any_whitespace": (True, False),  # there never is any
         "disable_fallback": (True, False),  # there is none
@@ -375,18 +378,18 @@ class StructuredOutputs(Fields):
     }
 
     json_: Annotated[
-        dict[str, Any] | str | None, one_of("an object or its JSON"), Field(alias="json")
+        dict[str, Any] | str | None, must_be("an object or its JSON"), Field(alias="json")
     ] = None
     json_object: bool | None = None
     regex: Annotated[str | None, Field(min_length=1)] = None
     choice: Annotated[
         Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)] | None,
-        one_of(f"a list of 1 to {MAX_CHOICES} texts"),
+        must_be(f"a list of 1 to {MAX_CHOICES} texts"),
     ] = None
     grammar: Annotated[str | None, Field(min_length=1)] = None
 
     @model_validator(mode="after")
-    def one(self) -> "StructuredOutputs":
+    def check_single_constraint(self) -> "StructuredOutputs":
         if len(self.constraint) != 1:
             raise ValueError("it must have one of json, json_object, regex, choice and grammar")
         return self
@@ -395,22 +398,22 @@ class StructuredOutputs(Fields):
     def constraint(self) -> dict:
         """Fields of SamplingParams. A schema may be long: it is written once."""
         schema = self.json_ if isinstance(self.json_, str | None) else json.dumps(self.json_)
-        said = {"json_schema": schema, "regex": self.regex, "grammar": self.grammar}
-        said["choices"] = None if self.choice is None else tuple(self.choice)
-        said = {name: value for name, value in said.items() if value is not None}
+        values = {"json_schema": schema, "regex": self.regex, "grammar": self.grammar}
+        values["choices"] = None if self.choice is None else tuple(self.choice)
+        values = {name: value for name, value in values.items() if value is not None}
         if self.json_object:
-            said["json_schema" if schema is None else "json_object"] = '{"type": "object"}'
-        return said
+            values["json_schema" if schema is None else "json_object"] = '{"type": "object"}'
+        return values
 
 
 MaxTokens = Annotated[int | None, Field(ge=-1)]  # -1: no limit of its own, as in llama.cpp
 
 
-class GenerationRequest(with_any(Body, IGNORED)):
+class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
     """What all requests for texts have in common."""
 
-    neutral = UNSUPPORTED
-    inert = INERT
+    no_op_values = UNSUPPORTED_FIELDS
+    silently_ignored = SILENTLY_IGNORED_FIELDS
 
     model: str | None = None
     n: Annotated[int | None, Field(ge=1, le=128)] = None  # texts for each prompt
@@ -420,13 +423,14 @@ class GenerationRequest(with_any(Body, IGNORED)):
     max_tokens: MaxTokens = None
     # How many tokens of a prompt to keep, its last ones; -1: what leaves room for max_tokens.
     truncate_prompt_tokens: Annotated[
-        Literal[-1] | Annotated[int, Field(ge=1)] | None, one_of("-1 or an integer >= 1")
+        Literal[-1] | Annotated[int, Field(ge=1)] | None, must_be("-1 or an integer >= 1")
     ] = None
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**64)] = None
     stop: Annotated[
-        Word | Words | None, one_of("a string or a list of up to 16, each of 1 to 256 characters")
+        StopString | StopStrings | None,
+        must_be("a string or a list of up to 16, each of 1 to 256 characters"),
     ] = None
-    stop_token_ids: Annotated[StopIds | None, one_of("a list of up to 128 token ids")] = None
+    stop_token_ids: Annotated[StopTokenIds | None, must_be("a list of up to 128 token ids")] = None
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -435,7 +439,7 @@ class GenerationRequest(with_any(Body, IGNORED)):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(to_biases)] = None
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(parse_logit_bias)] = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None  # null: as true, in OpenAI's API and vLLM's
     response_format: ResponseFormat | None = None
@@ -446,7 +450,7 @@ class GenerationRequest(with_any(Body, IGNORED)):
 
     @field_validator("stop", mode="before")
     @classmethod
-    def without_empty(cls, value: Any) -> Any:
+    def drop_empty_strings(cls, value: Any) -> Any:
         """Leave out empty stop strings, with which clients say that there is none."""
         if isinstance(value, list):
             return [text for text in value if text != ""]
@@ -454,45 +458,49 @@ class GenerationRequest(with_any(Body, IGNORED)):
 
     @field_validator("top_k")
     @classmethod
-    def all_tokens(cls, value: int | None) -> int | None:
+    def disable_top_k(cls, value: int | None) -> int | None:
         return 0 if value == -1 else value  # vLLM's way to say it
 
-    @field_validator(*SAMPLING)
+    @field_validator(*SAMPLING_FIELDS)
     @classmethod
-    def in_range(cls, value: Any, info: ValidationInfo) -> Any:
+    def check_range(cls, value: Any, info: ValidationInfo) -> Any:
         if value is not None:
             check_limits(LIMITS, **{info.field_name: value})
         return value
 
     @model_validator(mode="after")
-    def best_is_all(self) -> "GenerationRequest":
+    def check_best_of(self) -> "GenerationRequest":
         if self.best_of not in (None, self.n or 1):
-            raise wrong("best_of", "is supported only where it equals n")
+            raise field_error("best_of", "is supported only where it equals n")
         return self
 
     @model_validator(mode="after")
     def one_form(self) -> "GenerationRequest":
         if self.structured_outputs and self.response_format and self.response_format.constraint:
-            raise wrong("structured_outputs", "is not for a request with a response_format")
+            raise field_error("structured_outputs", "is not for a request with a response_format")
         return self
 
     @model_validator(mode="after")
-    def shown_beside_logprobs(self) -> "GenerationRequest":
+    def check_show_allowed(self) -> "GenerationRequest":
         if self.show_allowed is not None and not self.form[1]:
-            raise wrong("show_allowed", "is for response_format and structured_outputs only")
+            raise field_error("show_allowed", "is for response_format and structured_outputs only")
         if self.show_allowed is not None and (self.logprobs is None or self.logprobs is False):
-            raise wrong("show_allowed", "is for a request with logprobs only")
+            raise field_error("show_allowed", "is for a request with logprobs only")
         return self
 
     @property
-    def stops(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def ignored(self) -> list[str]:
         """Return the names of fields that ask for what is not done here, and change no text."""
-        names = [name for name, met in IGNORED.items() if getattr(self, name) not in (None, *met)]
+        names = [
+            name
+            for name, no_op in IGNORED_FIELDS.items()
+            if getattr(self, name) not in (None, *no_op)
+        ]
         if self.stream_options and self.stream_options.include_obfuscation:
             names.append("stream_options.include_obfuscation")
         return names
@@ -505,18 +513,18 @@ class GenerationRequest(with_any(Body, IGNORED)):
         return "response_format", self.response_format.constraint if self.response_format else {}
 
     @property
-    def texts(self) -> int:
+    def num_choices(self) -> int:
         """How many the answer has."""
         return self.n or 1
 
-    def most_tokens(self, logprobs: int | None) -> int:
+    def max_tokens_limit(self, logprobs: int | None) -> int:
         """The largest max_tokens for which all texts together are not too long."""
         entries = 0 if logprobs is None else 1 + logprobs
         if self.show_allowed is not None:  # also of the next place, in each event
             entries += (1 + self.show_allowed) * (2 if self.stream else 1)
-        return MAX_BYTES // (self.texts * (TOKEN_BYTES + entries * LOGPROB_BYTES))
+        return MAX_RESPONSE_BYTES // (self.num_choices * (TOKEN_BYTES + entries * LOGPROB_BYTES))
 
-    def params(
+    def to_sampling_params(
         self,
         max_new_tokens: int,
         logprobs: int | None,
@@ -531,24 +539,26 @@ class GenerationRequest(with_any(Body, IGNORED)):
         Raises APIError if all texts together could be too long, or min_tokens is more than that,
         and for a form that is too large or does not go with other fields.
         """
-        most = self.most_tokens(logprobs)
-        if max_new_tokens > most:
-            what = f"{self.texts} texts with {logprobs or 0} log-probabilities for each token"
+        limit = self.max_tokens_limit(logprobs)
+        if max_new_tokens > limit:
+            what = f"{self.num_choices} texts with {logprobs or 0} log-probabilities for each token"
             if self.show_allowed is not None:
                 what += f", and {self.show_allowed} allowed ones,"
-            message = f"max_tokens is {max_new_tokens}; for {what} it may be {most}"
+            message = f"max_tokens is {max_new_tokens}; for {what} it may be {limit}"
             raise APIError(400, message, "max_tokens")
         if (self.min_tokens or 0) > max_new_tokens:
             message = f"min_tokens is {self.min_tokens}; max_tokens is {max_new_tokens}"
             raise APIError(400, message, "min_tokens")
-        given = {name: getattr(self, name) for name in SAMPLING}
+        given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         given = {name: value for name, value in given.items() if value is not None}
         given = {"temperature": 1.0} | dict(defaults or {}) | given
         given["logit_bias"] = self.logit_bias or {}
         given["stop_token_ids"] = tuple(self.stop_token_ids or ())
         given |= self.form[1] | {"calls": calls, "silent_ids": silent_ids}
         try:
-            params = SamplingParams(max_new_tokens, stop=self.stops, logprobs=logprobs, **given)
+            params = SamplingParams(
+                max_new_tokens, stop=self.stop_strings, logprobs=logprobs, **given
+            )
         except UserError as error:
             name = str(error).partition(" ")[0]
             form = "tools" if calls else self.form[0]
@@ -563,7 +573,7 @@ class GenerationRequest(with_any(Body, IGNORED)):
 class CompletionRequest(GenerationRequest):
     prompt: Annotated[
         Prompt | None,
-        one_of(
+        must_be(
             "a string, a list of strings, a list of token ids or a list of such lists, "
             f"at most {MAX_ITEMS} prompts"
         ),
@@ -572,9 +582,9 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
 
     @model_validator(mode="after")
-    def possible(self) -> "CompletionRequest":
+    def check_combination(self) -> "CompletionRequest":
         if self.echo and self.logprobs is not None:
-            raise wrong("logprobs", "is not supported with echo: a prompt has none")
+            raise field_error("logprobs", "is not supported with echo: a prompt has none")
         return self
 
     @property
@@ -584,7 +594,7 @@ class CompletionRequest(GenerationRequest):
         return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
     @property
-    def texts(self) -> int:
+    def num_choices(self) -> int:
         return len(self.prompts) * (self.n or 1)
 
     def check_echo(self, prompts: list[str]) -> None:
@@ -599,7 +609,7 @@ FunctionName = Annotated[str, Field(max_length=64, pattern="^[A-Za-z0-9_-]+$")]
 
 
 # What clients note in messages and their parts: hints for a cache, and what they show themselves.
-NOTES = frozenset(
+METADATA_FIELDS = frozenset(
     {
         "additional_kwargs",
         "annotations",
@@ -634,11 +644,11 @@ NOTES = frozenset(
 )
 
 
-class Part(Fields):
+class ContentPart(StrictModel):
     """A part of a message; text is the only kind that is known here."""
 
-    neutral = {"file": (), "image_url": (), "input_audio": (), "refusal": ()}
-    inert = NOTES
+    no_op_values = {"file": (), "image_url": (), "input_audio": (), "refusal": ()}
+    silently_ignored = METADATA_FIELDS
     type: Literal["text"]
     text: str
 
@@ -649,10 +659,10 @@ class Arguments(str):
     given: dict[str, Any]
 
 
-class FunctionCall(Fields):
+class FunctionCall(StrictModel):
     """A function's name, and the JSON of its arguments."""
 
-    inert = frozenset({"parsed_arguments"})  # what .parse() of the official client has made of them
+    silently_ignored = frozenset({"parsed_arguments"})  # of the official client's .parse()
     name: FunctionName
     arguments: str
 
@@ -667,41 +677,41 @@ class FunctionCall(Fields):
                     json.dumps(read.given, ensure_ascii=False).encode()
                 return read
         except UnicodeEncodeError:
-            raise ValueError(HALF) from None
+            raise ValueError(LONE_SURROGATE) from None
         except (ValueError, RecursionError):
             pass
         raise ValueError("it must be the JSON of an object")
 
 
-class ToolCall(Fields):
+class ToolCall(StrictModel):
     """A call that a reply made."""
 
-    inert = NOTES  # also the index that it had in a stream
+    silently_ignored = METADATA_FIELDS  # also the index that it had in a stream
     id: Annotated[str, Field(max_length=256)]
     type: Literal["function"]
     function: FunctionCall
 
     @property
-    def plain(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         function = {"name": self.function.name, "arguments": self.function.arguments.given}
         return {"id": self.id, "type": self.type, "function": function}
 
 
-class NamedFunction(Fields):
+class NamedFunction(StrictModel):
     name: FunctionName
 
 
-class NamedTool(Fields):
+class NamedTool(StrictModel):
     """The one tool that a reply calls."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class Message(Fields):
+class Message(StrictModel):
     # What an answer's message has, which a client may send back as it is; litellm's has most.
-    neutral = {"audio": (), "function_call": (), "images": ([],), "refusal": ("",)}
-    inert = NOTES
+    no_op_values = {"audio": (), "function_call": (), "images": ([],), "refusal": ("",)}
+    silently_ignored = METADATA_FIELDS
 
     # A template writes it as it is, so it must not be able to close a message and begin another.
     role: Annotated[str, Field(pattern="^[a-z_]+$", max_length=64)]
@@ -712,49 +722,49 @@ class Message(Fields):
     reasoning_content: str | None = None
     reasoning: str | None = None
     content: Annotated[
-        str | Annotated[list[Part], Field(fail_fast=True, max_length=MAX_ITEMS)],
-        one_of(f"a string or a list of up to {MAX_ITEMS} parts of the type text"),
+        str | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_ITEMS)],
+        must_be(f"a string or a list of up to {MAX_ITEMS} parts of the type text"),
     ] = Field(default=None, validate_default=True)
 
     @field_validator("content", mode="before")
     @classmethod
-    def may_be_empty(cls, value: Any, info: ValidationInfo) -> Any:
+    def allow_null_content(cls, value: Any, info: ValidationInfo) -> Any:
         """Take null for no text, where a reply or a result may have none."""
         return "" if value is None and info.data.get("role") in ("assistant", "tool") else value
 
     @model_validator(mode="after")
-    def of_its_role(self) -> "Message":
+    def check_role(self) -> "Message":
         if self.tool_calls and self.role != "assistant":
-            raise wrong("tool_calls", "is for the role assistant only")
+            raise field_error("tool_calls", "is for the role assistant only")
         if (self.role == "tool") != (self.tool_call_id is not None):
-            raise wrong("tool_call_id", "is needed for the role tool, and for it only")
+            raise field_error("tool_call_id", "is needed for the role tool, and for it only")
         return self
 
     @property
-    def texts(self) -> list[str]:
+    def text_fields(self) -> list[str]:
         """Its content, and the arguments of its calls as a template writes them."""
-        made = [call.plain["function"]["arguments"] for call in self.tool_calls or ()]
+        made = [call.as_dict["function"]["arguments"] for call in self.tool_calls or ()]
         calls = [json.dumps(arguments, ensure_ascii=False) for arguments in made]
-        return [self.text, *filter(None, [self.thoughts]), *calls]
+        return [self.text, *filter(None, [self.reasoning_text]), *calls]
 
     @property
-    def thoughts(self) -> str:
+    def reasoning_text(self) -> str:
         """The reasoning before a reply."""
         return self.reasoning_content or self.reasoning or "" if self.role == "assistant" else ""
 
     @property
-    def plain(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """What a template gets of it."""
-        plain = {"role": self.role, "content": self.text}
+        fields = {"role": self.role, "content": self.text}
         if self.name:  # most templates leave it out
-            plain["name"] = self.name
+            fields["name"] = self.name
         if self.tool_calls:
-            plain["tool_calls"] = [call.plain for call in self.tool_calls]
+            fields["tool_calls"] = [call.as_dict for call in self.tool_calls]
         if self.tool_call_id is not None:
-            plain["tool_call_id"] = self.tool_call_id
-        if self.thoughts:
-            plain["reasoning_content"] = self.thoughts
-        return plain
+            fields["tool_call_id"] = self.tool_call_id
+        if self.reasoning_text:
+            fields["reasoning_content"] = self.reasoning_text
+        return fields
 
     @property
     def text(self) -> str:
@@ -764,34 +774,37 @@ class Message(Fields):
 
 
 def effort_variables(effort: str) -> dict[str, bool | str]:
-    """Return the template variables of an effort; none for a word that is not in EFFORTS.
+    """Return the template variables of an effort; none for a word that is not in REASONING_EFFORTS.
 
     A template would write such a word as it is, control tokens too.
     """
-    variables = {"reasoning_effort": effort} if effort in EFFORTS else {}
+    variables = {"reasoning_effort": effort} if effort in REASONING_EFFORTS else {}
     return variables | ({"enable_thinking": False} if effort == "none" else {})
 
 
 class ChatRequest(GenerationRequest):
-    neutral = UNSUPPORTED | {"add_special_tokens": (True, False)}  # a template writes its own
+    no_op_values = UNSUPPORTED_FIELDS | {
+        "add_special_tokens": (True, False)
+    }  # templates add their own
 
-    messages: Annotated[list[Message], Several]
+    messages: Annotated[list[Message], ListLimits]
     # No strings: a template would write them as they are, control tokens too.
     chat_template_kwargs: Annotated[
         Annotated[dict[str, bool], Field(max_length=16)] | None,
-        one_of("an object of up to 16 fields, each true or false"),
+        must_be("an object of up to 16 fields, each true or false"),
     ] = None
     max_completion_tokens: MaxTokens = None
     # Variables of a template that looks at them.
     enable_thinking: bool | None = None
     reasoning_effort: Annotated[str | None, Field(max_length=64)] = None
     think: Annotated[
-        bool | Literal[EFFORTS] | None, one_of(f"true, false or one of {', '.join(EFFORTS)}")
+        bool | Literal[REASONING_EFFORTS] | None,
+        must_be(f"true, false or one of {', '.join(REASONING_EFFORTS)}"),
     ] = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedTool | None,
-        one_of('none, auto, required or {"type": "function", "function": {"name": ...}}'),
+        must_be('none, auto, required or {"type": "function", "function": {"name": ...}}'),
     ] = None
     parallel_tool_calls: bool | None = None
     echo: bool | None = None
@@ -800,23 +813,23 @@ class ChatRequest(GenerationRequest):
 
     @field_validator("chat_template_kwargs")
     @classmethod
-    def own_names(cls, value: dict[str, bool] | None) -> dict[str, bool] | None:
+    def check_names(cls, value: dict[str, bool] | None) -> dict[str, bool] | None:
         for name in value or {}:
             if name in RESERVED_VARIABLES:
                 raise ValueError(f"{name} is not for a request to set")
         return value
 
     @model_validator(mode="after")
-    def possible(self) -> "ChatRequest":
+    def check_combination(self) -> "ChatRequest":
         if self.echo:
-            raise wrong("echo", "is not supported for messages")
+            raise field_error("echo", "is not supported for messages")
         if self.top_logprobs and not self.logprobs:
-            raise wrong("top_logprobs", "is for logprobs: true only")
+            raise field_error("top_logprobs", "is for logprobs: true only")
         return self
 
     @field_validator("tools")
     @classmethod
-    def without_notes(cls, value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    def drop_cache_control(cls, value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
         """Leave out hints for a cache, which a template would write into the prompt."""
         return value and [
             {name: part for name, part in tool.items() if name != "cache_control"} for tool in value
@@ -824,28 +837,28 @@ class ChatRequest(GenerationRequest):
 
     @field_validator("messages")
     @classmethod
-    def answer_calls(cls, value: list[Message]) -> list[Message]:
+    def check_tool_call_ids(cls, value: list[Message]) -> list[Message]:
         made = set()
-        for place, message in enumerate(value):
+        for index, message in enumerate(value):
             if message.tool_call_id is not None and message.tool_call_id not in made:
-                raise wrong(f"{place}.tool_call_id", "is the id of no call before it")
+                raise field_error(f"{index}.tool_call_id", "is the id of no call before it")
             made |= {call.id for call in message.tool_calls or ()}
         return value
 
     @model_validator(mode="after")
-    def has_tools(self) -> "ChatRequest":
+    def check_tool_choice(self) -> "ChatRequest":
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
-            raise wrong("tool_choice", "is for a request with tools")
-        if self.tools and self.choice != "none" and self.form[1]:
-            raise wrong(self.form[0], "is not for a request whose reply may call tools")
+            raise field_error("tool_choice", "is for a request with tools")
+        if self.tools and self.tool_mode != "none" and self.form[1]:
+            raise field_error(self.form[0], "is not for a request whose reply may call tools")
         return self
 
     @property
     def ignored(self) -> list[str]:
-        return [name for name in super().ignored if name not in self.thinking]
+        return [name for name in super().ignored if name not in self.reasoning_variables]
 
     @property
-    def thinking(self) -> dict[str, dict[str, bool | str]]:
+    def reasoning_variables(self) -> dict[str, dict[str, bool | str]]:
         """Return the template variables that each field on reasoning asks for.
 
         `enable_thinking` turns it off or on, as in Qwen3; `reasoning_effort` says how much.
@@ -862,13 +875,13 @@ class ChatRequest(GenerationRequest):
         return asked
 
     @property
-    def choice(self) -> str:
+    def tool_mode(self) -> str:
         """Whether a reply may call tools, as `calls_grammar` has it."""
         if not self.tools:
             return "none"
-        return "required" if self.named else self.tool_choice or "auto"
+        return "required" if self.named_tool else self.tool_choice or "auto"
 
     @property
-    def named(self) -> str | None:
+    def named_tool(self) -> str | None:
         """The one tool that a reply calls, if the request names one."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None

@@ -19,7 +19,7 @@ from server.engine_thread import EngineDead, EngineThread, Update
 from server.forms import stall_reason
 from server.memory import freeze
 from server.metrics import Metrics
-from server.served import Served, find_chat, served_name, server_defaults
+from server.served import ServedModel, find_chat, served_name, server_defaults
 
 
 class Replica:
@@ -157,7 +157,9 @@ class Ingress:
         adapters = parse_adapters(self.args.lora_modules)
         chat = find_chat(source, self.args.chat_template)
         defaults = server_defaults(self.args, source)
-        served = Served(thread, *names, chat, adapters, has_local_engine=False, defaults=defaults)
+        served = ServedModel(
+            thread, *names, chat, adapters, has_local_engine=False, defaults=defaults
+        )
         served.metrics = AggregatedMetrics(self.replicas)
         freeze()
         hosts = allowed_hosts(self.args.host, self.args.allowed_host)

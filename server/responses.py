@@ -13,19 +13,19 @@ from fastapi.responses import Response
 from pydantic_core import to_json
 
 from errors import UserError
-from server.answers import api_error, pieces, unless_gone
-from server.chat_completions import Reply, answer
+from server.answers import api_error, split_chunks, with_cancellation
+from server.chat_completions import ChatCompletionBuilder, create_chat_completion
 from server.engine_thread import Update
 from server.protocol import APIError
-from server.responses_protocol import ResponsesRequest, in_own_terms
-from server.served import Served
+from server.responses_protocol import ResponsesRequest, to_responses_names
+from server.served import ServedModel
 
-MAX_KEPT = 2**24  # bytes of JSON
+MAX_STORED_BYTES = 2**24  # bytes of JSON
 
 router = APIRouter()
 
 
-class KeptItems:
+class ItemStore:
     """The newest output items, for requests that refer to them by id. Others are forgotten.
 
     Clients are not told apart: an item is for whoever names its id. An id is 128 random bits from
@@ -35,12 +35,12 @@ class KeptItems:
     max_bytes: of the JSON of all items. The least recently used leave first.
     """
 
-    def __init__(self, max_bytes: int = MAX_KEPT):
+    def __init__(self, max_bytes: int = MAX_STORED_BYTES):
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self.items: OrderedDict[str, bytes] = OrderedDict()  # JSON by id
 
-    def keep(self, item: dict) -> None:
+    def add(self, item: dict) -> None:
         """Keep an output item, without its log-probabilities."""
         if item["type"] == "message":
             item = item | {"content": [part | {"logprobs": []} for part in item["content"]]}
@@ -50,7 +50,7 @@ class KeptItems:
             _, oldest = self.items.popitem(last=False)
             self.num_bytes -= len(oldest)
 
-    def find(self, name: str) -> bytes | None:
+    def get(self, name: str) -> bytes | None:
         """Return the JSON of the item with this id, and use it; None if it is not kept."""
         if name in self.items:
             self.items.move_to_end(name)
@@ -61,7 +61,7 @@ class KeptItems:
 async def responses(body: ResponsesRequest, request: Request) -> Response:
     """Reply to input items. Each request brings the whole conversation, or ids of kept items."""
     state = request.app.state
-    return await unless_gone(request, respond(body, state.served, state.kept_items))
+    return await with_cancellation(request, create_response(body, state.served, state.item_store))
 
 
 @router.api_route(
@@ -78,63 +78,67 @@ async def embeddings() -> Response:
     raise APIError(404, "there are no embeddings here: this server's models only write text")
 
 
-async def respond(body: ResponsesRequest, served: Served, kept: KeptItems) -> Response:
+async def create_response(
+    body: ResponsesRequest, served: ServedModel, item_store: ItemStore
+) -> Response:
     """Answer the chat request that this one stands for. Raises in terms of this one."""
-    body = body.with_items(kept.find)
-    make = functools.partial(ResponseReply, body, kept)
+    body = body.resolve_references(item_store.get)
+    make_builder = functools.partial(ResponsesBuilder, body, item_store)
     try:
         chat = await asyncio.to_thread(body.to_chat)
-        return await answer(chat, served, make, "resp_")
+        return await create_chat_completion(chat, served, make_builder, "resp_")
     except APIError as error:
-        message = in_own_terms(str(error))
+        message = to_responses_names(str(error))
         if error.param == "response_format":  # SamplingParams has the schema by this name
             message = re.sub(r"^json_schema\b", "text.format.schema", message)
-        field = error.param and in_own_terms(error.param).partition(".")[0]
+        field = error.param and to_responses_names(error.param).partition(".")[0]
         raise APIError(error.status, message, field, error.code) from None
     except UserError as error:
-        raise UserError(in_own_terms(str(error))) from None
+        raise UserError(to_responses_names(str(error))) from None
 
 
-class ResponseReply(Reply):
+class ResponsesBuilder(ChatCompletionBuilder):
     """Builds a response: output items, which are a message, if there is text, and function calls.
 
-    asked: the response request. The Reply answers the chat request that it stands for.
-    kept: where its output items go, unless the client asks not to store.
+    responses_request: the response request. The base class answers the chat request that it stands
+    for. item_store: where its output items go, unless the client asks not to store.
     """
 
-    def __init__(self, asked: ResponsesRequest, kept: KeptItems, *reply):
+    def __init__(self, responses_request: ResponsesRequest, item_store: ItemStore, *reply):
         super().__init__(*reply)
-        self.asked = asked
-        self.kept = kept
+        self.responses_request = responses_request
+        self.item_store = item_store
         self.output: list[dict] = []  # items that are complete
         self.item: dict | None = None  # that is being written
-        self.written: list[str] = []  # its text or arguments so far
+        self.item_text: list[str] = []  # its text or arguments so far
         self.logprobs: list[dict] = []  # of its tokens
         self.events_sent = 0
 
     @functools.cached_property
     def ignored(self) -> list[str]:
-        return [*map(in_own_terms, super().ignored), *self.asked.ignored]
+        return [*map(to_responses_names, super().ignored), *self.responses_request.ignored]
 
-    def whole(self, texts: dict[int, Update]) -> dict:
-        for _ in self.take(texts[0]):
+    def full_response(self, outputs: dict[int, Update]) -> dict:
+        for _ in self.message_events(outputs[0]):
             pass
-        return self.response(self.status(texts[0]))
+        return self.response(self.status(outputs[0]))
 
     async def events(
-        self, first: dict[int, Update], news: AsyncIterator[dict[int, Update]]
+        self, first: dict[int, Update], update_stream: AsyncIterator[dict[int, Update]]
     ) -> AsyncIterator[bytes]:
         """Yield the response as events, in pieces. What goes wrong is an event, too."""
-        for kind in ("response.created", "response.in_progress"):
-            for piece in pieces(self.event(kind, response=self.response("in_progress"))):
-                yield piece
+        for event_type in ("response.created", "response.in_progress"):
+            for chunk in split_chunks(
+                self.event(event_type, response=self.response("in_progress"))
+            ):
+                yield chunk
         try:
-            for piece in self.take_all(first):
-                yield piece
+            for chunk in self.encode_events(first):
+                yield chunk
             update = first[0]
-            async for updates in news:
-                for piece in self.take_all(updates):
-                    yield piece
+            async for updates in update_stream:
+                for chunk in self.encode_events(updates):
+                    yield chunk
                 update = updates[0]
             status = self.status(update)
             last = self.event(f"response.{status}", response=self.response(status))
@@ -143,93 +147,93 @@ class ResponseReply(Reply):
             last = self.event("error", code="server_error", message=message, param=None)
             failed = self.response("failed", {"code": "server_error", "message": message})
             last += self.event("response.failed", response=failed)
-        *most, end = pieces(last)
-        for piece in most:
-            yield piece
+        *most, end = split_chunks(last)
+        for chunk in most:
+            yield chunk
         await self.updates.aclose()
         yield end
 
-    def event(self, kind: str, **fields) -> bytes:
+    def event(self, event_type: str, **fields) -> bytes:
         """Return a server-sent event with the next sequence_number."""
-        data = {"type": kind, "sequence_number": self.events_sent} | fields
+        data = {"type": event_type, "sequence_number": self.events_sent} | fields
         self.events_sent += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), to_json(data))
+        return b"event: %b\ndata: %b\n\n" % (event_type.encode(), to_json(data))
 
-    def take_all(self, updates: dict[int, Update]) -> Iterator[bytes]:
+    def encode_events(self, updates: dict[int, Update]) -> Iterator[bytes]:
         """Yield the events that updates amount to, in pieces."""
         self.completion_tokens += len(updates[0].tokens)
-        for kind, fields in self.take(updates[0]):
-            yield from pieces(self.event(kind, **fields))
+        for event_type, fields in self.message_events(updates[0]):
+            yield from split_chunks(self.event(event_type, **fields))
 
-    def take(self, update: Update) -> Iterator[tuple[str, dict]]:
+    def message_events(self, update: Update) -> Iterator[tuple[str, dict]]:
         """Yield the type and the fields of each event that an update of the text amounts to."""
-        said = self.read(0, update)
-        logprobs = self.rest(0, update)["logprobs"]
+        message = self.parse_message(0, update)
+        logprobs = self.logprobs_and_finish_reason(0, update)["logprobs"]
         entries = logprobs["content"] if logprobs else []
-        calls = said.get("tool_calls", ())
+        calls = message.get("tool_calls", ())
         last = update.finish_reason and not calls
-        if said["content"] or entries or (last and not self.item):
+        if message["content"] or entries or (last and not self.item):
             if not self.item:
-                yield from self.begin("msg_", type="message", role="assistant", content=[])
-            self.written.append(said["content"] or "")
+                yield from self.start_item("msg_", type="message", role="assistant", content=[])
+            self.item_text.append(message["content"] or "")
             self.logprobs += entries
-            fields = {"content_index": 0, "delta": said["content"] or "", "logprobs": entries}
-            if said["content"] or entries:
-                yield "response.output_text.delta", self.place | fields
+            fields = {"content_index": 0, "delta": message["content"] or "", "logprobs": entries}
+            if message["content"] or entries:
+                yield "response.output_text.delta", self.item_location | fields
         for part in calls:
             function = part["function"]
             if "id" in part:
-                yield from self.end("completed")
-                known = {"call_id": part["id"], "name": function["name"], "arguments": ""}
-                yield from self.begin("fc_", type="function_call", **known)
+                yield from self.finish_item("completed")
+                item_fields = {"call_id": part["id"], "name": function["name"], "arguments": ""}
+                yield from self.start_item("fc_", type="function_call", **item_fields)
             if function["arguments"]:
-                self.written.append(function["arguments"])
+                self.item_text.append(function["arguments"])
                 delta = {"delta": function["arguments"]}
-                yield "response.function_call_arguments.delta", self.place | delta
+                yield "response.function_call_arguments.delta", self.item_location | delta
         if update.finish_reason:
             is_cut = update.finish_reason == "length"
             if self.item["type"] == "function_call":  # whole or not, however the text has ended
                 is_cut = self.readers[0].state == "arguments"
-            yield from self.end("incomplete" if is_cut else "completed")
+            yield from self.finish_item("incomplete" if is_cut else "completed")
 
     @property
-    def place(self) -> dict:
+    def item_location(self) -> dict:
         """Return where in the output the item is that is being written."""
         return {"item_id": self.item["id"], "output_index": len(self.output)}
 
-    def begin(self, prefix: str, **fields) -> Iterator[tuple[str, dict]]:
+    def start_item(self, prefix: str, **fields) -> Iterator[tuple[str, dict]]:
         """Begin an output item, and yield the events for it."""
         self.item = {"id": prefix + secrets.token_hex(16), "status": "in_progress"} | fields
-        self.written = []
+        self.item_text = []
         self.logprobs = []
-        place = {"output_index": len(self.output)}
-        yield "response.output_item.added", place | {"item": self.item}
+        item_location = {"output_index": len(self.output)}
+        yield "response.output_item.added", item_location | {"item": self.item}
         if self.item["type"] == "message":
             part = {"content_index": 0, "part": text_part("", [])}
-            yield "response.content_part.added", self.place | part
+            yield "response.content_part.added", self.item_location | part
 
-    def end(self, status: str) -> Iterator[tuple[str, dict]]:
+    def finish_item(self, status: str) -> Iterator[tuple[str, dict]]:
         """Complete the item that is being written, if there is one, and yield the events for it."""
         if not self.item:
             return
-        text = "".join(self.written)
+        text = "".join(self.item_text)
         if self.item["type"] == "message":
             part = text_part(text, self.logprobs)
             index = {"content_index": 0}
-            said = {"text": text, "logprobs": self.logprobs}
-            yield "response.output_text.done", self.place | index | said
-            yield "response.content_part.done", self.place | index | {"part": part}
+            message = {"text": text, "logprobs": self.logprobs}
+            yield "response.output_text.done", self.item_location | index | message
+            yield "response.content_part.done", self.item_location | index | {"part": part}
             self.item["content"] = [part]
         else:
-            said = {"name": self.item["name"], "arguments": text}
-            yield "response.function_call_arguments.done", self.place | said
+            message = {"name": self.item["name"], "arguments": text}
+            yield "response.function_call_arguments.done", self.item_location | message
             self.item["arguments"] = text
         self.item["status"] = status
-        place = {"output_index": len(self.output)}
+        item_location = {"output_index": len(self.output)}
         self.output.append(self.item)
-        if self.asked.store is not False:
-            self.kept.keep(self.item)
-        yield "response.output_item.done", place | {"item": self.item}
+        if self.responses_request.store is not False:
+            self.item_store.add(self.item)
+        yield "response.output_item.done", item_location | {"item": self.item}
         self.item = None
 
     def status(self, update: Update) -> str:
@@ -241,7 +245,7 @@ class ResponseReply(Reply):
         is_over = status in ("completed", "incomplete")
         effort = self.body.reasoning_effort
         effort = None if "reasoning.effort" in self.ignored else effort
-        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        incomplete_details = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             "id": self.head["id"],
             "object": "response",
@@ -249,7 +253,7 @@ class ResponseReply(Reply):
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "error": error,
-            "incomplete_details": cut,
+            "incomplete_details": incomplete_details,
             "background": False,
             "max_tool_calls": None,
             "model": self.head["model"],
@@ -263,7 +267,7 @@ class ResponseReply(Reply):
             "top_logprobs": self.body.top_logprobs or 0,
             "top_p": self.params.top_p,
             "usage": self.usage() if is_over else None,
-        } | self.asked.echo
+        } | self.responses_request.echo
 
     def usage(self) -> dict:
         return {

@@ -10,35 +10,35 @@ from pydantic_core import to_json
 
 from loading.tools import MAX_TOOLS
 from server.protocol import (
-    IGNORED,
-    INERT,
+    IGNORED_FIELDS,
     MAX_ITEMS,
-    NOTES,
+    METADATA_FIELDS,
+    SILENTLY_IGNORED_FIELDS,
     APIError,
-    Body,
     ChatRequest,
-    Fields,
+    ContentPart,
     FunctionCall,
     FunctionName,
     MaxTokens,
     Message,
-    Part,
-    one_of,
-    with_any,
-    wrong,
+    RequestBody,
+    StrictModel,
+    field_error,
+    must_be,
+    with_untyped_fields,
 )
 
 LOGPROBS = "message.output_text.logprobs"
-STORED = "is not supported: no response is stored here, so send the earlier items in input"
-REFERENCE = "item_reference"
+NOTHING_STORED = "is not supported: no response is stored here, so send the earlier items in input"
+ITEM_REFERENCE = "item_reference"
 NOT_KEPT = (
     "is the id of no item that this server still keeps; set store: false, so that the client sends"
     " the items themselves (AI SDK: providerOptions: {openai: {store: false}})"
 )
-MAX_REFERENCED = 2**20  # bytes of the items that an input refers to: what a body may have
+MAX_REFERENCED_BYTES = 2**20  # bytes of the items that an input refers to: what a body may have
 
 # Fields of ChatRequest by the same name, which checks them.
-SHARED = (
+CHAT_FIELDS = (
     "model",
     "stream",
     "temperature",
@@ -61,11 +61,12 @@ SHARED = (
     "stop_token_ids",
     "structured_outputs",
     "top_k",
-    *sorted(IGNORED.keys() - {"reasoning_effort", "verbosity"}),  # they have other names here
+    *sorted(IGNORED_FIELDS.keys() - {"reasoning_effort", "verbosity"}),  # renamed here
 )
 
-# Fields beside those of IGNORED that change no text, and values of them that ask for nothing.
-UNDONE = {
+# Fields beside those of IGNORED_FIELDS that change no text, and values of them that ask for
+# nothing.
+MORE_IGNORED_FIELDS = {
     "access_programs": (),
     "max_tool_calls": (),  # of hosted tools
     "reasoning.context": ("auto",),
@@ -77,11 +78,11 @@ UNDONE = {
 }
 
 # Why a field is refused that a client of this API, or of chat completions, may well send.
-REASONS = {
+REFUSAL_REASONS = {
     "background": "is not supported: a response ends with its connection",
-    "conversation": STORED,
+    "conversation": NOTHING_STORED,
     "messages": "is not a field of this request; did you mean input?",
-    "previous_response_id": STORED,
+    "previous_response_id": NOTHING_STORED,
     "prompt": "is not supported: no prompts are stored here, so send its text in input",
     "reasoning_effort": "is not a field of this request; did you mean reasoning.effort?",
     "response_format": "is not a field of this request; did you mean text.format?",
@@ -89,7 +90,7 @@ REASONS = {
 }
 
 # A path in a message about the chat request, and the field of the response request it came from.
-TERMS = {
+RESPONSES_NAMES = {
     r"messages[.\w]*": "input",
     r"max_tokens": "max_output_tokens",
     r"reasoning_effort": "reasoning.effort",
@@ -99,31 +100,31 @@ TERMS = {
 }
 
 
-class Typed(Fields):
+class TypedModel(StrictModel):
     """An object whose type says what else it has."""
 
     types: ClassVar[tuple[str, ...]]
 
     @model_validator(mode="before")
     @classmethod
-    def of_a_type(cls, data: Any) -> Any:
+    def check_type(cls, data: Any) -> Any:
         """Raise PydanticCustomError for another type, before fields of it are looked at."""
-        kind = data.get("type") if isinstance(data, dict) else None
-        if isinstance(kind, str) and kind not in cls.types:
+        item_type = data.get("type") if isinstance(data, dict) else None
+        if isinstance(item_type, str) and item_type not in cls.types:
             allowed = ", ".join(cls.types)
-            raise wrong(
-                "type", f"is {ascii(kind[:100])[1:-1]}; this server supports {allowed} only"
+            raise field_error(
+                "type", f"is {ascii(item_type[:100])[1:-1]}; this server supports {allowed} only"
             )
         # The reasoning of another model: templates have no place for it.
-        return {"type": kind} if kind == "reasoning" else data
+        return {"type": item_type} if item_type == "reasoning" else data
 
 
-class InputPart(Typed):
+class InputContentPart(TypedModel):
     """A part of a message's content, or of a function's output: text."""
 
     types = ("input_text", "output_text", "text")
-    neutral = Part.neutral
-    inert = NOTES | {"logprobs"}  # which the text of an answer has
+    no_op_values = ContentPart.no_op_values
+    silently_ignored = METADATA_FIELDS | {"logprobs"}  # which the text of an answer has
 
     type: Literal[types]
     text: str
@@ -154,7 +155,7 @@ def to_items(value: Any) -> Any:
     raise ValueError("it must be a string or a list of items")
 
 
-def few(value: Any) -> Any:
+def check_size(value: Any) -> Any:
     """Raise ValueError for an object of more than 16 fields, before each is looked at."""
     if isinstance(value, dict) and len(value) > 16:
         raise ValueError(f"it has {len(value)} fields; it may have 16")
@@ -162,33 +163,33 @@ def few(value: Any) -> Any:
 
 
 Content = Annotated[
-    Annotated[list[InputPart], Field(fail_fast=True, max_length=MAX_ITEMS)] | None,
+    Annotated[list[InputContentPart], Field(fail_fast=True, max_length=MAX_ITEMS)] | None,
     BeforeValidator(to_parts),
 ]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class Item(Typed):
+class InputItem(TypedModel):
     """An item of the input: a message, a function's call, its output, reasoning, or a reference.
 
     id: of the item that a reference stands for. Other items may have any.
     """
 
-    types = ("message", "function_call", "function_call_output", "reasoning", REFERENCE)
-    needed: ClassVar[dict[str, tuple[str, ...]]] = {
+    types = ("message", "function_call", "function_call_output", "reasoning", ITEM_REFERENCE)
+    required: ClassVar[dict[str, tuple[str, ...]]] = {
         "message": ("role", "content"),
         "function_call": ("call_id", "name", "arguments"),
         "function_call_output": ("call_id", "output"),
         "reasoning": (),
-        REFERENCE: (),
+        ITEM_REFERENCE: (),
     }
-    neutral = Message.neutral | {
+    no_op_values = Message.no_op_values | {
         "async": (False,),
         "async_": (False,),  # as the official client's model_dump() has it
         "caller": ({"type": "direct"},),
         "namespace": (),
     }
-    inert = NOTES - {"id"} | {"parsed_arguments", "phase"}
+    silently_ignored = METADATA_FIELDS - {"id"} | {"parsed_arguments", "phase"}
 
     type: Literal[types] | None = None
     id: Any = None
@@ -200,33 +201,33 @@ class Item(Typed):
     output: Content = None
 
     @model_validator(mode="after")
-    def complete(self) -> "Item":
-        needed = self.needed[self.kind]
+    def check_complete(self) -> "InputItem":
+        required = self.required[self.item_type]
         # A message may name who wrote it, and an output its function.
-        may_have = ("name",) if self.kind in ("message", "function_call_output") else ()
+        may_have = ("name",) if self.item_type in ("message", "function_call_output") else ()
         for name in ("role", "content", "call_id", "name", "arguments", "output"):
             given = getattr(self, name) is not None
-            if given and name not in (*needed, *may_have):
-                raise wrong(name, f"is not a field of the type {self.kind}")
-            if not given and name in needed:
-                raise wrong(name, f"is needed for the type {self.kind}")
-        if self.kind == REFERENCE and not isinstance(self.id, str):
-            raise wrong("id", f"is needed for the type {REFERENCE}: a string")
+            if given and name not in (*required, *may_have):
+                raise field_error(name, f"is not a field of the type {self.item_type}")
+            if not given and name in required:
+                raise field_error(name, f"is needed for the type {self.item_type}")
+        if self.item_type == ITEM_REFERENCE and not isinstance(self.id, str):
+            raise field_error("id", f"is needed for the type {ITEM_REFERENCE}: a string")
         return self
 
     @property
-    def kind(self) -> str:
+    def item_type(self) -> str:
         if self.type:
             return self.type
         is_id = self.id is not None and self.model_fields_set <= {"type", "id"}
-        return REFERENCE if is_id else "message"
+        return ITEM_REFERENCE if is_id else "message"
 
 
-class FunctionTool(Typed):
+class FunctionTool(TypedModel):
     """A function that a reply may call."""
 
     types = ("function",)
-    neutral = {
+    no_op_values = {
         "allowed_callers": (["direct"],),
         "async": (False,),
         "defer_loading": (False,),
@@ -240,14 +241,14 @@ class FunctionTool(Typed):
     strict: bool | None = None
 
     @property
-    def plain(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return it in the form that chat completions have."""
         function = {"name": self.name, "description": self.description}
         function |= {"parameters": self.parameters, "strict": self.strict}
-        return {"type": "function", "function": without_none(function)}
+        return {"type": "function", "function": drop_none(function)}
 
 
-class ToolName(Typed):
+class ToolName(TypedModel):
     """The one function that a reply calls."""
 
     types = ("function",)
@@ -256,7 +257,7 @@ class ToolName(Typed):
     name: FunctionName
 
 
-class TextFormat(Typed):
+class TextFormat(TypedModel):
     """The form of a text."""
 
     types = ("text", "json_object", "json_schema")
@@ -268,20 +269,20 @@ class TextFormat(Typed):
     strict: bool | None = None
 
     @model_validator(mode="after")
-    def complete(self) -> "TextFormat":
+    def check_complete(self) -> "TextFormat":
         for name, value in (("name", self.name), ("schema", self.schema_)):
             if (self.type == "json_schema") != (value is not None):
-                raise wrong(name, "is needed for the type json_schema, and for it only")
+                raise field_error(name, "is needed for the type json_schema, and for it only")
         return self
 
     @property
-    def plain(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return it in the form that chat completions have."""
         if self.type != "json_schema":
             return {"type": self.type}
         form = {"name": self.name, "description": self.description}
         form |= {"schema": self.schema_, "strict": self.strict}
-        return {"type": self.type, "json_schema": without_none(form)}
+        return {"type": self.type, "json_schema": drop_none(form)}
 
     @property
     def echo(self) -> dict[str, Any]:
@@ -289,12 +290,12 @@ class TextFormat(Typed):
         return self.model_dump(by_alias=True) if self.type == "json_schema" else {"type": self.type}
 
 
-class TextOptions(Fields):
+class TextOptions(StrictModel):
     format: TextFormat | None = None
     verbosity: Any = None
 
 
-class Reasoning(Fields):
+class Reasoning(StrictModel):
     """Wishes about what a model thinks before its reply. A chat request checks the effort."""
 
     effort: Any = None
@@ -304,16 +305,16 @@ class Reasoning(Fields):
     summary: Any = None
 
 
-class EventOptions(Fields):
+class ResponseStreamOptions(StrictModel):
     """What a response in events tells of its tokens."""
 
-    inert = frozenset({"include_usage"})  # the last event always has it
+    silently_ignored = frozenset({"include_usage"})  # the last event always has it
 
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
-Included = Literal[
+ResponseIncludable = Literal[
     "message.output_text.logprobs",
     # Nothing here has these.
     "code_interpreter_call.outputs",
@@ -326,10 +327,10 @@ Included = Literal[
 ]
 
 
-class ResponsesRequest(with_any(Body, SHARED)):
+class ResponsesRequest(with_untyped_fields(RequestBody, CHAT_FIELDS)):
     """A request for a response. What it has in common with a chat request, that one checks."""
 
-    neutral = ChatRequest.neutral | {
+    no_op_values = ChatRequest.no_op_values | {
         "background": (False,),
         "background_options": (),
         "context_management": ([],),
@@ -338,10 +339,10 @@ class ResponsesRequest(with_any(Body, SHARED)):
         "previous_response_id": (),
         "prompt": (),
     }
-    inert = INERT
+    silently_ignored = SILENTLY_IGNORED_FIELDS
 
     input: Annotated[
-        list[Item],
+        list[InputItem],
         Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS),
         BeforeValidator(to_items),
     ]
@@ -352,42 +353,44 @@ class ResponsesRequest(with_any(Body, SHARED)):
     tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | ToolName | None,
-        one_of('none, auto, required or {"type": "function", "name": ...}'),
+        must_be('none, auto, required or {"type": "function", "name": ...}'),
     ] = None
-    include: Annotated[list[Included], Field(fail_fast=True, max_length=16)] | None = None
+    include: Annotated[list[ResponseIncludable], Field(fail_fast=True, max_length=16)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: Annotated[
-        dict[str, Annotated[str, Field(max_length=512)]] | None, BeforeValidator(few)
+        dict[str, Annotated[str, Field(max_length=512)]] | None, BeforeValidator(check_size)
     ] = None
-    stream_options: EventOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     store: bool | None = None  # whether items are kept; a response never is
 
-    # Those of UNDONE. Those of SHARED come from the base.
+    # Those of MORE_IGNORED_FIELDS. Those of CHAT_FIELDS come from the base.
     access_programs: Any = None
     max_tool_calls: Any = None
 
     @model_validator(mode="before")
     @classmethod
-    def with_reasons(cls, data: Any) -> Any:
+    def check_refused_fields(cls, data: Any) -> Any:
         """Raise PydanticCustomError for a field that is refused for a reason."""
         for name in data if isinstance(data, dict) else ():
-            if name in REASONS and data[name] is not None and data[name] is not False:
-                raise wrong(name, REASONS[name])
+            if name in REFUSAL_REASONS and data[name] is not None and data[name] is not False:
+                raise field_error(name, REFUSAL_REASONS[name])
         return data
 
     @model_validator(mode="after")
-    def possible(self) -> "ResponsesRequest":
+    def check_combination(self) -> "ResponsesRequest":
         for name, value in self.echo.items():
             try:
                 to_json([[[value]]])  # as deep as a response has it
             except ValueError:
-                raise wrong(name, "may have up to 250 objects inside each other") from None
-        if not self.instructions and all(item.kind == "reasoning" for item in self.input):
-            raise wrong("input", "has no message: its items are of the type reasoning only")
+                raise field_error(name, "may have up to 250 objects inside each other") from None
+        if not self.instructions and all(item.item_type == "reasoning" for item in self.input):
+            raise field_error("input", "has no message: its items are of the type reasoning only")
         if self.top_logprobs and not self.logprobs:
-            raise wrong("top_logprobs", f'is for include: ["{LOGPROBS}"] only')
+            raise field_error("top_logprobs", f'is for include: ["{LOGPROBS}"] only')
         if self.logprobs and self.tools and self.tool_choice != "none":
-            raise wrong("include", f"{LOGPROBS} is not for a request whose reply may call tools")
+            raise field_error(
+                "include", f"{LOGPROBS} is not for a request whose reply may call tools"
+            )
         return self
 
     @property
@@ -397,13 +400,13 @@ class ResponsesRequest(with_any(Body, SHARED)):
 
     @property
     def ignored(self) -> list[str]:
-        """Return the names of fields that are in UNDONE, and ask for something."""
+        """Return the names of fields that are in MORE_IGNORED_FIELDS, and ask for something."""
         names = []
-        for name, met in UNDONE.items():
+        for name, no_op in MORE_IGNORED_FIELDS.items():
             value = self
             for part in name.split("."):
                 value = value and getattr(value, part)
-            if value is not None and value not in met:
+            if value is not None and value not in no_op:
                 names.append(name)
         return names
 
@@ -432,21 +435,21 @@ class ResponsesRequest(with_any(Body, SHARED)):
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
         for item in self.input:
-            if item.kind == "message":
-                said = {"role": item.role, "name": item.name, "content": text_of(item.content)}
-                messages.append(without_none(said))
-            elif item.kind == "function_call":
+            if item.item_type == "message":
+                message = {"role": item.role, "name": item.name, "content": join_text(item.content)}
+                messages.append(drop_none(message))
+            elif item.item_type == "function_call":
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": ""})
                 messages[-1].setdefault("tool_calls", []).append(call)
-            elif item.kind == "function_call_output":
-                output = text_of(item.output)
+            elif item.item_type == "function_call_output":
+                output = join_text(item.output)
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
         return messages
 
-    def with_items(self, find: Callable[[str], bytes | None]) -> "ResponsesRequest":
+    def resolve_references(self, find: Callable[[str], bytes | None]) -> "ResponsesRequest":
         """Return the request with items in the place of references to them.
 
         find: returns the JSON of the item with an id, None if there is none.
@@ -456,44 +459,44 @@ class ResponsesRequest(with_any(Body, SHARED)):
         items = []
         size = 0
         called = set()
-        for place, item in enumerate(self.input):
-            if item.kind == REFERENCE:
+        for index, item in enumerate(self.input):
+            if item.item_type == ITEM_REFERENCE:
                 data = find(item.id)
                 if data is None:
                     name = ascii(item.id[:100])[1:-1]
-                    raise APIError(400, f"input.{place}.id: {name} {NOT_KEPT}", "input")
+                    raise APIError(400, f"input.{index}.id: {name} {NOT_KEPT}", "input")
                 size += len(data)
-                if size > MAX_REFERENCED:
-                    what = f"it refers to items of more than {MAX_REFERENCED} bytes together"
+                if size > MAX_REFERENCED_BYTES:
+                    what = f"it refers to items of more than {MAX_REFERENCED_BYTES} bytes together"
                     raise APIError(400, f"input: {what}", "input")
                 try:
-                    item = Item.model_validate_json(data)
+                    item = InputItem.model_validate_json(data)
                 except ValidationError as error:
                     first = error.errors(include_url=False, include_input=False)[0]
-                    first["loc"] = ("body", "input", place, *first["loc"])
+                    first["loc"] = ("body", "input", index, *first["loc"])
                     raise RequestValidationError([first]) from None
-            if item.kind == "function_call":
+            if item.item_type == "function_call":
                 called.add(item.call_id)
-            elif item.kind == "function_call_output" and item.call_id not in called:
+            elif item.item_type == "function_call_output" and item.call_id not in called:
                 what = "is the call_id of no function_call before it"
-                raise APIError(400, f"input.{place}.call_id {what}", "input")
+                raise APIError(400, f"input.{index}.call_id {what}", "input")
             items.append(item)
         return self.model_copy(update={"input": items})
 
     def to_chat(self) -> ChatRequest:
-        """Return the chat request that asks for the same text. `with_items` comes before.
+        """Return the chat request that asks for the same text. `resolve_references` comes before.
 
         Raises RequestValidationError, in this request's terms, for what a chat request refuses.
         """
         choice = self.tool_choice
         if isinstance(choice, ToolName):
             choice = {"type": "function", "function": {"name": choice.name}}
-        given = {name: getattr(self, name) for name in SHARED} | {
+        given = {name: getattr(self, name) for name in CHAT_FIELDS} | {
             "messages": self.messages,
             "max_tokens": self.max_output_tokens,
-            "tools": [tool.plain for tool in self.tools or ()] or None,
+            "tools": [tool.as_dict for tool in self.tools or ()] or None,
             "tool_choice": choice,
-            "response_format": self.text.format.plain if self.text and self.text.format else None,
+            "response_format": self.text.format.as_dict if self.text and self.text.format else None,
             "truncate_prompt_tokens": -1 if self.truncation == "auto" else None,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "verbosity": self.text.verbosity if self.text else None,
@@ -501,33 +504,37 @@ class ResponsesRequest(with_any(Body, SHARED)):
             "top_logprobs": self.top_logprobs if self.logprobs else None,
         }
         try:
-            return ChatRequest.model_validate(without_none(given))
+            return ChatRequest.model_validate(drop_none(given))
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             top, *rest = first["loc"] or ("",)
-            where = in_own_terms(str(top)).split(".") if top else []
-            loc = ("body", *where, *(rest if top in SHARED else ()))
-            first |= {"loc": loc, "msg": in_own_terms(first["msg"])}
+            where = to_responses_names(str(top)).split(".") if top else []
+            loc = ("body", *where, *(rest if top in CHAT_FIELDS else ()))
+            first |= {"loc": loc, "msg": to_responses_names(first["msg"])}
             if first["type"] == "field":
-                first["ctx"] = {"field": in_own_terms(first["ctx"]["field"]).partition(".")[0]}
+                first["ctx"] = {
+                    "field": to_responses_names(first["ctx"]["field"]).partition(".")[0]
+                }
             raise RequestValidationError([first]) from None
 
 
-def text_of(parts: list[InputPart]) -> str:
+def join_text(parts: list[InputContentPart]) -> str:
     """Join the texts of parts, as chat completions do."""
     return "".join(part.text for part in parts)
 
 
-def without_none(fields: dict[str, Any]) -> dict[str, Any]:
+def drop_none(fields: dict[str, Any]) -> dict[str, Any]:
     """Leave out fields without a value."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def in_own_terms(message: str) -> str:
+def to_responses_names(message: str) -> str:
     """Rewrite what is said of a chat request for the response request that it comes from.
 
     Only where a message names a field: at its beginning, and after "; ", "or" or "with a".
     """
-    for theirs, own in TERMS.items():
-        message = re.sub(rf"(^|; |\bor |\bwith a ){theirs}(?![\w.])", rf"\g<1>{own}", message)
+    for chat_name, responses_name in RESPONSES_NAMES.items():
+        message = re.sub(
+            rf"(^|; |\bor |\bwith a ){chat_name}(?![\w.])", rf"\g<1>{responses_name}", message
+        )
     return re.sub(r"^(tools\.\d+|tool_choice)\.function\.", r"\1.", message)

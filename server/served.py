@@ -24,7 +24,7 @@ from server.protocol import APIError, ChatRequest, GenerationRequest
 
 OTHER_MODEL = "serve a model that takes it: make smollm2, then python serve.py --model smollm2"
 PROBE = "xprobex"  # what no template has
-TALKS = {  # for each role a talk in which a template would expect it
+ROLE_EXAMPLES = {  # for each role a talk in which a template would expect it
     "system": ["system", "user"],
     "user": ["user"],
     "assistant": ["user", "assistant", "user"],
@@ -62,7 +62,7 @@ def server_defaults(args, source: Source) -> dict[str, float]:
     return read_sampling_defaults(source) if chats and args.generation_config == "auto" else {}
 
 
-class Served:
+class ServedModel:
     """A model by the name that clients know.
 
     root: where it comes from. chat: its template, or the error that says why it has none.
@@ -112,11 +112,11 @@ class Served:
         """
         if isinstance(self.chat, UserError):
             return []
-        return [role for role, talk in TALKS.items() if self.writes(role, talk)]
+        return [role for role, example in ROLE_EXAMPLES.items() if self.renders_role(role, example)]
 
-    def writes(self, role: str, talk: list[str]) -> bool:
+    def renders_role(self, role: str, example: list[str]) -> bool:
         """Whether the template writes what this role says in a talk of these roles."""
-        for roles in (talk, ["system", *talk]):  # a template may want a system message
+        for roles in (example, ["system", *example]):  # a template may want a system message
             messages = [{"role": each, "content": PROBE if each == role else "a"} for each in roles]
             with contextlib.suppress(UserError):
                 if PROBE in self.chat.render(messages):
@@ -159,7 +159,9 @@ class Served:
         if dropped:
             raise UserError(f"{field}: the model's vocabulary lacks these bytes of it: {dropped}")
 
-    def fit(self, prompt: list[int], keep: int | None, new_tokens: int, field: str) -> list[int]:
+    def truncate_prompt(
+        self, prompt: list[int], keep: int | None, new_tokens: int, field: str
+    ) -> list[int]:
         """The last `keep` tokens of a prompt, or all of it for None.
 
         keep: -1 for as many as leave room for new_tokens, as in vLLM; where a window has none, its
@@ -187,16 +189,16 @@ class Served:
         """
         if isinstance(self.chat, UserError):
             raise self.chat
-        texts = [text for message in body.messages for text in message.texts]
+        texts = [text for message in body.messages for text in message.text_fields]
         self.check_dropped("messages", self.thread.encoding.dropped_bytes(*texts, plain=True))
         if body.tools:
             text = json.dumps(body.tools, ensure_ascii=False)
             self.check_dropped("tools", self.thread.encoding.dropped_bytes(text, plain=True))
-        plain = [message.plain for message in body.messages]
+        plain = [message.as_dict for message in body.messages]
         variables, _ = self.variables(body)
-        with self.refusing("messages"):
+        with self.as_api_error("messages"):
             chat = self.chat.with_template_kwargs(variables)
-            with self.refusing("tools"):
+            with self.as_api_error("tools"):
                 chat = chat.with_tools(body.tools or None, plain)
             called = any(message.tool_calls or message.tool_call_id for message in body.messages)
             if called and not body.tools:  # else `find_calls` has found it
@@ -217,7 +219,7 @@ class Served:
         template = "" if isinstance(self.chat, UserError) else self.chat.template_text
         variables = {}
         ignored = body.ignored
-        for field, asked in body.thinking.items():
+        for field, asked in body.reasoning_variables.items():
             known = {name: value for name, value in asked.items() if name in template}
             variables |= known
             if not known:
@@ -225,7 +227,7 @@ class Served:
         return variables | (body.chat_template_kwargs or {}), ignored
 
     @contextlib.contextmanager
-    def refusing(self, field: str):
+    def as_api_error(self, field: str):
         """Raise a UserError as the APIError of a field, without the path of the template's file."""
         try:
             yield
@@ -245,20 +247,24 @@ class Served:
         encoding = self.thread.encoding
         config = self.thread.config
         ends = tuple(config.eos_token_ids)
-        with self.refusing("tools"):
+        with self.as_api_error("tools"):
             check_tools(body.tools)
-            named = [tool for tool in body.tools if tool["function"]["name"] == body.named]
-            if body.named and not named:
-                message = f"tool_choice.function.name: {body.named} is the name of no tool"
+            named_tools = [
+                tool for tool in body.tools if tool["function"]["name"] == body.named_tool
+            ]
+            if body.named_tool and not named_tools:
+                message = f"tool_choice.function.name: {body.named_tool} is the name of no tool"
                 raise APIError(400, message, "tool_choice")
             chat = self.chat.with_template_kwargs(self.variables(body)[0])
-            plain = [message.plain for message in body.messages]
+            plain = [message.as_dict for message in body.messages]
             form = find_form(chat.with_tools(body.tools, plain), encoding, ends)
-            if body.choice == "none" and body.form[1]:  # the text has that form
+            if body.tool_mode == "none" and body.form[1]:  # the text has that form
                 return None
             vocabulary = vocabulary_of(encoding, config.vocab_size, ends)
-            several = body.parallel_tool_calls is not False and not named
-            grammar = calls_grammar(form, named or body.tools, vocabulary, body.choice, several)
+            parallel = body.parallel_tool_calls is not False and not named_tools
+            grammar = calls_grammar(
+                form, named_tools or body.tools, vocabulary, body.tool_mode, parallel
+            )
             return form, grammar
 
     def silent_ids(self, body: GenerationRequest, form: CallForm | None = None) -> tuple[int, ...]:
@@ -269,16 +275,16 @@ class Served:
         """
         if body.skip_special_tokens is False:
             return ()
-        looked_for = [*body.stops, *(part for part in form or () if isinstance(part, str))]
+        searched = [*body.stop_strings, *(part for part in form or () if isinstance(part, str))]
         special = self.thread.encoding.special_token_ids.items()
-        return tuple(id for name, id in special if not any(name in text for text in looked_for))
+        return tuple(id for name, id in special if not any(name in text for text in searched))
 
     def check_form(self, field: str, params: SamplingParams) -> None:
         """Compile what the texts of a request must be, which may take long.
 
         field: that says it. Raises APIError, and QueueFull as `compile_form`.
         """
-        with self.refusing(field):
+        with self.as_api_error(field):
             compile_form(params, self.thread.encoding, self.thread.config)
 
     def allowed(self, body: GenerationRequest, params: SamplingParams) -> Allowed | None:

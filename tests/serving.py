@@ -227,20 +227,20 @@ def serving(make, chat=None, app_options=None, adapters=None, defaults=None, **o
     """A Client to an engine; the event loop has a thread of its own.
 
     chat: the template of the model, or an error. app_options: of `make_app`.
-    adapters, defaults: of Served. options: of the EngineThread.
+    adapters, defaults: of ServedModel. options: of the EngineThread.
     """
     from loading.chat import Chat
 
     make_app = module_with("server.app", "make_app").make_app
 
     from server.engine_thread import EngineThread
-    from server.served import Served
+    from server.served import ServedModel
 
     @contextlib.asynccontextmanager
     async def enter():
         async with EngineThread(make, **options) as thread:
             more = [adapters, True, defaults] if defaults else [adapters] if adapters else []
-            served = Served(thread, "small", "somewhere/small", chat or Chat(SMALL), *more)
+            served = ServedModel(thread, "small", "somewhere/small", chat or Chat(SMALL), *more)
             yield make_app(served, **(app_options or {})), thread
 
     with serving_app(enter) as client:

@@ -4,7 +4,7 @@ import pytest
 from serving import ENDLESS, PATH, refusal, serving, small_encoding, small_engine
 
 CHAT = "/v1/chat/completions"
-TALK = {"messages": [{"role": "user", "content": "cat"}]}
+MESSAGES = {"messages": [{"role": "user", "content": "cat"}]}
 STREAM = ENDLESS | {"stream": True}
 
 
@@ -29,7 +29,7 @@ def test_all_texts_of_a_request_have_a_bound(tiny_llama, body, texts, count):
         with client.send("POST", PATH, STREAM | body | {"max_tokens": most}) as answer:
             assert answer.status == 200
         if "prompt" not in body:
-            talk = TALK | {"max_tokens": most + 1, "n": texts}
+            talk = MESSAGES | {"max_tokens": most + 1, "n": texts}
             talk |= {"logprobs": count > 0, "top_logprobs": count}
             assert client.post(CHAT, talk) == (400, error)
 
@@ -57,9 +57,9 @@ def test_what_an_echo_may_repeat(tiny_llama, monkeypatch):
 
 def test_a_reply_whose_length_is_not_asked_for_fits_the_answer(client, monkeypatch):
     """A window has room for more tokens than an answer with all their log-probabilities."""
-    monkeypatch.setattr("server.protocol.MAX_BYTES", 3 * 2 * (16 + 6 * 64))
+    monkeypatch.setattr("server.protocol.MAX_RESPONSE_BYTES", 3 * 2 * (16 + 6 * 64))
     body = {
-        "messages": TALK["messages"],
+        "messages": MESSAGES["messages"],
         "n": 2,
         "logprobs": True,
         "top_logprobs": 5,

@@ -7,7 +7,7 @@ from errors import UserError
 from loading.chat import Chat
 
 PATH = "/v1/chat/completions"
-TALK = [
+MESSAGES = [
     {"role": "user", "content": "cat, moon"},
     {"role": "assistant", "content": "A cat saw the moon."},
     {"role": "user", "content": "dog"},
@@ -27,7 +27,7 @@ def alone(tiny_llama, messages, **params) -> tuple:
 FULL = [{"role": "user", "content": "x " * 27 + "x,"}]  # a window of tokens
 
 
-@pytest.mark.parametrize("messages", [TALK[:1], TALK, FULL])
+@pytest.mark.parametrize("messages", [MESSAGES[:1], MESSAGES, FULL])
 def test_a_reply_is_the_text_of_the_engine(client, tiny_llama, messages):
     """Up to the end of the window if nothing is said, and one token where that is full."""
     tokens, text, _, reason = alone(tiny_llama, messages, seed=4)
@@ -44,8 +44,8 @@ def test_a_reply_is_the_text_of_the_engine(client, tiny_llama, messages):
 
 
 def test_events_begin_with_the_role_and_the_first_token(client, tiny_llama):
-    tokens, text, _, reason = alone(tiny_llama, TALK, seed=1, max_new_tokens=9)
-    body = {"messages": TALK, "seed": 1, "max_tokens": 9, "stream": True}
+    tokens, text, _, reason = alone(tiny_llama, MESSAGES, seed=1, max_new_tokens=9)
+    body = {"messages": MESSAGES, "seed": 1, "max_tokens": 9, "stream": True}
     events = client.events(PATH, body)
     deltas = [event["choices"][0]["delta"] for event in events]
     assert deltas[0]["role"] == "assistant" and all("role" not in delta for delta in deltas[1:])
@@ -61,21 +61,21 @@ def test_events_begin_with_the_role_and_the_first_token(client, tiny_llama):
 def test_limits_of_length(client):
     names = ("max_tokens", "max_completion_tokens")
     for limits, wanted in (((3, None), 3), ((None, 4), 4), ((3, 4), 4), ((None, 0), 0)):
-        body = {"messages": TALK, "ignore_eos": True} | dict(zip(names, limits))
+        body = {"messages": MESSAGES, "ignore_eos": True} | dict(zip(names, limits))
         assert client.post(PATH, body)[1]["usage"]["completion_tokens"] == wanted
 
 
 def test_content_in_parts(client):
     parts = [{"type": "text", "text": "cat,"}, {"type": "text", "text": " moon"}]
-    plain = {"messages": TALK[:1], "seed": 1, "max_tokens": 5}
+    plain = {"messages": MESSAGES[:1], "seed": 1, "max_tokens": 5}
     split = plain | {"messages": [{"role": "user", "name": "me", "content": parts}]}
     first, second = (client.post(PATH, body)[1] for body in (plain, split))
     assert first["choices"] == second["choices"] and first["usage"] == second["usage"]
 
 
 def test_log_probabilities_with_the_bytes_of_tokens(client, tiny_llama):
-    tokens, _, logprobs, _ = alone(tiny_llama, TALK, seed=2, logprobs=3)
-    body = {"messages": TALK, "seed": 2, "logprobs": True, "top_logprobs": 3}
+    tokens, _, logprobs, _ = alone(tiny_llama, MESSAGES, seed=2, logprobs=3)
+    body = {"messages": MESSAGES, "seed": 2, "logprobs": True, "top_logprobs": 3}
     (choice,) = client.post(PATH, body)[1]["choices"]
     found = choice["logprobs"]["content"]
     decode = small_encoding().decode_single_token_bytes
@@ -96,8 +96,8 @@ def test_log_probabilities_with_the_bytes_of_tokens(client, tiny_llama):
 
 
 def test_n_replies(client, tiny_llama):
-    body = {"messages": TALK, "seed": 5, "n": 3, "max_tokens": 8}
-    wanted = [alone(tiny_llama, TALK, seed=5 + row, max_new_tokens=8)[1] for row in range(3)]
+    body = {"messages": MESSAGES, "seed": 5, "n": 3, "max_tokens": 8}
+    wanted = [alone(tiny_llama, MESSAGES, seed=5 + row, max_new_tokens=8)[1] for row in range(3)]
     found = [choice["message"]["content"] for choice in client.post(PATH, body)[1]["choices"]]
     assert found == wanted
     texts = [""] * 3
@@ -111,10 +111,12 @@ def test_n_replies(client, tiny_llama):
 
 def test_a_second_turn_shares_the_pages_of_the_first(tiny_llama):
     with serving(lambda: small_engine(tiny_llama, page_size=4)) as client:
-        (choice,) = client.post(PATH, {"messages": TALK[:1], "max_tokens": 6})[1]["choices"]
-        client.post(PATH, {"messages": [*TALK[:1], choice["message"], TALK[2]], "max_tokens": 1})
+        (choice,) = client.post(PATH, {"messages": MESSAGES[:1], "max_tokens": 6})[1]["choices"]
+        client.post(
+            PATH, {"messages": [*MESSAGES[:1], choice["message"], MESSAGES[2]], "max_tokens": 1}
+        )
         shared = client.thread.engine.scheduler.prefix_cache_hits
-    assert shared >= len(prompt_of(TALK[:1])) // 4 * 4 > 0
+    assert shared >= len(prompt_of(MESSAGES[:1])) // 4 * 4 > 0
 
 
 USER = {"role": "user"}
@@ -145,13 +147,13 @@ MIN = "messages: List should have at least 1 item after validation, not 0"
     ],
 )
 def test_what_is_refused(client, fields, message, param):
-    body = {"messages": TALK} | fields
+    body = {"messages": MESSAGES} | fields
     assert client.post(PATH, body) == (400, refusal(message, param))
     assert client.post(PATH, body | {"stream": True}) == (400, refusal(message, param))
 
 
 def test_what_asks_for_nothing_more_is_accepted(client):
-    plain = {"messages": TALK, "seed": 1, "max_tokens": 3}
+    plain = {"messages": MESSAGES, "seed": 1, "max_tokens": 3}
     more = {"echo": False, "best_of": 1, "add_generation_prompt": True, "tool_choice": "auto"}
     null = dict.fromkeys(more)
     first, *others = (client.post(PATH, plain | fields)[1] for fields in ({}, more, null))
@@ -161,15 +163,15 @@ def test_what_asks_for_nothing_more_is_accepted(client):
 def test_a_model_without_a_template(tiny_llama):
     error = UserError("small: this model was not made for chat")
     with serving(lambda: small_engine(tiny_llama), chat=error) as client:
-        assert client.post(PATH, {"messages": TALK}) == (400, refusal(str(error)))
+        assert client.post(PATH, {"messages": MESSAGES}) == (400, refusal(str(error)))
         assert client.post("/v1/completions", {"max_tokens": 1})[0] == 200
 
 
 def test_the_official_client(client, tiny_llama):
     import openai
 
-    _, text, logprobs, reason = alone(tiny_llama, TALK, seed=3, logprobs=1, max_new_tokens=12)
-    asked = {"model": "small", "messages": TALK, "seed": 3, "max_completion_tokens": 12}
+    _, text, logprobs, reason = alone(tiny_llama, MESSAGES, seed=3, logprobs=1, max_new_tokens=12)
+    asked = {"model": "small", "messages": MESSAGES, "seed": 3, "max_completion_tokens": 12}
     where = {"base_url": f"http://127.0.0.1:{client.port}/v1", "api_key": "none"}
     with openai.OpenAI(**where, max_retries=0) as openai_client:
         assert [model.id for model in openai_client.models.list()] == ["small"]
@@ -183,7 +185,7 @@ def test_the_official_client(client, tiny_llama):
         assert "".join(event.choices[0].delta.content for event in events) == text
         assert last.usage.total_tokens == reply.usage.total_tokens
         with pytest.raises(openai.NotFoundError) as refused:
-            openai_client.completions.create(model="gpt-4", prompt=prompt_of(TALK))
+            openai_client.completions.create(model="gpt-4", prompt=prompt_of(MESSAGES))
         assert refused.value.code == "model_not_found"
 
 

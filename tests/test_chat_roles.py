@@ -8,7 +8,11 @@ from errors import UserError
 from loading.chat import Chat
 
 CHAT = "/v1/chat/completions"
-TALKS = {"system": ["system", "user"], "user": ["user"], "assistant": ["user", "assistant", "user"]}
+ROLE_EXAMPLES = {
+    "system": ["system", "user"],
+    "user": ["user"],
+    "assistant": ["user", "assistant", "user"],
+}
 TEMPLATES = {
     "names": (
         "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}",
@@ -47,7 +51,7 @@ def told(client) -> list[str] | None:
 
 def length(client, role: str, content: str) -> int:
     """The tokens of a prompt in which this role says this; 0 for one that is refused."""
-    for roles in (TALKS[role], ["system", *TALKS[role]]):
+    for roles in (ROLE_EXAMPLES[role], ["system", *ROLE_EXAMPLES[role]]):
         talk = [{"role": each, "content": content if each == role else "a"} for each in roles]
         status, answer = client.post(CHAT, {"messages": talk, "max_tokens": 1})
         if status == 200:
@@ -61,7 +65,7 @@ def test_the_roles_are_those_whose_words_are_in_the_prompt(tiny_llama, tmp_path,
     write_template(tmp_path, template)
     with serving(lambda: small_engine(tiny_llama), chat=Chat(str(tmp_path))) as client:
         assert told(client) == roles
-        for role in TALKS:
+        for role in ROLE_EXAMPLES:
             grows = length(client, role, "one two three four") > length(client, role, "one")
             assert grows == (role in roles)
 

@@ -21,10 +21,10 @@ from serving import (
 import serve
 from errors import UserError
 from sampling import SamplingParams
-from server.served import Served
+from server.served import ServedModel
 
 CHAT = "/v1/chat/completions"
-TALK = {"messages": [{"role": "user", "content": "cat"}]}
+MESSAGES = {"messages": [{"role": "user", "content": "cat"}]}
 STREAM = ENDLESS | {"stream": True}
 
 
@@ -47,7 +47,7 @@ def test_more_texts_than_there_is_room_for_are_429(tiny_llama):
         until(lambda: sum(answer.done() for answer in answers) == 7)
         refused = [answer.result() for answer in answers if answer.done()]
         assert refused == [(429, full(5, "texts"))] * 7
-        with client.send("POST", CHAT, TALK) as answer:
+        with client.send("POST", CHAT, MESSAGES) as answer:
             assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
         turn.release(10**6)
         assert sorted(answer.result()[0] for answer in answers) == [200] * 5 + [429] * 7
@@ -60,13 +60,13 @@ def test_more_texts_than_there_is_room_for_are_429(tiny_llama):
         (PATH, {"prompt": ["a", "b"], "n": 3}),
         (PATH, {"prompt": ["a"] * 6}),
         (PATH, {"n": 6}),
-        (CHAT, TALK | {"n": 6}),
+        (CHAT, MESSAGES | {"n": 6}),
     ],
 )
 def test_all_texts_are_counted_before_there_is_work(tiny_llama, monkeypatch, path, body):
     with serving(lambda: small_engine(tiny_llama, max_num_seqs=2), max_waiting=3) as client:
         for name in ("encode", "encode_chat"):
-            monkeypatch.setattr(Served, name, None)
+            monkeypatch.setattr(ServedModel, name, None)
         status, answer = client.post(path, body)
     message = "6 texts in one request; there is room for 5"
     assert (status, answer["error"]["message"]) == (400, message)
@@ -104,7 +104,7 @@ def test_a_request_needs_room_for_one_text_and_is_not_encoded_where_there_is_non
     tiny_llama, monkeypatch
 ):
     with serving(lambda: small_engine(tiny_llama, max_num_seqs=1), max_waiting=0) as client:
-        for path, body in ((PATH, {}), (CHAT, TALK)):
+        for path, body in ((PATH, {}), (CHAT, MESSAGES)):
             assert client.post(path, body | {"max_tokens": 1})[0] == 200
         with client.send("POST", PATH, STREAM):
             until(lambda: client.thread.generations)

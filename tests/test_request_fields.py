@@ -107,13 +107,13 @@ def test_what_is_not_supported_is_refused_by_name(client, field):
 
 
 def test_still_a_field_works_or_is_refused():
-    from server.protocol import UNSUPPORTED, CompletionRequest
+    from server.protocol import UNSUPPORTED_FIELDS, CompletionRequest
 
-    assert ASKING.keys() == UNSUPPORTED.keys()
-    assert not UNSUPPORTED.keys() & CompletionRequest.model_fields.keys()
+    assert ASKING.keys() == UNSUPPORTED_FIELDS.keys()
+    assert not UNSUPPORTED_FIELDS.keys() & CompletionRequest.model_fields.keys()
 
 
-IGNORED = {  # field -> what asks for nothing, and for something
+IGNORED_FIELDS = {  # field -> what asks for nothing, and for something
     "cache_prompt": (True, False),
     "enable_thinking": (False, True),
     "guided_decoding_backend": (None, "guidance"),
@@ -137,16 +137,16 @@ IGNORED = {  # field -> what asks for nothing, and for something
 def test_a_field_that_changes_no_text_is_taken_and_named(client, stream):
     from server import protocol
 
-    assert IGNORED.keys() == protocol.IGNORED.keys()
+    assert IGNORED_FIELDS.keys() == protocol.IGNORED_FIELDS.keys()
     body = {"max_tokens": 1, "seed": 1, "stream": stream}
     headers = []
     for place in (0, 1):
-        fields = {name: values[place] for name, values in IGNORED.items()}
+        fields = {name: values[place] for name, values in IGNORED_FIELDS.items()}
         fields["stream_options"] = {"include_obfuscation": bool(place)}
         with client.send("POST", "/v1/completions", body | fields) as answer:
             assert answer.status == 200
             headers.append(answer.headers["X-Ignored-Fields"])
-    names = [*sorted(IGNORED), "stream_options.include_obfuscation"]
+    names = [*sorted(IGNORED_FIELDS), "stream_options.include_obfuscation"]
     assert headers == [None, ", ".join(names)]
 
 

@@ -122,7 +122,7 @@ def test_a_long_schema_and_long_arguments_are_written_and_read_once(monkeypatch)
         CompletionRequest.model_validate({"structured_outputs": {"json": schema}}),
     ]
     for request in asked:
-        params = request.params(4, None)
+        params = request.to_sampling_params(4, None)
         assert {own.json_schema for own in params} == {json.dumps(schema)}
     assert counts == ["dumps", "dumps"]
     counts.clear()
@@ -130,8 +130,8 @@ def test_a_long_schema_and_long_arguments_are_written_and_read_once(monkeypatch)
     calls = [call | {"id": f"c{number}"} for number in range(5)]
     message = {"role": "assistant", "content": "", "tool_calls": calls}
     (message,) = ChatRequest.model_validate({"messages": [message]}).messages
-    assert message.texts[1:] == ['{"a": "\u00e9"}'] * 5
-    assert [own["function"]["arguments"] for own in message.plain["tool_calls"]] == [
+    assert message.text_fields[1:] == ['{"a": "\u00e9"}'] * 5
+    assert [own["function"]["arguments"] for own in message.as_dict["tool_calls"]] == [
         {"a": "\u00e9"}
     ] * 5
     assert counts.count("loads") == 5

@@ -11,7 +11,7 @@ from conftest import count_calls
 from serving import PATH, engine_alone, refusal, serving, small_engine, until
 
 CHAT = "/v1/chat/completions"
-TALK = [{"role": "user", "content": "Tom"}]
+MESSAGES = [{"role": "user", "content": "Tom"}]
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -55,7 +55,7 @@ def test_still_a_text_may_be_any_text(client, tiny_llama):
 
 
 def test_replies_hold_to_a_schema(client):
-    body = {"messages": TALK, "response_format": NAMED, "n": 8, "seed": 1}
+    body = {"messages": MESSAGES, "response_format": NAMED, "n": 8, "seed": 1}
     choices = client.post(CHAT, body)[1]["choices"]
     texts = {choice["message"]["content"] for choice in choices}
     for text in texts:
@@ -64,7 +64,7 @@ def test_replies_hold_to_a_schema(client):
 
 
 def test_a_reply_that_is_cut_says_so(client):
-    body = {"messages": TALK, "response_format": NAMED, "max_tokens": 3}
+    body = {"messages": MESSAGES, "response_format": NAMED, "max_tokens": 3}
     (choice,) = client.post(CHAT, body)[1]["choices"]
     assert choice["finish_reason"] == "length"
     with pytest.raises(ValueError):
@@ -83,7 +83,7 @@ def test_the_official_client_parses(client):
 
     where = {"base_url": f"http://127.0.0.1:{client.port}/v1", "api_key": "none"}
     with openai.OpenAI(**where, max_retries=0) as openai_client:
-        ask = {"model": "small", "messages": TALK, "response_format": Animal}
+        ask = {"model": "small", "messages": MESSAGES, "response_format": Animal}
         reply = openai_client.chat.completions.parse(**ask, seed=2)
         animal = reply.choices[0].message.parsed
         assert isinstance(animal, Animal)
@@ -91,7 +91,11 @@ def test_the_official_client_parses(client):
             openai_client.chat.completions.parse(**ask, max_completion_tokens=2)
         with openai_client.chat.completions.stream(**ask, seed=2) as stream:
             assert stream.get_final_completion().choices[0].message.parsed == animal
-        ask["messages"] = [*TALK, reply.choices[0].message, *TALK]  # it has the field parsed
+        ask["messages"] = [
+            *MESSAGES,
+            reply.choices[0].message,
+            *MESSAGES,
+        ]  # it has the field parsed
         assert openai_client.chat.completions.parse(**ask, seed=2).choices[0].message.parsed
 
 
@@ -130,7 +134,7 @@ CHOSEN = {"structured_outputs": {"choice": ["a"]}}
     ],
 )
 def test_what_no_form_is(client, fields, message):
-    for path, needed in ((PATH, {}), (CHAT, {"messages": TALK})):
+    for path, needed in ((PATH, {}), (CHAT, {"messages": MESSAGES})):
         found = client.post(path, needed | fields)
         assert found == (400, refusal(message, message.partition(".")[0].partition(":")[0]))
 
@@ -155,7 +159,7 @@ def test_one_form_a_request(client):
 )
 def test_a_schema_that_is_not_done_is_refused_with_what_it_is(client, schema, words):
     named = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    status, found = client.post(CHAT, {"messages": TALK, "response_format": named})
+    status, found = client.post(CHAT, {"messages": MESSAGES, "response_format": named})
     error = found["error"]
     assert status == 400 and error["param"] == "response_format"
     assert words in error["message"] and len(error["message"]) < 500
@@ -168,7 +172,7 @@ def test_a_schema_that_is_not_done_is_refused_with_what_it_is(client, schema, wo
 )
 def test_a_form_decides_where_its_text_ends(client, name, value):
     for form, field in (({"response_format": NAMED}, "json_schema"), (CHOSEN, "choices")):
-        status, found = client.post(CHAT, {"messages": TALK, name: value} | form)
+        status, found = client.post(CHAT, {"messages": MESSAGES, name: value} | form)
         assert status == 400 and found["error"]["param"] == name
         assert found["error"]["message"].startswith(f"{name} does not go with {field}: ")
 
@@ -313,5 +317,5 @@ def test_many_choices_of_many_texts_hold_up_nobody(tiny_llama):
     from server.protocol import CompletionRequest
 
     body = {"structured_outputs": {"choice": [""] * 1024}, "n": 128}
-    calls = count_calls(lambda: CompletionRequest.model_validate(body).params(4, None))
+    calls = count_calls(lambda: CompletionRequest.model_validate(body).to_sampling_params(4, None))
     assert calls < 8 * 1024 * 128

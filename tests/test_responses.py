@@ -29,7 +29,7 @@ from loading.tokenizer import load_encoding
 PATH = "/v1/responses"
 CHAT = "/v1/chat/completions"
 LOGPROBS = {"include": ["message.output_text.logprobs"]}
-TALK = [
+MESSAGES = [
     {"role": "user", "content": "cat, moon"},
     {"role": "assistant", "content": "A cat saw the moon."},
     {"role": "user", "content": "dog"},
@@ -174,9 +174,9 @@ def hermes(engine, write_chat):
         yield client
 
 
-@pytest.mark.parametrize("given", ["cat, moon", TALK])
+@pytest.mark.parametrize("given", ["cat, moon", MESSAGES])
 def test_a_response_is_the_text_of_the_engine(client, tiny_llama, given):
-    talk = given if isinstance(given, list) else TALK[:1]
+    talk = given if isinstance(given, list) else MESSAGES[:1]
     prompt = Chat(SMALL).encode(talk, small_encoding())
     params = {"seed": 4, "top_p": 0.9, "temperature": 0.8}
     for length, status in ((6, "incomplete"), (None, "incomplete")):
@@ -386,7 +386,7 @@ def test_the_form_of_a_text(hermes, form):
 
 def test_log_probabilities_are_those_of_chat_completions(client):
     own = {"seed": 3, "top_logprobs": 2}
-    body = {"messages": TALK[:1], "logprobs": True, "max_tokens": 9} | own
+    body = {"messages": MESSAGES[:1], "logprobs": True, "max_tokens": 9} | own
     (choice,) = client.post(CHAT, body)[1]["choices"]
     entries = choice["logprobs"]["content"]
     assert len(entries) == 9
@@ -470,7 +470,7 @@ def test_an_effort_is_for_the_template(tiny_llama, write_chat, effort, written, 
         assert named == ("reasoning.effort" if effort and not done else None)
 
 
-ALL_IGNORED = {  # field -> what asks for nothing, and for something
+ALL_IGNORED_FIELDS = {  # field -> what asks for nothing, and for something
     "access_programs": (None, ["a"]),
     "cache_prompt": (True, False),
     "guided_decoding_backend": (None, "guidance"),
@@ -507,19 +507,19 @@ ALL_IGNORED = {  # field -> what asks for nothing, and for something
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_ignored_is_named_as_the_client_wrote_it(client, stream):
-    from server.protocol import IGNORED
+    from server.protocol import IGNORED_FIELDS
 
-    assert IGNORED.keys() - ALL_IGNORED.keys() == {"reasoning_effort", "verbosity"}
+    assert IGNORED_FIELDS.keys() - ALL_IGNORED_FIELDS.keys() == {"reasoning_effort", "verbosity"}
     names = []
     body = {"input": "Tom", "max_output_tokens": 1, "stream": stream}
     for place in (0, 1):
-        fields = {name: values[place] for name, values in ALL_IGNORED.items()}
+        fields = {name: values[place] for name, values in ALL_IGNORED_FIELDS.items()}
         with client.send("POST", PATH, body | fields) as answer:
             assert answer.status == 200, answer.read()
             names.append(answer.headers["X-Ignored-Fields"])
     assert names[0] is None
     inside = {
-        "reasoning": {f"reasoning.{name}" for name in ALL_IGNORED["reasoning"][1]},
+        "reasoning": {f"reasoning.{name}" for name in ALL_IGNORED_FIELDS["reasoning"][1]},
         "stream_options": {
             "stream_options.continuous_usage_stats",
             "stream_options.include_obfuscation",
@@ -528,7 +528,7 @@ def test_what_is_ignored_is_named_as_the_client_wrote_it(client, stream):
     }
     named = names[1].split(", ")
     assert len(named) == len(set(named))
-    assert set(named) == (ALL_IGNORED.keys() - inside.keys()).union(*inside.values())
+    assert set(named) == (ALL_IGNORED_FIELDS.keys() - inside.keys()).union(*inside.values())
 
 
 def test_what_is_done_is_not_named(client):
@@ -551,7 +551,7 @@ def test_a_part_and_a_name_as_chats_have_them():
     item = {"role": "user", "name": "Ann", "content": [part], "timestamp": 1, "function_call": None}
     asked = ResponsesRequest.model_validate({"input": [item]})
     said = {"role": "user", "name": "Ann", "content": "Tom"}
-    assert [each.plain for each in asked.to_chat().messages] == [said]
+    assert [each.as_dict for each in asked.to_chat().messages] == [said]
 
 
 STORED = "is not supported: no response is stored here, so send the earlier items in input"
@@ -609,7 +609,7 @@ def form(schema, **fields) -> dict:
         ),
         ({"input": [{"id": "msg_1"}]}, f"input.0.id: msg_1 {NOT_KEPT}", "input"),
         (
-            {"input": [*TALK, {"type": "item_reference", "id": "m" * 10**5}]},
+            {"input": [*MESSAGES, {"type": "item_reference", "id": "m" * 10**5}]},
             f"input.3.id: {'m' * 100} {NOT_KEPT}",
             "input",
         ),
@@ -721,7 +721,11 @@ def form(schema, **fields) -> dict:
             "max_tokens is not a field of this request; did you mean max_output_tokens?",
             None,
         ),
-        ({"messages": TALK}, "messages is not a field of this request; did you mean input?", None),
+        (
+            {"messages": MESSAGES},
+            "messages is not a field of this request; did you mean input?",
+            None,
+        ),
         (
             {"response_format": {"type": "text"}},
             "response_format is not a field of this request; did you mean text.format?",
@@ -775,7 +779,7 @@ def form(schema, **fields) -> dict:
         ({"max_output_tokens": -2}, None, "max_output_tokens"),
         (message(contents="a"), None, "input"),
         (
-            {"input": [*TALK, OUTPUT]},
+            {"input": [*MESSAGES, OUTPUT]},
             "input.3.call_id is the call_id of no function_call before it",
             "input",
         ),
@@ -891,7 +895,7 @@ def test_an_item_by_its_id_is_the_item(hermes, stream):
         calls = [item["call_id"] for item in output if item["type"] == "function_call"]
         ends = [OUTPUT | {"call_id": name} for name in calls] + conversation("So?")
         first, *others = (
-            whole(hermes, own | {"input": [*TALK[:1], *items, *ends], "max_output_tokens": 9})
+            whole(hermes, own | {"input": [*MESSAGES[:1], *items, *ends], "max_output_tokens": 9})
             for items in (output, by_id(output), [{"id": item["id"]} for item in output])
         )
         assert plain(others) == plain([first] * 2)
@@ -912,7 +916,7 @@ def test_an_item_is_kept_unless_its_client_asks_not_to_store(client, stream):
     for fields, status in (({"store": False}, 400), ({"store": None}, 200), ({}, 200)):
         body = {"input": "Tom", "max_output_tokens": 3} | LOGPROBS | fields
         (item,) = replayed(events_of(client, body)) if stream else whole(client, body)["output"]
-        body = {"input": [*by_id([item]), *TALK[2:]], "max_output_tokens": 1}
+        body = {"input": [*by_id([item]), *MESSAGES[2:]], "max_output_tokens": 1}
         found = client.post(PATH, body)
         assert found[0] == status
         if status == 400:
@@ -920,34 +924,34 @@ def test_an_item_is_kept_unless_its_client_asks_not_to_store(client, stream):
 
 
 def test_kept_items_leave_by_their_last_use():
-    from server.responses import MAX_KEPT, KeptItems
+    from server.responses import MAX_STORED_BYTES, ItemStore
 
     def item(name, length=100):
         part = {"type": "output_text", "text": "a" * length, "logprobs": [{"token": "a"}] * length}
         return {"id": name, "type": "message", "role": "assistant", "content": [part]}
 
-    one = KeptItems()
-    assert one.max_bytes == MAX_KEPT == 2**24
-    one.keep(item("a"))
-    size = len(one.find("a"))
-    assert size < 300 and json.loads(one.find("a"))["content"][0]["logprobs"] == []
-    kept = KeptItems(3 * size + 1)
+    one = ItemStore()
+    assert one.max_bytes == MAX_STORED_BYTES == 2**24
+    one.add(item("a"))
+    size = len(one.get("a"))
+    assert size < 300 and json.loads(one.get("a"))["content"][0]["logprobs"] == []
+    item_store = ItemStore(3 * size + 1)
     for name in "abc":
-        kept.keep(item(name))
-    assert kept.find("a") and kept.find("x") is None
-    kept.keep(item("d"))
-    assert [name for name in "abcd" if kept.find(name)] == ["a", "c", "d"]
-    kept.keep(item("e", 100 + size))
-    assert [name for name in "abcde" if kept.find(name)] == ["d", "e"]
-    assert kept.num_bytes == 3 * size == sum(map(len, kept.items.values()))
-    kept.keep(item("f", 4 * size))
-    assert (kept.num_bytes, kept.items) == (0, {})
+        item_store.add(item(name))
+    assert item_store.get("a") and item_store.get("x") is None
+    item_store.add(item("d"))
+    assert [name for name in "abcd" if item_store.get(name)] == ["a", "c", "d"]
+    item_store.add(item("e", 100 + size))
+    assert [name for name in "abcde" if item_store.get(name)] == ["d", "e"]
+    assert item_store.num_bytes == 3 * size == sum(map(len, item_store.items.values()))
+    item_store.add(item("f", 4 * size))
+    assert (item_store.num_bytes, item_store.items) == (0, {})
 
 
 def test_an_item_that_has_left_or_is_of_another_server_is_refused(client, tiny_llama, monkeypatch):
     import server.responses as module
 
-    monkeypatch.setattr(module, "KeptItems", functools.partial(module.KeptItems, 500))
+    monkeypatch.setattr(module, "ItemStore", functools.partial(module.ItemStore, 500))
     with serving(lambda: small_engine(tiny_llama)) as other:
         body = {"input": "Tom", "max_output_tokens": 2}
         items = [whole(other, body)["output"][0] for _ in range(4)]
@@ -961,21 +965,21 @@ def test_an_item_that_has_left_or_is_of_another_server_is_refused(client, tiny_l
 
 def test_items_by_id_are_no_more_than_a_body(hermes):
     """A short body of references is no way to a long one."""
-    from server.app import MAX_BYTES
+    from server.app import MAX_BODY_BYTES
     from server.protocol import APIError
-    from server.responses_protocol import MAX_REFERENCED, ResponsesRequest
+    from server.responses_protocol import MAX_REFERENCED_BYTES, ResponsesRequest
 
-    assert MAX_REFERENCED == MAX_BYTES
+    assert MAX_REFERENCED_BYTES == MAX_BODY_BYTES
     part = {"type": "output_text", "text": "a" * 2**16}
     data = json.dumps({"role": "assistant", "content": [part]}).encode()
     for times in (15, 16):
         body = {"input": [{"type": "item_reference", "id": "a"}] * times}
         asked = ResponsesRequest.model_validate(body)
         if times == 15:
-            assert len(asked.with_items(lambda name: data).messages) == 15
+            assert len(asked.resolve_references(lambda name: data).messages) == 15
             continue
         with pytest.raises(APIError) as error:
-            asked.with_items(lambda name: data)
+            asked.resolve_references(lambda name: data)
         assert str(error.value) == "input: it refers to items of more than 1048576 bytes together"
 
 

@@ -14,7 +14,7 @@ from loading.defaults import read_sampling_defaults
 from loading.load import Source, resolve_source
 
 FILE = "generation_config.json"
-TALK = [{"role": "user", "content": "rocket, moon"}]
+MESSAGES = [{"role": "user", "content": "rocket, moon"}]
 ASK = ("--chat", "--prompt", "rocket, moon", "--max-new-tokens", 20, "--seed", 1)
 OFF = "--generation-config none"
 
@@ -167,12 +167,12 @@ def test_nothing_but_chats_takes_them(cli, advised):
 def test_a_server_takes_them_for_chats(tiny_llama):
     """Where a request says nothing else; a completion stays as it was."""
     chat = Chat(SMALL)
-    prompt = chat.encode(TALK, small_encoding())
+    prompt = chat.encode(MESSAGES, small_encoding())
     defaults = {"temperature": 0.4, "top_k": 3, "repetition_penalty": 1.3}
     body = {"max_tokens": 12, "seed": 5}
     with serving(lambda: small_engine(tiny_llama), chat, defaults=defaults) as client:
         for given in ({}, {"temperature": 1.1}, {"top_k": -1, "repetition_penalty": 1}):
-            asked = {"messages": TALK} | body | given
+            asked = {"messages": MESSAGES} | body | given
             text = client.post("/v1/chat/completions", asked)[1]["choices"][0]["message"]["content"]
             params = {"seed": 5, "max_new_tokens": 12} | defaults | given
             assert text == engine_alone(tiny_llama, prompt, **params)[1]

@@ -19,9 +19,9 @@ from serving import (
 )
 
 CHAT = "/v1/chat/completions"
-TALK = [{"role": "user", "content": "Tom"}]
+MESSAGES = [{"role": "user", "content": "Tom"}]
 ASKED = {PATH: {"prompt": "Tom", "logprobs": 3}}
-ASKED[CHAT] = {"messages": TALK, "logprobs": True, "top_logprobs": 3}
+ASKED[CHAT] = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 3}
 SCHEMA = {
     "type": "object",
     "properties": {"animal": {"enum": ["cat", "dog", "fox"]}, "wild": {"type": "boolean"}},
@@ -204,7 +204,7 @@ def test_what_is_wrong_is_said(client, fields, message):
 
 
 def test_false_is_no_log_probabilities(client):
-    body = {"messages": TALK, "logprobs": False, "response_format": NAMED, "show_allowed": 3}
+    body = {"messages": MESSAGES, "logprobs": False, "response_format": NAMED, "show_allowed": 3}
     message = "show_allowed is for a request with logprobs only"
     assert client.post(CHAT, body) == (400, refusal(message, "show_allowed"))
 
@@ -276,10 +276,10 @@ def test_many_texts_hold_up_nobody(tiny_llama, monkeypatch):
     """128 texts with 20 names at each place: the event loop writes names, and computes no mask."""
     import asyncio
 
-    from server.chat_completions import Reply
+    from server.chat_completions import ChatCompletionBuilder
     from server.engine_thread import Update
     from server.protocol import ChatRequest
-    from server.served import Served
+    from server.served import ServedModel
 
     asked = ASKED[CHAT] | {"n": 128, "show_allowed": 20, "stream": True}
     body = ChatRequest.model_validate(asked | {"structured_outputs": {"regex": ".*"}})
@@ -290,9 +290,9 @@ def test_many_texts_hold_up_nobody(tiny_llama, monkeypatch):
         from server.engine_thread import EngineThread
 
         async with EngineThread(lambda: small_engine(tiny_llama)) as thread:
-            served = Served(thread, "small", "nowhere", None)
-            reply = Reply("name", body, served, 1, None)
-            reply.allowed = served.allowed(body, body.params(4, 3)[0])
+            served = ServedModel(thread, "small", "nowhere", None)
+            reply = ChatCompletionBuilder("name", body, served, 1, None)
+            reply.allowed = served.allowed(body, body.to_sampling_params(4, 3)[0])
             reply.allowed.read(updates)
             monkeypatch.setattr("constraints.GrammarMatcher.allowed", None)  # it takes long
             return count_calls(lambda: found.append(reply.deltas(updates)))
@@ -308,7 +308,7 @@ def test_the_official_client_has_the_fields(client):
 
     where = {"base_url": f"http://127.0.0.1:{client.port}/v1", "api_key": "none"}
     with openai.OpenAI(**where, max_retries=0) as openai_client:
-        ask = {"model": "small", "messages": TALK, "response_format": NAMED, "logprobs": True}
+        ask = {"model": "small", "messages": MESSAGES, "response_format": NAMED, "logprobs": True}
         reply = openai_client.chat.completions.create(**ask, extra_body={"show_allowed": 5})
         content = reply.choices[0].logprobs.content
         assert content[0].allowed["count"] == len(may_follow(b"", OBJECTS))

@@ -10,7 +10,7 @@ from loading.chat import Chat
 
 PATH = "/v1/completions"
 CHAT = "/v1/chat/completions"
-TALK = [{"role": "user", "content": "Tom"}]
+MESSAGES = [{"role": "user", "content": "Tom"}]
 IDS = dict(zip(CONTROL, range(4095, 4104)))
 TEMPLATE = "{{ messages[0].content }}"
 
@@ -37,7 +37,7 @@ def client(tiny, write_chat, chat_encoding, written):
 def texts_of(client, fields: dict) -> set[str]:
     """The text of both APIs, whole and in events."""
     found = set()
-    for path, asked in ((PATH, {"prompt": "Tom"}), (CHAT, {"messages": TALK})):
+    for path, asked in ((PATH, {"prompt": "Tom"}), (CHAT, {"messages": MESSAGES})):
         status, answer = client.post(path, {"max_tokens": 64} | asked | fields)
         assert status == 200, answer
         choices = [answer["choices"]]
@@ -105,7 +105,7 @@ def test_what_a_call_is_found_by_is_not_left_out(tiny, write_chat, chat_encoding
         model = tiny(vocab_size=4104, block_size=256, eos_token_id=IDS[END])
         return writing(Engine(model, encoding=chat_encoding), ids)
 
-    body = {"messages": TALK, "tools": [tool("look")], "max_tokens": 64}
+    body = {"messages": MESSAGES, "tools": [tool("look")], "max_tokens": 64}
     with serving(make, Chat(write_chat(template))) as client:
         status, answer = client.post(CHAT, body)
     assert status == 200, answer

@@ -163,9 +163,9 @@ HEADER = "X-Ignored-Fields"
 )
 def test_a_wish_about_reasoning_is_for_the_template(template, fields, written, ignored, write_chat):
     from server.protocol import ChatRequest
-    from server.served import Served
+    from server.served import ServedModel
 
-    served = Served(None, "small", "small", Chat(write_chat(template)), has_local_engine=False)
+    served = ServedModel(None, "small", "small", Chat(write_chat(template)), has_local_engine=False)
     variables, names = served.variables(ChatRequest(messages=TOM["messages"], **fields))
     assert served.chat.with_template_kwargs(variables).render(TOM["messages"]) == written
     assert ", ".join(names) == (ignored or "")

@@ -13,10 +13,10 @@ from loading.chat import Chat
 from loading.tokenizer import load_encoding
 from sampling import SamplingParams
 from server.protocol import APIError
-from server.served import Served
+from server.served import ServedModel
 
 PATH = "/v1/chat/completions"
-TALK = conversation("Tom")
+MESSAGES = conversation("Tom")
 PLACE = {
     "place": {"enum": ["sea", 'w"{}\\o\u00e9d']},
     "far": {
@@ -72,7 +72,7 @@ def known(engine, chat, fields: dict, seed: int, length: int) -> tuple[str, str]
     grammar = calls_grammar(form, tools, vocabulary, choice, parallel)
     biases = {int(token): bias for token, bias in fields.get("logit_bias", {}).items()}
     options = {"temperature": 1.0, "seed": seed, "calls": grammar, "logit_bias": biases}
-    prompt = chat.with_tools(TOOLS).encode(TALK, alone.encoding)
+    prompt = chat.with_tools(TOOLS).encode(MESSAGES, alone.encoding)
     (found,) = results_of(alone, [prompt], [SamplingParams(length, **options)])
     return found[1], found[3]
 
@@ -103,7 +103,7 @@ def test_a_reply_is_the_text_of_the_engine(served, engine, fields):
     called = 0
     length = 250 if fields.get("tool_choice") in ("required", NAMED) else 60
     for seed in range(4):
-        body = {"messages": TALK, "tools": TOOLS, "seed": seed, "max_tokens": length} | fields
+        body = {"messages": MESSAGES, "tools": TOOLS, "seed": seed, "max_tokens": length} | fields
         text, reason = known(engine, chat, fields, seed, length)
         status, found = client.post(PATH, body)
         assert status == 200, found
@@ -158,7 +158,7 @@ def test_a_stream_tells_the_same(served, fields):
     client, _, _ = served
     named = pieces = 0
     for seed in range(3):
-        body = {"messages": TALK, "tools": TOOLS, "seed": seed, "max_tokens": 120} | fields
+        body = {"messages": MESSAGES, "tools": TOOLS, "seed": seed, "max_tokens": 120} | fields
         (choice,) = client.post(PATH, body)[1]["choices"]
         events = client.events(PATH, body | {"stream": True})
         message, reason = whole_of(events)
@@ -184,7 +184,7 @@ def test_a_call_that_is_cut_says_so(served, engine):
     client, chat, template = served
     fields = {"tool_choice": "required", "parallel_tool_calls": False}
     for length in range(1, 60, 3):
-        body = {"messages": TALK, "tools": TOOLS, "seed": 5, "max_tokens": length} | fields
+        body = {"messages": MESSAGES, "tools": TOOLS, "seed": 5, "max_tokens": length} | fields
         text, reason = known(engine, chat, fields, 5, length)
         (choice,) = client.post(PATH, body)[1]["choices"]
         streamed = whole_of(client.events(PATH, body | {"stream": True}))
@@ -213,22 +213,22 @@ def test_results_go_back(served):
         "type": "function",
         "function": {"name": "look", "arguments": {"place": "sea", "far": []}},
     }
-    plain = [*TALK, reply | {"content": "", "tool_calls": [parsed]}, back]
+    plain = [*MESSAGES, reply | {"content": "", "tool_calls": [parsed]}, back]
     encoding = client.thread.engine.encoding
     for tools in (TOOLS, None):
-        body = {"messages": [*TALK, reply, back], "tools": tools, "max_tokens": 1}
+        body = {"messages": [*MESSAGES, reply, back], "tools": tools, "max_tokens": 1}
         status, found = client.post(PATH, body)
         assert status == 200, found
         ids = chat.with_tools(tools).encode(plain, encoding)
         assert found["usage"]["prompt_tokens"] == len(ids)
     client.post(
-        PATH, body | {"messages": [*TALK, reply | {"tool_calls": [said | {"index": 0}]}, back]}
+        PATH, body | {"messages": [*MESSAGES, reply | {"tool_calls": [said | {"index": 0}]}, back]}
     )
 
 
 def test_n_replies_have_calls_of_their_own(served):
     client, _, _ = served
-    body = {"messages": TALK, "tools": TOOLS, "tool_choice": "required", "n": 3, "seed": 2}
+    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "n": 3, "seed": 2}
     body |= {"max_tokens": 120, "parallel_tool_calls": False}
     choices = client.post(PATH, body)[1]["choices"]
     alone = [
@@ -247,7 +247,7 @@ def test_n_replies_have_calls_of_their_own(served):
 
 def test_log_probabilities_are_of_all_tokens(served):
     client, _, template = served
-    body = {"messages": TALK, "tools": TOOLS, "tool_choice": NAMED, "seed": 1, "logprobs": True}
+    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": NAMED, "seed": 1, "logprobs": True}
     (choice,) = client.post(PATH, body | {"max_tokens": 120})[1]["choices"]
     tokens = [each["token"] for each in choice["logprobs"]["content"]]
     text = "".join(tokens).removesuffix("<|im_end|>")
@@ -260,7 +260,7 @@ def test_the_official_client_calls_tools(served):
     client, _, _ = served
     where = {"base_url": f"http://127.0.0.1:{client.port}/v1", "api_key": "none"}
     with openai.OpenAI(**where, max_retries=0) as openai_client:
-        messages = list(TALK)
+        messages = list(MESSAGES)
         ask = {"model": "small", "tools": TOOLS, "seed": 1, "parallel_tool_calls": False}
         for turn in range(2):
             options = ask | {"messages": messages, "tool_choice": "required"}
@@ -289,7 +289,7 @@ OBJECT = "messages.1.tool_calls.0.function.arguments: it must be the JSON of an 
 
 
 def said(arguments) -> list[dict]:
-    return [*TALK, {"role": "assistant", "tool_calls": [call("look", arguments)]}]
+    return [*MESSAGES, {"role": "assistant", "tool_calls": [call("look", arguments)]}]
 
 
 @pytest.mark.parametrize(
@@ -321,11 +321,11 @@ def said(arguments) -> list[dict]:
             "structured_outputs",
         ),
         ({"tools": TOOLS, "min_tokens": 3, "max_tokens": 9}, None, "min_tokens"),
-        ({"messages": [TALK[0] | {"tool_calls": [call("f", "{}")]}]}, ONLY, "messages"),
-        ({"messages": [*TALK, TALK[0] | {"tool_call_id": "a"}]}, NEEDED, "messages"),
-        ({"messages": [*TALK, {"role": "tool", "content": "x"}]}, NEEDED, "messages"),
+        ({"messages": [MESSAGES[0] | {"tool_calls": [call("f", "{}")]}]}, ONLY, "messages"),
+        ({"messages": [*MESSAGES, MESSAGES[0] | {"tool_call_id": "a"}]}, NEEDED, "messages"),
+        ({"messages": [*MESSAGES, {"role": "tool", "content": "x"}]}, NEEDED, "messages"),
         (
-            {"messages": [*TALK, {"role": "tool", "content": "x", "tool_call_id": "a"}]},
+            {"messages": [*MESSAGES, {"role": "tool", "content": "x", "tool_call_id": "a"}]},
             NONE,
             "messages",
         ),
@@ -341,7 +341,7 @@ def said(arguments) -> list[dict]:
 )
 def test_what_is_refused(served, fields, message, param):
     client, _, _ = served
-    body = {"messages": TALK, "max_tokens": 4} | fields
+    body = {"messages": MESSAGES, "max_tokens": 4} | fields
     for stream in (False, True):
         status, found = client.post(PATH, body | {"stream": stream})
         assert status == 400, found
@@ -354,7 +354,7 @@ def test_what_is_too_deep_for_python_is_refused():
     """How deep that is depends on its version."""
     served = SimpleNamespace(chat=None)
     with pytest.raises(APIError, match="^messages: too many objects inside each other$") as found:
-        with Served.refusing(served, "messages"):
+        with ServedModel.as_api_error(served, "messages"):
             raise RecursionError
     assert (found.value.status, found.value.param) == (400, "messages")
 
@@ -369,7 +369,7 @@ def test_a_template_may_want_a_system_message(engine, write_chat):
         assert status == 200, found
         (made,) = found["choices"][0]["message"]["tool_calls"]
         assert made["function"]["name"] == "count"
-        status, found = client.post(PATH, body | {"messages": TALK})
+        status, found = client.post(PATH, body | {"messages": MESSAGES})
         assert (status, found) == (
             400,
             refusal("chat template: a system message first", "messages"),
@@ -378,23 +378,23 @@ def test_a_template_may_want_a_system_message(engine, write_chat):
 
 def test_still_refused(served):
     client, _, _ = served
-    nothing = [*TALK, {"role": "user", "tool_calls": []}]
+    nothing = [*MESSAGES, {"role": "user", "tool_calls": []}]
     for fields in ({"tools": [{}]}, {"functions": [{"name": "f"}]}, {"messages": nothing}):
-        status, found = client.post(PATH, {"messages": TALK} | fields)
+        status, found = client.post(PATH, {"messages": MESSAGES} | fields)
         assert status == 400 and found["error"]["param"] == next(iter(fields))
 
 
 @pytest.mark.parametrize("template", [CHATML, "{{ messages[0].content }}"])
 def test_a_template_without_calls_is_named(engine, write_chat, template):
     with serving(engine, Chat(write_chat(template))) as client:
-        status, found = client.post(PATH, {"messages": TALK, "tools": TOOLS})
+        status, found = client.post(PATH, {"messages": MESSAGES, "tools": TOOLS})
         assert status == 400 and found["error"]["param"] == "tools"
         assert found["error"]["message"].startswith("this chat template ")
         messages = [*said("{}"), {"role": "tool", "content": "x", "tool_call_id": "abcdefghi"}]
         status, found = client.post(PATH, {"messages": messages})
         assert status == 400 and found["error"]["param"] == "messages"
-        assert client.post(PATH, {"messages": TALK, "tools": [], "max_tokens": 1})[0] == 200
-        body = {"messages": TALK, "tools": None, "tool_choice": "auto", "max_tokens": 1}
+        assert client.post(PATH, {"messages": MESSAGES, "tools": [], "max_tokens": 1})[0] == 200
+        body = {"messages": MESSAGES, "tools": None, "tool_choice": "auto", "max_tokens": 1}
         assert client.post(PATH, body | {"parallel_tool_calls": True})[0] == 200
 
 
@@ -419,21 +419,21 @@ def test_what_arguments_say_is_seen_by_checks():
 
     made = [call("f", '{"a": "\\u00e9"}')]
     message = Message.model_validate({"role": "assistant", "content": "b", "tool_calls": made})
-    assert message.texts == ["b", '{"a": "\u00e9"}']
+    assert message.text_fields == ["b", '{"a": "\u00e9"}']
 
 
 def test_a_finish_reason_comes_after_all_calls(write_chat):
     """Also where a whole reply is new at once: clients look for the end of a call after it."""
     from loading.tools import find_form
-    from server.chat_completions import Reply
+    from server.chat_completions import ChatCompletionBuilder
     from server.engine_thread import Update
     from server.protocol import ChatRequest
 
     directory = write_chat(HERMES)
     form = find_form(Chat(directory), load_encoding(directory, 4104), (4098,))
-    body = {"messages": TALK, "tools": TOOLS, "stream": True, "model": "a"}
+    body = {"messages": MESSAGES, "tools": TOOLS, "stream": True, "model": "a"}
     body = ChatRequest.model_validate(body)
-    reply = Reply("a", body, None, 1, None, form)
+    reply = ChatCompletionBuilder("a", body, None, 1, None, form)
     text = f"Yes{form.begin}count{form.middle}{{}}{form.end}"
     deltas = reply.delta(0, Update((1,), text, (), "stop"))
     assert [each["finish_reason"] for each in deltas] == [None, None, "tool_calls"]
@@ -441,7 +441,7 @@ def test_a_finish_reason_comes_after_all_calls(write_chat):
     assert (first["role"], first["content"], last) == ("assistant", "Yes", {})
     assert first["tool_calls"][0]["function"] == {"name": "count", "arguments": ""}
     assert second["tool_calls"] == [{"index": 0, "function": {"arguments": "{}"}}]
-    cut = Reply("a", body, None, 1, None, form)  # in what could begin a call
+    cut = ChatCompletionBuilder("a", body, None, 1, None, form)  # in what could begin a call
     texts = ["Yes <tool", "_ca", ""]
     deltas = [
         delta["delta"]["content"]
@@ -459,13 +459,19 @@ def test_results_come_in_any_order():
     results = [
         {"role": "tool", "tool_call_id": id, "content": "x"} for id in ("second", "first", "second")
     ]
-    messages = [*TALK, {"role": "assistant", "tool_calls": made}, *results[:2], *TALK, results[2]]
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "tool_calls": made},
+        *results[:2],
+        *MESSAGES,
+        results[2],
+    ]
     assert len(ChatRequest.model_validate({"messages": messages}).messages) == 6
 
 
 def test_a_text_of_another_form_calls_nothing(served):
     client, _, _ = served
-    body = {"messages": TALK, "tools": TOOLS, "tool_choice": "none", "seed": 1}
+    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none", "seed": 1}
     text = {"response_format": {"type": "text"}, "max_tokens": 9}
     assert client.post(PATH, body | text)[0] == 200
     status, found = client.post(PATH, body | {"structured_outputs": {"choice": ["Yes.", "No."]}})
