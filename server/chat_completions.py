@@ -113,10 +113,10 @@ class ChatCompletionBuilder(ResponseBuilder):
         message = self.parse_message(index, update)
         parts = [{"tool_calls": [part]} for part in message.pop("tool_calls", ())]
         # Clients miss the end of a call that begins in the event with the finish reason.
-        ended = [{}] if parts and update.finish_reason else []
+        finish_events = [{}] if parts and update.finish_reason else []
         if message["content"] is None and not role:
             message = {}
-        first, *others = [message | (parts.pop(0) if parts else {}), *parts, *ended]
+        first, *others = [message | (parts.pop(0) if parts else {}), *parts, *finish_events]
         deltas = [
             {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
             for delta in (role | first, *others)

@@ -41,9 +41,9 @@ async def create_completion(body: CompletionRequest, served: ServedModel) -> Res
     encoded = await asyncio.to_thread(served.encode, body.prompts)
     keep = body.truncate_prompt_tokens
     prompts = [served.truncate_prompt(prompt, keep, max_new_tokens, "prompt") for prompt in encoded]
-    texts = [prompt for prompt in prompts for _ in params]
+    repeated_prompts = [prompt for prompt in prompts for _ in params]
     response_id = f"cmpl-{uuid.uuid4().hex}"
-    arguments = texts, params * len(prompts), body.cache_salt or "", response_id, adapter
+    arguments = repeated_prompts, params * len(prompts), body.cache_salt or "", response_id, adapter
     updates = served.thread.generate(*arguments)
     builder = CompletionBuilder(
         response_id, body, body.model or served.name, sum(map(len, prompts)), updates
@@ -51,14 +51,16 @@ async def create_completion(body: CompletionRequest, served: ServedModel) -> Res
     builder.allowed = served.allowed(body, params[0])
     if body.echo:
         echoed = [
-            given if len(kept) == len(whole) else kept
-            for given, kept, whole in zip(body.prompts, prompts, encoded)
+            prompt if len(truncated) == len(whole) else truncated
+            for prompt, truncated, whole in zip(body.prompts, prompts, encoded)
         ]
         echoes = await asyncio.to_thread(list, map(served.decode, echoed))
         body.check_echo(echoes)
         builder.echoes = [text for text in echoes for _ in params]
     if body.logprobs is not None:
-        builder.logprob_tables = [LogprobTable(served, params[0].silent_ids) for _ in texts]
+        builder.logprob_tables = [
+            LogprobTable(served, params[0].silent_ids) for _ in repeated_prompts
+        ]
     return with_ignored_fields(await builder.to_response(), body.ignored)
 
 
@@ -108,18 +110,20 @@ class LogprobTable:
 
     def add(self, update: Update) -> dict:
         """The columns of the next tokens; text_offset counts the whole characters before each."""
-        names = [self.name(token) for token in update.tokens]
-        tops = []
+        token_texts = [self.name(token) for token in update.tokens]
+        top_logprobs = []
         offsets = []
-        for token, name, (own, top) in zip(update.tokens, names, update.logprobs):
+        for token, name, (chosen, top) in zip(update.tokens, token_texts, update.logprobs):
             # With the chosen one, which is not always among the best.
-            tops.append({self.name(other): logprob for other, logprob in top} | {name: own})
+            top_logprobs.append(
+                {self.name(other): logprob for other, logprob in top} | {name: chosen}
+            )
             offsets.append(self.offset)
             self.offset += len(self.stream.add(token))
         return {
-            "tokens": names,
+            "tokens": token_texts,
             "token_logprobs": [entry.logprob for entry in update.logprobs],
-            "top_logprobs": tops,
+            "top_logprobs": top_logprobs,
             "text_offset": offsets,
         }
 

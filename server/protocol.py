@@ -268,10 +268,12 @@ def field_names(model: type[BaseModel]) -> set[str]:
 
 def describe_unknown_field(name: str, names: Iterable[str]) -> str:
     """What is wrong with a field of this name, and which name it may have been meant to have."""
-    same = next((group for group in SYNONYMS if name in group), ())
-    near = [other for other in same if other in names][:1]
-    near = near or difflib.get_close_matches(name[:100], names, 1)
-    return "is not a field of this request" + "".join(f"; did you mean {other}?" for other in near)
+    synonyms = next((group for group in SYNONYMS if name in group), ())
+    matches = [other for other in synonyms if other in names][:1]
+    matches = matches or difflib.get_close_matches(name[:100], names, 1)
+    return "is not a field of this request" + "".join(
+        f"; did you mean {other}?" for other in matches
+    )
 
 
 def find_lone_surrogate(body: Any) -> tuple[str | int, ...] | None:
@@ -282,9 +284,9 @@ def find_lone_surrogate(body: Any) -> tuple[str | int, ...] | None:
     with contextlib.suppress(ValueError):  # also for objects that are too deep for it
         to_json(body)
         return None
-    left = [((), body)]
-    while left:
-        path, value = left.pop()
+    pending = [((), body)]
+    while pending:
+        path, value = pending.pop()
         if isinstance(value, dict) and path and has_lone_surrogate("".join(value)):
             return path
         inner = []
@@ -293,7 +295,7 @@ def find_lone_surrogate(body: Any) -> tuple[str | int, ...] | None:
                 return (*path, name)[:6]
             if each and isinstance(each, dict | list):  # most of a long body is numbers
                 inner.append(((*path, name)[:6], each))
-        left += reversed(inner)
+        pending += reversed(inner)
     return None
 
 
@@ -863,16 +865,16 @@ class ChatRequest(GenerationRequest):
 
         `enable_thinking` turns it off or on, as in Qwen3; `reasoning_effort` says how much.
         """
-        asked = {}
+        variables = {}
         if self.reasoning_effort is not None:
-            asked["reasoning_effort"] = effort_variables(self.reasoning_effort)
+            variables["reasoning_effort"] = effort_variables(self.reasoning_effort)
         if isinstance(self.think, str):
-            asked["think"] = effort_variables(self.think)
+            variables["think"] = effort_variables(self.think)
         elif self.think is not None:
-            asked["think"] = {"enable_thinking": self.think}
+            variables["think"] = {"enable_thinking": self.think}
         if self.enable_thinking is not None:
-            asked["enable_thinking"] = {"enable_thinking": self.enable_thinking}
-        return asked
+            variables["enable_thinking"] = {"enable_thinking": self.enable_thinking}
+        return variables
 
     @property
     def tool_mode(self) -> str:

@@ -458,7 +458,7 @@ class ResponsesRequest(with_untyped_fields(RequestBody, CHAT_FIELDS)):
         """
         items = []
         size = 0
-        called = set()
+        call_ids = set()
         for index, item in enumerate(self.input):
             if item.item_type == ITEM_REFERENCE:
                 data = find(item.id)
@@ -476,8 +476,8 @@ class ResponsesRequest(with_untyped_fields(RequestBody, CHAT_FIELDS)):
                     first["loc"] = ("body", "input", index, *first["loc"])
                     raise RequestValidationError([first]) from None
             if item.item_type == "function_call":
-                called.add(item.call_id)
-            elif item.item_type == "function_call_output" and item.call_id not in called:
+                call_ids.add(item.call_id)
+            elif item.item_type == "function_call_output" and item.call_id not in call_ids:
                 what = "is the call_id of no function_call before it"
                 raise APIError(400, f"input.{index}.call_id {what}", "input")
             items.append(item)

@@ -174,12 +174,14 @@ class ServedModel:
             raise APIError(400, message, "truncate_prompt_tokens")
         if keep == -1:
             keep = window - new_tokens if new_tokens < window else window
-        kept = prompt if keep is None else prompt[-keep:]
-        if len(kept) > window:
-            message = f"a prompt of {len(kept)} tokens; this model's window has {window} tokens"
+        truncated = prompt if keep is None else prompt[-keep:]
+        if len(truncated) > window:
+            message = (
+                f"a prompt of {len(truncated)} tokens; this model's window has {window} tokens"
+            )
             message += ": send fewer, or truncate_prompt_tokens to keep the last ones only"
             raise APIError(400, message, field, "context_length_exceeded")
-        return kept
+        return truncated
 
     def encode_chat(self, body: ChatRequest) -> list[int]:
         """The token ids of a conversation up to where the reply begins.
@@ -200,8 +202,10 @@ class ServedModel:
             chat = self.chat.with_template_kwargs(variables)
             with self.as_api_error("tools"):
                 chat = chat.with_tools(body.tools or None, plain)
-            called = any(message.tool_calls or message.tool_call_id for message in body.messages)
-            if called and not body.tools:  # else `find_calls` has found it
+            has_tool_messages = any(
+                message.tool_calls or message.tool_call_id for message in body.messages
+            )
+            if has_tool_messages and not body.tools:  # else `find_calls` has found it
                 find_form(chat, self.thread.encoding, self.thread.config.eos_token_ids)
             try:
                 return chat.encode(plain, self.thread.encoding)
@@ -219,10 +223,10 @@ class ServedModel:
         template = "" if isinstance(self.chat, UserError) else self.chat.template_text
         variables = {}
         ignored = body.ignored
-        for field, asked in body.reasoning_variables.items():
-            known = {name: value for name, value in asked.items() if name in template}
-            variables |= known
-            if not known:
+        for field, requested in body.reasoning_variables.items():
+            recognized = {name: value for name, value in requested.items() if name in template}
+            variables |= recognized
+            if not recognized:
                 ignored.append(field)
         return variables | (body.chat_template_kwargs or {}), ignored
 

@@ -28,7 +28,7 @@ ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.int8: 0}
 SECONDS = 90  # that a process may take; then it says where it stands, and ends
 
 
-def keep_store(connection) -> None:
+def run_store(connection) -> None:
     """The store that torchrun has in a process of its own; it goes on when ranks end."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     connection.send(store.port)
@@ -39,7 +39,7 @@ def start(size: int, action, *arguments) -> list:
     """`size` processes, each of which calls an action."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
-    keeper = context.Process(target=keep_store, args=(there,), daemon=True)
+    keeper = context.Process(target=run_store, args=(there,), daemon=True)
     keeper.start()
     assert here.poll(SECONDS)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(here.recv())}
@@ -121,7 +121,7 @@ def run_engine_script(size, directory, *arguments) -> tuple[str, str]:
     return out, err
 
 
-def appears(directory, process, sign: str) -> str:
+def wait_for_output(directory, process, sign: str) -> str:
     """What the first process has written to stdout, as soon as that has a sign in it."""
     out = directory / "out0"
     while not (out.exists() and sign in out.read_text()):
@@ -138,7 +138,7 @@ def serving(directory, *arguments, size: int = 2):
     words = [*SMALL, "--port", 0, *arguments]
     processes = start(size, script, directory, serve.main, words)
     try:
-        address = appears(directory, processes[0], "\n")
+        address = wait_for_output(directory, processes[0], "\n")
         yield processes, Client(int(address.rsplit(":", 1)[1]), None, None)
     finally:
         wait(processes, 0)
@@ -183,7 +183,7 @@ def compared(size, name, tokens, *parallel_mode, **options) -> tuple:
 
     with attention_in_float64():
         found = results(size, action)
-        difference = torch.from_numpy(found[0][0]) - alone(name, tokens, **options)
+        difference = torch.from_numpy(found[0][0]) - single_process_logits(name, tokens, **options)
     return difference.abs().max().item(), found[0][1], [heads for *_, heads in found]
 
 
@@ -206,7 +206,7 @@ def attention_in_float64():
         yield
 
 
-def alone(name, tokens, dtype=torch.float32, native=True) -> torch.Tensor:
+def single_process_logits(name, tokens, dtype=torch.float32, native=True) -> torch.Tensor:
     from loading.load import load_model
     from native import build
     from native.linear import replace_with_native_linear

@@ -68,13 +68,13 @@ def engine_alone(tiny_llama, prompt, **fields) -> tuple:
 
 async def collect(updates) -> dict:
     """All updates of a call, joined: by index what `results_of` has."""
-    texts = {}
+    outputs = {}
     async for step in updates:
         assert step
         for index, (tokens, text, logprobs, reason) in step.items():
-            known = texts.get(index, ((), "", ()))
-            texts[index] = (known[0] + tokens, known[1] + text, known[2] + logprobs, reason)
-    return texts
+            known = outputs.get(index, ((), "", ()))
+            outputs[index] = (known[0] + tokens, known[1] + text, known[2] + logprobs, reason)
+    return outputs
 
 
 def in_turns(engine, turn):
@@ -143,13 +143,13 @@ def metric_families(client) -> list:
 
 def texts_by_index(events) -> dict[int, tuple]:
     """Text and finish reason of each choice: the last of its events alone has a reason."""
-    texts = {}
+    outputs = {}
     for event in events:
         (choice,) = event["choices"]
-        text, reason = texts.get(choice["index"], ("", None))
+        text, reason = outputs.get(choice["index"], ("", None))
         assert reason is None
-        texts[choice["index"]] = (text + choice["text"], choice["finish_reason"])
-    return texts
+        outputs[choice["index"]] = (text + choice["text"], choice["finish_reason"])
+    return outputs
 
 
 def until(condition, seconds: float = 120) -> None:

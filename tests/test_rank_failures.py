@@ -9,7 +9,7 @@ from asyncio.selector_events import BaseSelectorEventLoop
 from datetime import timedelta
 
 import pytest
-from ranks import SMALL, appears, script, serving, start, wait, written
+from ranks import SMALL, script, serving, start, wait, wait_for_output, written
 
 import infer_engine
 from engine import options
@@ -26,7 +26,7 @@ NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 def begin(directory) -> list:
     """Two processes that write a text without an end, once it has begun."""
     processes = start(2, script, directory, infer_engine.main, ENDLESS)
-    appears(directory, processes[0], "Tom ")
+    wait_for_output(directory, processes[0], "Tom ")
     return processes
 
 

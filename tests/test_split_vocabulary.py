@@ -6,11 +6,11 @@ from conftest import random_tokens
 from ranks import (
     LLAMA,
     ROUNDING,
-    alone,
     attention_in_float64,
     logits_of,
     results,
     run_engine_script,
+    single_process_logits,
 )
 
 from loading.load import save_model
@@ -31,7 +31,7 @@ def test_a_vocabulary_that_three_does_not_divide(compiled, tiny_llama, tmp_path,
 
     with attention_in_float64():
         (logits, (collectives, bytes_sent), _), *others = results(3, action)
-        expected = alone(tmp_path, tokens)
+        expected = single_process_logits(tmp_path, tokens)
     assert near(logits, expected)
     ends = 0, 21, 41, 61
     assert collectives == 2 * 4 + 2
