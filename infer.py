@@ -50,10 +50,10 @@ from model import Model
 from sampling import (
     NOT_FINITE,
     SamplingParams,
-    check_ids,
-    check_tokens_only,
-    ending_ids,
-    params_of_each,
+    all_stop_token_ids,
+    check_engine_only_params,
+    check_token_ids,
+    params_per_prompt,
 )
 
 
@@ -99,10 +99,10 @@ def generate(
     if not sequences:
         raise UserError("at least one prompt is needed")
     prompt_lengths = [len(sequence) for sequence in sequences]
-    each = params_of_each(params, len(sequences))
-    check_tokens_only(each)
+    each = params_per_prompt(params, len(sequences))
+    check_engine_only_params(each)
     for row_params in each:
-        check_ids(row_params, model.config)
+        check_token_ids(row_params, model.config)
     eos = model.config.eos_token_ids
     matchers = [make_matcher(row_params, encoding, model.config) for row_params in each]
     check_adapter(model, adapter)
@@ -118,21 +118,21 @@ def generate(
         cache = KVCache(model, len(sequences), min(longest, block_size), cache_dtype)
     finished = [row_params.max_new_tokens == 0 for row_params in each]
     while not all(finished):
-        allowed = [
+        token_masks = [
             None if done or matcher is None else matcher.checked(sequence[length:])
             for done, matcher, sequence, length in zip(
                 finished, matchers, sequences, prompt_lengths
             )
         ]
-        next_tokens = [single_allowed_token(mask) for mask in allowed]
+        next_tokens = [single_allowed_token(mask) for mask in token_masks]
         # Where each row has one way to go on, the model has no say. Its next pass computes several
         # positions.
         if any(token is None and not done for token, done in zip(next_tokens, finished)):
             starts = [window_start(len(sequence), block_size, stride) for sequence in sequences]
             windows = [sequence[start:] for sequence, start in zip(sequences, starts)]
             logits = next_logits(model, windows, cache, adapter=adapter)[:, 0]
-            next_tokens = model.runner.choose(
-                logits, each, sequences, prompt_lengths, generator, eos, allowed
+            next_tokens = model.runner.sample_batch(
+                logits, each, sequences, prompt_lengths, generator, eos, token_masks
             )
             if counts is not None:
                 counts["passes"] += 1
@@ -140,7 +140,7 @@ def generate(
         yield step
         for row, token in enumerate(step):
             # Only a token that was generated ends a text: a prompt may well end in EOS.
-            ends = token in ending_ids(each[row], eos)
+            ends = token in all_stop_token_ids(each[row], eos)
             if ends or len(sequences[row]) + 1 == lengths[row]:
                 finished[row] = True
             if not finished[row]:  # a finished row computes one position again, and none reads it
@@ -328,7 +328,7 @@ def run(args) -> None:
     encoding = load_encoding(source, model.config.vocab_size)
     params = with_tool_calls(params, chat, encoding, model.config)
     print_sampling_defaults(defaults)
-    skip = ending_ids(params, model.config.eos_token_ids)
+    skip = all_stop_token_ids(params, model.config.eos_token_ids)
 
     def write(tokens: list[list[int]], echoed: list[str]) -> list[str]:
         warn_long_prompts(tokens, model.config.block_size, args.stride)

@@ -40,11 +40,11 @@ from loading.tokenizer import Encoding, load_encoding
 from model import Model
 from sampling import (
     SamplingParams,
-    adjust,
-    check_ids,
-    check_tokens_only,
-    ending_ids,
-    restrict,
+    all_stop_token_ids,
+    apply_logits_processors,
+    apply_token_mask,
+    check_engine_only_params,
+    check_token_ids,
     sampling_probs,
 )
 
@@ -86,14 +86,14 @@ def generate_speculative(
     `infer.generate` does.
     """
     check_limits(LIMITS, gamma=gamma)
-    check_tokens_only([params])
+    check_engine_only_params([params])
     config = target.config
-    check_ids(params, config)
+    check_token_ids(params, config)
     matcher = make_matcher(params, encoding, config)
     stride = check_stride(stride, config.block_size)
     sequence = list(prompt) or [config.bos_token_id]
     prompt_length = len(sequence)
-    ends = ending_ids(params, config.eos_token_ids)
+    ends = all_stop_token_ids(params, config.eos_token_ids)
     end = prompt_length + params.max_new_tokens
     cache = KVCache(target, 1, min(end - 1, config.block_size), cache_dtype)
     propose = draft
@@ -113,12 +113,14 @@ def generate_speculative(
         logits = next_logits(target, [sequence[start:] + drafts], cache, keep=len(drafts) + 1)[0]
         texts = [sequence + drafts[:index] for index in range(len(drafts) + 1)]
         lengths = [prompt_length] * len(texts)
-        logits = adjust(logits, [params] * len(texts), texts, lengths, config.eos_token_ids)
+        logits = apply_logits_processors(
+            logits, [params] * len(texts), texts, lengths, config.eos_token_ids
+        )
         dead_ends = []  # the drafts after which no token may follow
         if matcher:
             masks = [matcher.allowed(text[prompt_length:]) for text in texts]
             dead_ends = [index for index, mask in enumerate(masks) if not mask.any()]
-            logits = restrict(logits, [mask if mask.any() else None for mask in masks])
+            logits = apply_token_mask(logits, [mask if mask.any() else None for mask in masks])
         if q is None:
             draft_ids = torch.tensor(drafts, dtype=torch.int64, device=logits.device)
             q = torch.nn.functional.one_hot(draft_ids, config.vocab_size).float()
@@ -171,12 +173,14 @@ class ModelDrafter:
             text = sequence + drafts
             window = text[window_start(len(text), self.block_size, self.stride) :]
             logits = next_logits(self.model, [window], self.cache)[0]
-            logits = adjust(logits, [self.params], [text], [prompt_length], self.eos)
+            logits = apply_logits_processors(
+                logits, [self.params], [text], [prompt_length], self.eos
+            )
             if self.matcher:
                 mask = self.matcher.allowed(text[prompt_length:])
                 if not mask.any():
                     break  # the target may refuse the draft before
-                logits = restrict(logits, [mask])
+                logits = apply_token_mask(logits, [mask])
             logits = logits[0]  # (vocab_size,)
             q[index] = sampling_probs(logits, self.params)
             if self.params.temperature == 0:  # the draw is known, and looking it up is faster
@@ -300,7 +304,7 @@ def run(args) -> None:
     target, *drafts = load_models(names, args, device)
     draft = drafts[0] if drafts else propose_prompt_lookup
     encoding = load_encoding(source, target.config.vocab_size)
-    skip = ending_ids(params, target.config.eos_token_ids)
+    skip = all_stop_token_ids(params, target.config.eos_token_ids)
     warn_dropped_bytes(encoding, *prompts)
     encoded = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
     warn_long_prompts(encoded, target.config.block_size, args.stride)

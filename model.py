@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from adapters import Adapters, use_adapters
 from cache import Span, layer_sliding_windows, make_causal_mask
 from errors import UserError
-from sampling import SamplingParams, choose
+from sampling import SamplingParams, sample_batch
 
 # layer, q, k, v -> attended values
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -104,18 +104,20 @@ class TorchRunner:
             x = x[rows]
         return model.head(x).float()
 
-    def choose(
+    def sample_batch(
         self,
         logits: torch.Tensor,
         params: list[SamplingParams],
-        texts: list[list[int]],
+        sequences: list[list[int]],
         prompt_lengths: list[int],
         generator: torch.Generator | None = None,
         eos: tuple[int, ...] = (),
-        allowed: list[torch.Tensor | None] | None = None,
+        token_masks: list[torch.Tensor | None] | None = None,
     ) -> list[int]:
-        """The next token of each text, with the arguments of `sampling.choose`."""
-        return choose(logits, params, texts, prompt_lengths, generator, eos, None, allowed)
+        """The next token of each text, with the arguments of `sampling.sample_batch`."""
+        return sample_batch(
+            logits, params, sequences, prompt_lengths, generator, eos, None, token_masks
+        )
 
 
 class Model(nn.Module):

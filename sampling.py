@@ -34,7 +34,7 @@ class SamplingParams:
     seed: int | None = None  # of the draws; None: they come from a generator
     stop: tuple[str, ...] = ()  # the text ends before the first of these strings
     stop_token_ids: tuple[int, ...] = ()  # it ends with the first of these, as with an EOS token
-    silent_ids: tuple[int, ...] = ()  # tokens that an engine leaves out of the text
+    skip_token_ids: tuple[int, ...] = ()  # tokens that an engine leaves out of the text
     min_tokens: int = 0  # no token and no string ends it among the first of this number
     logprobs: int | None = None  # report the N most likely tokens at each place; None: nothing
     choices: tuple[str, ...] = ()  # the text is one of these; (): any
@@ -63,7 +63,7 @@ class SamplingParams:
         return next((name for name in FORMS if getattr(self, name) not in ((), None)), None)
 
 
-LARGEST = sys.float_info.max
+MAX_FLOAT = sys.float_info.max
 MAX_CHOICES = 2**14  # bytes in all, because each takes a node of a trie
 FORMS = ("choices", "json_schema", "regex", "grammar", "calls")
 
@@ -77,38 +77,38 @@ def source_limit(size: int) -> tuple:
     )
 
 
-def is_id(value) -> bool:
+def is_token_id(value) -> bool:
     """Whether a value may be a token's id."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def is_bias(value) -> bool:
+def is_logit_bias(value) -> bool:
     """Whether a value may be added to a logit. OpenAI's API has this range."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and -100 <= value <= 100
 
 
-def are_biases(pairs: tuple) -> bool:
+def are_logit_biases(pairs: tuple) -> bool:
     """Whether these are pairs of ids and biases, with no id twice."""
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         return False
-    good = all(is_id(token) and is_bias(bias) for token, bias in pairs)
+    good = all(is_token_id(token) and is_logit_bias(bias) for token, bias in pairs)
     return good and len(dict(pairs)) == len(pairs)
 
 
 LIMITS = {  # field of SamplingParams: its type, which values are valid, how to say that
     "max_new_tokens": (int, lambda v: v >= 0, "an integer >= 0"),
     "ignore_eos": (bool, lambda v: True, "True or False"),
-    "temperature": (int | float, lambda v: 0 <= v <= LARGEST, "a finite number >= 0"),
+    "temperature": (int | float, lambda v: 0 <= v <= MAX_FLOAT, "a finite number >= 0"),
     "top_k": (int, lambda v: v >= 0, "an integer >= 0"),
     "top_p": (int | float, lambda v: 0 < v <= 1, "a number in (0, 1]"),
     "min_p": (int | float, lambda v: 0 <= v <= 1, "a number in [0, 1]"),
     "presence_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
     "frequency_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
-    "repetition_penalty": (int | float, lambda v: 0 < v <= LARGEST, "a finite number > 0"),
+    "repetition_penalty": (int | float, lambda v: 0 < v <= MAX_FLOAT, "a finite number > 0"),
     "logit_bias": (
         tuple,
-        are_biases,
+        are_logit_biases,
         "pairs of an id >= 0, each once, and a number in [-100, 100]",
     ),
     "seed": (
@@ -118,11 +118,11 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
     ),
     "stop": (
         tuple,
-        lambda v: all(isinstance(text, str) and text for text in v),
+        lambda v: all(isinstance(string, str) and string for string in v),
         "a tuple of strings that are not empty",
     ),
-    "stop_token_ids": (tuple, lambda v: all(map(is_id, v)), "a tuple of ids >= 0"),
-    "silent_ids": (tuple, lambda v: all(map(is_id, v)), "a tuple of ids >= 0"),
+    "stop_token_ids": (tuple, lambda v: all(map(is_token_id, v)), "a tuple of ids >= 0"),
+    "skip_token_ids": (tuple, lambda v: all(map(is_token_id, v)), "a tuple of ids >= 0"),
     "min_tokens": (int, lambda v: v >= 0, "an integer >= 0"),
     "logprobs": (
         int | None,
@@ -131,7 +131,7 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
     ),
     "choices": (
         tuple,
-        lambda v: all(isinstance(text, str) for text in v) and utf8_size(v) <= MAX_CHOICES,
+        lambda v: all(isinstance(string, str) for string in v) and utf8_size(v) <= MAX_CHOICES,
         "a tuple of texts, of 16,384 bytes of UTF-8 at most",
     ),
     # Longer ones may keep llguidance busy for seconds, or a chain of rules overflow its stack.
@@ -145,10 +145,10 @@ NOT_FINITE = (
 )
 
 
-def utf8_size(texts: tuple[str, ...]) -> float:
-    """How many bytes texts have in UTF-8; infinity for one that it cannot write."""
+def utf8_size(strings: tuple[str, ...]) -> float:
+    """How many bytes strings have in UTF-8; infinity for one that it cannot write."""
     try:
-        return sum(len(text.encode()) for text in texts)
+        return sum(len(string.encode()) for string in strings)
     except UnicodeEncodeError:
         return float("inf")
 
@@ -164,23 +164,23 @@ def check_form(params: SamplingParams) -> None:
             raise UserError(f"{name} does not go with {form}: {decide} where a text ends")
 
 
-def params_of_each(
+def params_per_prompt(
     params: SamplingParams | list[SamplingParams], count: int
 ) -> list[SamplingParams]:
     """The params of each of `count` prompts. Raises ValueError for a list of another length."""
-    each = [params] * count if isinstance(params, SamplingParams) else list(params)
-    if len(each) != count:
-        raise ValueError(f"{len(each)} params for {count} prompts")
-    return each
+    params_list = [params] * count if isinstance(params, SamplingParams) else list(params)
+    if len(params_list) != count:
+        raise ValueError(f"{len(params_list)} params for {count} prompts")
+    return params_list
 
 
-def check_tokens_only(each: list[SamplingParams]) -> None:
+def check_engine_only_params(params_list: list[SamplingParams]) -> None:
     """Raise UserError for parameters that ask for more than tokens, which only an engine gives."""
-    if any(params.stop or params.logprobs is not None for params in each):
+    if any(params.stop or params.logprobs is not None for params in params_list):
         raise UserError("stop and logprobs are for the engine alone")
 
 
-def check_ids(params: SamplingParams, config) -> None:
+def check_token_ids(params: SamplingParams, config) -> None:
     """Raise UserError for an id in the parameters that a model of this configuration lacks.
 
     And for min_tokens where no token could come first.
@@ -192,23 +192,23 @@ def check_ids(params: SamplingParams, config) -> None:
         if wrong:
             allowed = f"ids of this model are integers from 0 to {size - 1}"
             raise UserError(f"{name} has the id {wrong[0]}; {allowed}")
-    if params.min_tokens and len(set(ending_ids(params, config.eos_token_ids))) == size:
+    if params.min_tokens and len(set(all_stop_token_ids(params, config.eos_token_ids))) == size:
         reason = "every token of this model ends the text"
         raise UserError(f"min_tokens is {params.min_tokens}; it must be 0, as {reason}")
 
 
-def ending_ids(params: SamplingParams, eos: tuple[int, ...]) -> tuple[int, ...]:
+def all_stop_token_ids(params: SamplingParams, eos: tuple[int, ...]) -> tuple[int, ...]:
     """The tokens that end a text. eos: the EOS tokens of its model."""
     return params.stop_token_ids if params.ignore_eos else params.stop_token_ids + eos
 
 
 # What rows must have in common for torch to penalise them together, and to draw them together.
-PENALTIES = operator.attrgetter("presence_penalty", "frequency_penalty", "repetition_penalty")
-DRAW = operator.attrgetter("temperature", "top_k", "top_p", "min_p")
-IN_C = "in C"  # the rows that C draws need nothing in common
+PENALTY_FIELDS = operator.attrgetter("presence_penalty", "frequency_penalty", "repetition_penalty")
+SAMPLING_FIELDS = operator.attrgetter("temperature", "top_k", "top_p", "min_p")
+NATIVE = "in C"  # the rows that C draws need nothing in common
 
 
-class RowDrawer(Protocol):
+class RowSampler(Protocol):
     """What draws in C on a CPU."""
 
     def draw(
@@ -216,15 +216,15 @@ class RowDrawer(Protocol):
         logits: torch.Tensor,
         params: list,
         positions: list[int],
-        allowed: list[torch.Tensor | None],
+        token_masks: list[torch.Tensor | None],
     ) -> list[int]:
         """Choose a token for each row as `sample` does, greedily or with a seed, up to rounding.
 
-        logits: (B, vocab_size), contiguous. allowed: as in `choose`, B.
+        logits: (B, vocab_size), contiguous. token_masks: as in `sample_batch`, B.
         """
 
 
-def finite_rows(logits: torch.Tensor) -> list[bool]:
+def zero_nonfinite_rows(logits: torch.Tensor) -> list[bool]:
     """Which rows of logits (B, vocab_size) are finite.
 
     The others are set to 0: something can be chosen there, which is not to be used.
@@ -236,45 +236,54 @@ def finite_rows(logits: torch.Tensor) -> list[bool]:
     return rows
 
 
-def choose(
+def sample_batch(
     logits: torch.Tensor,
     params: list[SamplingParams],
-    texts: list[list[int]],
+    sequences: list[list[int]],
     prompt_lengths: list[int],
     generator: torch.Generator | None = None,
     eos: tuple[int, ...] = (),
-    native: RowDrawer | None = None,
-    allowed: list[torch.Tensor | None] | None = None,
+    native: RowSampler | None = None,
+    token_masks: list[torch.Tensor | None] | None = None,
 ) -> list[int]:
     """The next token of each text, by parameters of its own. logits: (B, vocab_size).
 
     prompt_lengths: how many tokens of each text are its prompt, which penalties tell from output.
     generator: of the random numbers for those without a seed. eos: the model's EOS tokens, which
-    min_tokens bans. native: draws for all others. allowed: for each text which tokens may be
+    min_tokens bans. native: draws for all others. token_masks: for each text which tokens may be
     chosen, (vocab_size,) bools; None: all.
     """
-    logits = adjust(logits, params, texts, prompt_lengths, eos)
-    allowed = allowed or [None] * len(params)
-    in_c = native is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
+    logits = apply_logits_processors(logits, params, sequences, prompt_lengths, eos)
+    token_masks = token_masks or [None] * len(params)
+    use_native = (
+        native is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
+    )
     groups = {}  # rows that are chosen together
-    for row, own in enumerate(params):
-        keyed = own.temperature == 0 or own.seed is not None  # no number of the generator
-        kind = IN_C if in_c and keyed else (DRAW(own), own.seed is None)
-        groups.setdefault(kind, []).append(row)
+    for row, row_params in enumerate(params):
+        seeded = row_params.temperature == 0 or row_params.seed is not None  # no generator
+        group = (
+            NATIVE
+            if use_native and seeded
+            else (SAMPLING_FIELDS(row_params), row_params.seed is None)
+        )
+        groups.setdefault(group, []).append(row)
     chosen = [0] * len(params)
-    for kind, rows in groups.items():
-        part = rows_of(logits, rows)
-        each = [params[row] for row in rows]
-        positions = [len(texts[row]) for row in rows]
-        masks = [allowed[row] for row in rows]
-        if kind == IN_C:
-            tokens = native.draw(part.contiguous(), each, positions, masks)
+    for group, rows in groups.items():
+        selected = select_rows(logits, rows)
+        params_list = [params[row] for row in rows]
+        positions = [len(sequences[row]) for row in rows]
+        masks = [token_masks[row] for row in rows]
+        if group == NATIVE:
+            tokens = native.draw(selected.contiguous(), params_list, positions, masks)
         else:
-            part = restrict(part, masks)  # after the penalties, which make -inf finite again
-            draws = None
-            if each[0].seed is not None:
-                draws = [(own.seed, position) for own, position in zip(each, positions)]
-            tokens = sample(part, each[0], generator, draws).tolist()
+            selected = apply_token_mask(selected, masks)  # last: penalties make -inf finite
+            rng_keys = None
+            if params_list[0].seed is not None:
+                rng_keys = [
+                    (row_params.seed, position)
+                    for row_params, position in zip(params_list, positions)
+                ]
+            tokens = sample(selected, params_list[0], generator, rng_keys).tolist()
         if len(groups) == 1:
             return tokens
         for row, token in zip(rows, tokens):
@@ -282,21 +291,21 @@ def choose(
     return chosen
 
 
-def rows_of(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+def select_rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """These rows in a tensor of their own, or the same one if they are all there are."""
     return logits if len(rows) == len(logits) else logits[rows]
 
 
-def restrict(logits: torch.Tensor, allowed: list[torch.Tensor | None]) -> torch.Tensor:
+def apply_token_mask(logits: torch.Tensor, token_masks: list[torch.Tensor | None]) -> torch.Tensor:
     """Set the logits of all tokens that are not allowed to -inf.
 
-    logits: (B, vocab_size). allowed: as in `choose`, B. Returns new logits, or the same ones if
-    everything is allowed.
+    logits: (B, vocab_size). token_masks: as in `sample_batch`, B. Returns new logits, or the same
+    ones if everything is allowed.
     """
-    rows = [row for row, mask in enumerate(allowed) if mask is not None]
+    rows = [row for row, mask in enumerate(token_masks) if mask is not None]
     if not rows:
         return logits
-    masks = torch.stack([allowed[row] for row in rows]).to(logits.device)
+    masks = torch.stack([token_masks[row] for row in rows]).to(logits.device)
     result = logits.clone()
     result[rows] = logits[rows].masked_fill(~masks, -torch.inf)
     return result
@@ -327,95 +336,104 @@ def token_logprob(logits: torch.Tensor, token: int, count: int) -> TokenLogprob:
     return TokenLogprob(logprobs[token].item(), list(zip(ids.tolist(), logprobs[ids].tolist())))
 
 
-def adjust(
+def apply_logits_processors(
     logits: torch.Tensor,
     params: list[SamplingParams],
-    texts: list[list[int]],
+    sequences: list[list[int]],
     prompt_lengths: list[int],
     eos: tuple[int, ...] = (),
 ) -> torch.Tensor:
     """What parameters do to logits before a temperature: biases, penalties, bans, row by row.
 
-    The arguments are those of `choose`. Returns new logits, or the same ones if nothing is on.
+    The arguments are those of `sample_batch`. Returns new logits, or the same ones if nothing is
+    on.
     """
-    logits = penalize_each(add_biases(logits, params), params, texts, prompt_lengths)
-    return ban_ends(logits, params, texts, prompt_lengths, eos)
+    logits = apply_all_penalties(
+        apply_logit_bias(logits, params), params, sequences, prompt_lengths
+    )
+    return apply_min_tokens(logits, params, sequences, prompt_lengths, eos)
 
 
-def add_biases(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+def apply_logit_bias(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
     """Add to the logits (B, vocab_size) of each row its biases, OpenAI's `logit_bias`.
 
     Returns new logits, or the same ones if there is no bias.
     """
     groups = {}  # rows with the same biases, as texts of one request have
-    for row, own in enumerate(params):
-        if own.logit_bias:
-            groups.setdefault(own.logit_bias, []).append(row)
+    for row, row_params in enumerate(params):
+        if row_params.logit_bias:
+            groups.setdefault(row_params.logit_bias, []).append(row)
     if not groups:
         return logits
     logits = logits.clone()
     for pairs, rows in groups.items():
         ids, values = zip(*pairs)
-        places = torch.tensor(rows)[:, None], torch.tensor(ids)
-        logits[places] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
+        indices = torch.tensor(rows)[:, None], torch.tensor(ids)
+        logits[indices] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
     return logits
 
 
-def ban_ends(
+def apply_min_tokens(
     logits: torch.Tensor,
     params: list[SamplingParams],
-    texts: list[list[int]],
+    sequences: list[list[int]],
     prompt_lengths: list[int],
     eos: tuple[int, ...],
 ) -> torch.Tensor:
     """Set to -inf what would end a text that has fewer than its min_tokens.
 
-    The arguments are those of `choose`. Returns new logits, or the same ones if there is no ban.
+    The arguments are those of `sample_batch`. Returns new logits, or the same ones if there is no
+    ban.
     """
     # After the penalties, because that on repetition would make a finite number of -inf.
-    places = [
+    indices = [
         (row, token)
-        for row, (own, text, length) in enumerate(zip(params, texts, prompt_lengths))
-        if len(text) - length < own.min_tokens
-        for token in ending_ids(own, eos)
+        for row, (row_params, sequence, length) in enumerate(zip(params, sequences, prompt_lengths))
+        if len(sequence) - length < row_params.min_tokens
+        for token in all_stop_token_ids(row_params, eos)
     ]
-    if not places:
+    if not indices:
         return logits
-    rows, ids = torch.tensor(places).unbind(dim=1)
+    rows, ids = torch.tensor(indices).unbind(dim=1)
     logits = logits.clone()
     logits[rows, ids] = -torch.inf
     return logits
 
 
-def penalize_each(
+def apply_all_penalties(
     logits: torch.Tensor,
     params: list[SamplingParams],
-    texts: list[list[int]],
+    sequences: list[list[int]],
     prompt_lengths: list[int],
 ) -> torch.Tensor:
-    """Penalise each row by parameters of its own; see `penalize`.
+    """Penalise each row by parameters of its own; see `apply_penalties`.
 
     Returns new logits, or the same ones if no penalty is on.
     """
     groups = {}
-    for row, own in enumerate(params):
-        groups.setdefault(PENALTIES(own), []).append(row)
+    for row, row_params in enumerate(params):
+        groups.setdefault(PENALTY_FIELDS(row_params), []).append(row)
     if len(groups) == 1:
-        return penalize(logits, params[0], texts, prompt_lengths)
+        return apply_penalties(logits, params[0], sequences, prompt_lengths)
     result = torch.empty_like(logits)
     for rows in groups.values():
-        group_texts = [texts[row] for row in rows]
+        group_sequences = [sequences[row] for row in rows]
         group_lengths = [prompt_lengths[row] for row in rows]
-        result[rows] = penalize(logits[rows], params[rows[0]], group_texts, group_lengths)
+        result[rows] = apply_penalties(
+            logits[rows], params[rows[0]], group_sequences, group_lengths
+        )
     return result
 
 
-def penalize(
-    logits: torch.Tensor, params: SamplingParams, texts: list[list[int]], prompt_lengths: list[int]
+def apply_penalties(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    sequences: list[list[int]],
+    prompt_lengths: list[int],
 ) -> torch.Tensor:
     """Apply the penalties that are on to the logits after each text.
 
-    logits: (B, vocab_size). texts: B lists of token ids, prompt and output, none of them empty;
+    logits: (B, vocab_size). sequences: B lists of token ids, prompt and output, none of them empty;
     prompt_lengths: how many of each are its prompt. Returns new logits, or the same ones if no
     penalty is on. vLLM has this order.
     """
@@ -423,26 +441,30 @@ def penalize(
     if params.repetition_penalty == 1 and not in_output:
         return logits
     # Only the tokens of a text: it has far fewer different ones than a vocabulary.
-    seen = [list(set(text)) for text in texts]
+    seen = [list(set(sequence)) for sequence in sequences]
     longest = max(len(row) for row in seen)
     # Shorter rows have one id several times, which then gets the same logit several times.
     seen = [row + row[:1] * (longest - len(row)) for row in seen]
     ids = torch.tensor(seen, device=logits.device)
-    part = logits.gather(-1, ids)
+    selected = logits.gather(-1, ids)
     if params.repetition_penalty != 1:
         every = torch.ones_like(ids, dtype=torch.bool)  # all of these tokens were seen
-        part = penalize_repetition(part, every, params.repetition_penalty)
+        selected = apply_repetition_penalty(selected, every, params.repetition_penalty)
     if in_output:
-        outputs = [Counter(text[length:]) for text, length in zip(texts, prompt_lengths)]
+        outputs = [
+            Counter(sequence[length:]) for sequence, length in zip(sequences, prompt_lengths)
+        ]
         # Integers, because a count in bfloat16 would stop at 256.
         counts = torch.tensor([[output[id] for id in row] for output, row in zip(outputs, seen)])
         counts = counts.to(logits.device)
-        part = penalize_frequency(part, counts, params.frequency_penalty)
-        part = penalize_presence(part, counts > 0, params.presence_penalty)
-    return logits.scatter(-1, ids, part)
+        selected = apply_frequency_penalty(selected, counts, params.frequency_penalty)
+        selected = apply_presence_penalty(selected, counts > 0, params.presence_penalty)
+    return logits.scatter(-1, ids, selected)
 
 
-def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
+def apply_repetition_penalty(
+    logits: torch.Tensor, seen: torch.Tensor, penalty: float
+) -> torch.Tensor:
     """Divide the positive and multiply the negative logits of seen tokens, as transformers does.
 
     logits: (..., vocab_size). seen: bool, the same shape; tokens of prompt and output. Returns new
@@ -455,7 +477,9 @@ def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float
     return torch.where(seen, lowered.clamp(limits.min, limits.max), logits)
 
 
-def penalize_frequency(logits: torch.Tensor, counts: torch.Tensor, penalty: float) -> torch.Tensor:
+def apply_frequency_penalty(
+    logits: torch.Tensor, counts: torch.Tensor, penalty: float
+) -> torch.Tensor:
     """Take `penalty` times its count from the logit of each token, OpenAI's `frequency_penalty`.
 
     logits: (..., vocab_size). counts: integers, the same shape; occurrences in the output. Returns
@@ -464,7 +488,9 @@ def penalize_frequency(logits: torch.Tensor, counts: torch.Tensor, penalty: floa
     return logits - penalty * counts
 
 
-def penalize_presence(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
+def apply_presence_penalty(
+    logits: torch.Tensor, seen: torch.Tensor, penalty: float
+) -> torch.Tensor:
     """Take `penalty` once from the logit of each token seen in the output: `presence_penalty`.
 
     logits: (..., vocab_size). seen: bool, the same shape. Returns new logits. From OpenAI's API.
@@ -476,52 +502,52 @@ def sample(
     logits: torch.Tensor,
     params: SamplingParams,
     generator: torch.Generator | None = None,
-    draws: list[tuple[int, int]] | None = None,
+    rng_keys: list[tuple[int, int]] | None = None,
 ) -> torch.Tensor:
     """Choose a token from each row of logits.
 
-    logits: (B, vocab_size), float32. draws: seed and position of each row; None: the random numbers
-    come from the generator. Returns (B,) ids: the most likely ones at temperature 0, else one draw
-    a row.
+    logits: (B, vocab_size), float32. rng_keys: seed and position of each row; None: the random
+    numbers come from the generator. Returns (B,) ids: the most likely ones at temperature 0, else
+    one draw a row.
     """
     if params.temperature == 0:
         return logits.argmax(dim=-1)
     filtered = 0 < params.top_k < logits.shape[-1] or params.top_p < 1 or params.min_p > 0
-    if draws is None or not filtered:
-        return draw_among_all(logits, params, generator, draws)
-    drawn, certain = draw_among_few(logits, params, draws)
+    if rng_keys is None or not filtered:
+        return sample_from_vocabulary(logits, params, generator, rng_keys)
+    drawn, certain = sample_from_candidates(logits, params, rng_keys)
     rest = (~certain).nonzero()[:, 0]
     if len(rest):
-        draws = [draws[row] for row in rest.tolist()]
-        drawn[rest] = draw_among_all(logits[rest], params, None, draws)
+        rng_keys = [rng_keys[row] for row in rest.tolist()]
+        drawn[rest] = sample_from_vocabulary(logits[rest], params, None, rng_keys)
     return drawn
 
 
-def draw_among_all(
+def sample_from_vocabulary(
     logits: torch.Tensor,
     params: SamplingParams,
     generator: torch.Generator | None,
-    draws: list[tuple[int, int]] | None,
+    rng_keys: list[tuple[int, int]] | None,
 ) -> torch.Tensor:
     """One draw a row, with a random number for each token. The arguments are those of `sample`."""
     logits = apply_temperature(logits, params.temperature)
     logits = top_k_filter(logits, params.top_k)
-    if draws is None:
+    if rng_keys is None:
         # torch.multinomial does the same for one draw. Never 0: argmax takes 0 / 0 for the largest.
         noise = torch.empty_like(logits).exponential_(generator=generator)
         noise = noise.clamp(min=torch.finfo(noise.dtype).tiny)
     else:
-        noise = keyed_noise(min_p_filter(logits, params.min_p), draws)
-    return race(logits, noise, params.top_p, params.min_p)
+        noise = exponential_noise(min_p_filter(logits, params.min_p), rng_keys)
+    return exponential_race(logits, noise, params.top_p, params.min_p)
 
 
-FEW = 256  # tokens that may hold the nucleus
+NUM_CANDIDATES = 256  # tokens that may hold the nucleus
 
 
-def draw_among_few(
-    logits: torch.Tensor, params: SamplingParams, draws: list[tuple[int, int]]
+def sample_from_candidates(
+    logits: torch.Tensor, params: SamplingParams, rng_keys: list[tuple[int, int]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens that `draw_among_all` draws, from the most likely ones alone.
+    """The tokens that `sample_from_vocabulary` draws, from the most likely ones alone.
 
     Returns (B,) ids, and (B,) bools: where they are certain, because all that the filters keep is
     among the most likely ones. The arguments are those of `sample`; one of the filters is on.
@@ -533,69 +559,72 @@ def draw_among_few(
         values = apply_temperature(best.values, params.temperature)
         # A tie with the k-th, as lesson 06 keeps it, would be left out.
         certain = values[:, -2] > values[:, -1]
-        values, ids = in_order_of_ids(values[:, :-1], best.indices[:, :-1])
+        values, ids = sort_by_id(values[:, :-1], best.indices[:, :-1])
         probs = values.softmax(dim=-1)
     else:
         logits = apply_temperature(logits, params.temperature)
-        best = logits.topk(min(FEW, vocab_size), dim=-1)
-        values, ids = in_order_of_ids(*best)
+        best = logits.topk(min(NUM_CANDIDATES, vocab_size), dim=-1)
+        values, ids = sort_by_id(*best)
         probs = logits.softmax(dim=-1).gather(-1, ids)
         # Some of those equal to the last one may be left out. 1e-4 is room for rounding.
         held = torch.where(values > best.values[:, -1:], probs, 0).sum(dim=-1)
         certain = (held > params.top_p + 1e-4) | (ids.shape[-1] == vocab_size)
-        certain |= unlikely(best.values, params.min_p)[:, -1]  # then all others are, too
-    noise = noise_of(ids, draws).to(probs.dtype)
-    speeds = probs / noise.to(probs.device)
+        certain |= below_min_p(best.values, params.min_p)[:, -1]  # then all others are, too
+    noise = exponential_noise_at(ids, rng_keys).to(probs.dtype)
+    scores = probs / noise.to(probs.device)
     if params.top_p < 1:
-        speeds = speeds.masked_fill(outside(values, params.top_p, probs), -1)
+        scores = scores.masked_fill(outside_top_p(values, params.top_p, probs), -1)
     if params.min_p:
-        speeds = speeds.masked_fill(unlikely(values, params.min_p), -1)
-    return ids.gather(-1, speeds.argmax(dim=-1, keepdim=True))[:, 0], certain
+        scores = scores.masked_fill(below_min_p(values, params.min_p), -1)
+    return ids.gather(-1, scores.argmax(dim=-1, keepdim=True))[:, 0], certain
 
 
-def in_order_of_ids(values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sort_by_id(values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Values and their ids, both (B, n), by id: of equal values the lower id comes first."""
     ids, order = ids.sort(dim=-1)
     return values.gather(-1, order), ids
 
 
-def keyed_noise(logits: torch.Tensor, draws: list[tuple[int, int]]) -> torch.Tensor:
+def exponential_noise(logits: torch.Tensor, rng_keys: list[tuple[int, int]]) -> torch.Tensor:
     """Exponential random numbers above 0, each a function of seed, position and token id alone.
 
-    logits: (B, vocab_size); a token that is out, -inf, has 1. draws: the seed, from 0 to 2**64 - 1,
-    and the position, from 0 to 2**63 - 1, of each row. Returns the shape and dtype of the logits.
+    logits: (B, vocab_size); a token that is out, -inf, has 1. rng_keys: the seed, from 0 to 2**64 -
+    1, and the position, from 0 to 2**63 - 1, of each row. Returns the shape and dtype of the
+    logits.
     """
     inside = logits > -torch.inf
     if inside.device.type == "mps":
         inside = inside.cpu()  # MPS has no float64
-    states = states_of(draws).to(inside.device)
+    states = rng_states(rng_keys).to(inside.device)
     if inside.all():
         ids = torch.arange(inside.shape[1], device=inside.device)
         # In parts that stay in a processor's cache: three times as fast for 32 large rows.
-        parts = states[:, None].split(max(1, 2**16 // len(ids)))
-        noise = torch.cat([exponential(splitmix(part, ids)).to(logits.dtype) for part in parts])
+        chunks = states[:, None].split(max(1, 2**16 // len(ids)))
+        noise = torch.cat(
+            [exponential(splitmix64(chunk, ids)).to(logits.dtype) for chunk in chunks]
+        )
     else:
         rows, ids = inside.nonzero(as_tuple=True)
         noise = torch.ones(inside.shape, dtype=logits.dtype, device=inside.device)
-        noise[rows, ids] = exponential(splitmix(states[rows], ids)).to(logits.dtype)
+        noise[rows, ids] = exponential(splitmix64(states[rows], ids)).to(logits.dtype)
     return noise.to(logits.device)
 
 
-def noise_of(ids: torch.Tensor, draws: list[tuple[int, int]]) -> torch.Tensor:
-    """The numbers that `keyed_noise` has for these ids, (B, n): the same shape, float64."""
+def exponential_noise_at(ids: torch.Tensor, rng_keys: list[tuple[int, int]]) -> torch.Tensor:
+    """The numbers that `exponential_noise` has for these ids, (B, n): the same shape, float64."""
     if ids.device.type == "mps":
         ids = ids.cpu()  # MPS has no float64
-    return exponential(splitmix(states_of(draws).to(ids.device)[:, None], ids))
+    return exponential(splitmix64(rng_states(rng_keys).to(ids.device)[:, None], ids))
 
 
-def states_of(draws: list[tuple[int, int]]) -> torch.Tensor:
+def rng_states(rng_keys: list[tuple[int, int]]) -> torch.Tensor:
     """The SplitMix64 state of each draw, (B,), int64: the seed's output at its position."""
-    seeds, positions = zip(*draws)
+    seeds, positions = zip(*rng_keys)
     states = torch.tensor(seeds, dtype=torch.uint64).view(torch.int64)
-    return splitmix(states, torch.tensor(positions))
+    return splitmix64(states, torch.tensor(positions))
 
 
-def splitmix(state: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def splitmix64(state: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """64 random bits: the number at this index, from 0, of the generator SplitMix64 in this state.
 
     Both int64, of shapes that broadcast. Sums and products wrap around, so the bits are the same on
@@ -604,12 +633,12 @@ def splitmix(state: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
     """
     bits = state + (index + 1) * (0x9E3779B97F4A7C15 - 2**64)
-    bits = (bits ^ shift_right(bits, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
-    bits = (bits ^ shift_right(bits, 27)) * (0x94D049BB133111EB - 2**64)
-    return bits ^ shift_right(bits, 31)
+    bits = (bits ^ logical_shift_right(bits, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    bits = (bits ^ logical_shift_right(bits, 27)) * (0x94D049BB133111EB - 2**64)
+    return bits ^ logical_shift_right(bits, 31)
 
 
-def shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
+def logical_shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
     """With zeros from the left, where >> of an int64 copies the sign."""
     return (bits >> count) & (2 ** (64 - count) - 1)
 
@@ -619,41 +648,41 @@ def exponential(bits: torch.Tensor) -> torch.Tensor:
 
     24 bits, those of a float32, would be 0 once in 16 million.
     """
-    return -((shift_right(bits, 12).double() + 0.5) * 2**-52).log()
+    return -((logical_shift_right(bits, 12).double() + 0.5) * 2**-52).log()
 
 
-MAX_ROUNDS = 8  # of fastest_inside, before it sorts
+MAX_REJECTION_ROUNDS = 8  # of top_p_winner, before it sorts
 
 
-def race(logits: torch.Tensor, noise: torch.Tensor, p: float, min_p: float = 0.0) -> torch.Tensor:
+def exponential_race(
+    logits: torch.Tensor, noise: torch.Tensor, p: float, min_p: float = 0.0
+) -> torch.Tensor:
     """Draw from the softmax of what top-p and min-p keep: all tokens race, those kept can win.
 
     logits: (B, vocab_size), -inf where a token is out. noise: exponential random numbers above 0,
-    the same shape; the probability of a token divided by its number is its speed. Returns (B,) ids,
+    the same shape; the probability of a token divided by its number is its score. Returns (B,) ids,
     those that `torch.multinomial` draws after the filters from the same numbers.
     """
     probs = torch.softmax(logits, dim=-1)
-    speeds = probs / noise
+    scores = probs / noise
     if min_p:  # top-p's mass is that before a token, and all before one that passes pass, too
-        speeds = speeds.masked_fill(unlikely(logits, min_p), -1)
+        scores = scores.masked_fill(below_min_p(logits, min_p), -1)
     if p == 1:
-        return speeds.argmax(dim=-1)
-    winners = [fastest_inside(*row, p) for row in zip(logits, probs, speeds)]
+        return scores.argmax(dim=-1)
+    winners = [top_p_winner(*row, p) for row in zip(logits, probs, scores)]
     return torch.tensor(winners, device=logits.device)
 
 
-def fastest_inside(
-    logits: torch.Tensor, probs: torch.Tensor, speeds: torch.Tensor, p: float
-) -> int:
-    """The fastest of the tokens that `top_p_filter` keeps, found without sorting, for p below 1.
+def top_p_winner(logits: torch.Tensor, probs: torch.Tensor, scores: torch.Tensor, p: float) -> int:
+    """The winner among the tokens that `top_p_filter` keeps, found without sorting, for p below 1.
 
-    logits, probs, speeds: of one row, (vocab_size,); a negative speed cannot win. After
+    logits, probs, scores: of one row, (vocab_size,); a negative score cannot win. After
     FlashInfer's rejection sampling, which draws again where this takes the next one of the same
     race.
     """
     exact = torch.float32 if logits.device.type == "mps" else torch.float64  # MPS has no float64
-    for _ in range(MAX_ROUNDS):
-        winner = speeds.argmax().item()
+    for _ in range(MAX_REJECTION_ROUNDS):
+        winner = scores.argmax().item()
         # Before it in the order of the filter: larger logits, and equal ones with a lower id.
         # Not probabilities, for several logits may have one.
         best = logits[winner]
@@ -662,8 +691,8 @@ def fastest_inside(
         mass = torch.where(before, probs, 0).sum(dtype=exact).to(probs.dtype)
         if mass < p or mass == 0:  # the most likely token stays, even where p rounds to 0
             return winner
-        speeds = speeds.masked_fill(~before, -1)  # the winner and all behind it are out
-    return speeds.masked_fill(top_p_filter(logits, p) == -torch.inf, -1).argmax().item()
+        scores = scores.masked_fill(~before, -1)  # the winner and all behind it are out
+    return scores.masked_fill(top_p_filter(logits, p) == -torch.inf, -1).argmax().item()
 
 
 def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -706,10 +735,12 @@ def top_p_filter(logits: torch.Tensor, p: float) -> torch.Tensor:
     The token that crosses p stays, so at least one does; p = 1 keeps all.
     Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration" (nucleus sampling).
     """
-    return logits if p == 1 else logits.masked_fill(outside(logits, p), -torch.inf)
+    return logits if p == 1 else logits.masked_fill(outside_top_p(logits, p), -torch.inf)
 
 
-def outside(logits: torch.Tensor, p: float, probs: torch.Tensor | None = None) -> torch.Tensor:
+def outside_top_p(
+    logits: torch.Tensor, p: float, probs: torch.Tensor | None = None
+) -> torch.Tensor:
     """Which logits (..., n) come after the fewest that hold mass p: bools.
 
     Equal logits are in the order of their places. probs: their probabilities; None: their softmax.
@@ -730,17 +761,17 @@ def min_p_filter(logits: torch.Tensor, min_p: float) -> torch.Tensor:
     The most likely token stays, and with min_p = 1 those that equal it; min_p = 0 keeps all.
     Nguyen et al. 2024, "Turning Up the Heat: Min-p Sampling" (2407.01082).
     """
-    return logits.masked_fill(unlikely(logits, min_p), -torch.inf) if min_p else logits
+    return logits.masked_fill(below_min_p(logits, min_p), -torch.inf) if min_p else logits
 
 
-def unlikely(logits: torch.Tensor, min_p: float) -> torch.Tensor:
+def below_min_p(logits: torch.Tensor, min_p: float) -> torch.Tensor:
     """Which logits (..., n) are of tokens below min_p times the largest probability: bools.
 
     A ratio of probabilities is a difference of logits, so this takes no softmax.
     """
-    return logits - logits.amax(dim=-1, keepdim=True) < least_logit(min_p)
+    return logits - logits.amax(dim=-1, keepdim=True) < min_p_threshold(min_p)
 
 
-def least_logit(min_p: float) -> float:
+def min_p_threshold(min_p: float) -> float:
     """The least difference to the largest logit that min-p keeps, 0 or below; -inf if it is off."""
     return math.log(min_p) if min_p else -math.inf

@@ -15,7 +15,7 @@ from engine.request import Request
 from engine.scheduler import LIMITS, ScheduledRequest
 from errors import UserError, check_limits
 from model import Model
-from sampling import finite_rows
+from sampling import zero_nonfinite_rows
 
 
 class Drafter(Protocol):
@@ -89,7 +89,7 @@ class PagedModelDrafter:
             texts = [requests[row].tokens + drafts[row] for row in rows]
             spans = [self.prepare_span(request, text) for request, text in zip(drawing, texts)]
             logits = self.model.runner.logits(self.model, self.cache, spans, [1] * len(rows))
-            finite = finite_rows(logits)
+            finite = zero_nonfinite_rows(logits)
             params = [request.params for request in drawing]
             lengths = [request.prompt_length for request in drawing]
             masks = [request.token_mask(text) for request, text in zip(drawing, texts)]
@@ -97,9 +97,11 @@ class PagedModelDrafter:
                 is_finite and not isinstance(mask, UserError)
                 for is_finite, mask in zip(finite, masks)
             ]
-            allowed = [mask if usable else None for usable, mask in zip(good, masks)]
+            token_masks = [mask if usable else None for usable, mask in zip(good, masks)]
             eos = self.model.config.eos_token_ids
-            tokens = self.model.runner.choose(logits, params, texts, lengths, None, eos, allowed)
+            tokens = self.model.runner.sample_batch(
+                logits, params, texts, lengths, None, eos, token_masks
+            )
             for row, span, token, usable in zip(rows, spans, tokens, good):
                 if usable:
                     self.states[requests[row]].tokens.extend(span.tokens)

@@ -16,7 +16,13 @@ from engine.scheduler import LIMITS, ScheduledRequest, Scheduler
 from errors import UserError, catch_out_of_memory, check_limits, is_out_of_memory
 from loading.tokenizer import Encoding, StopStringDetokenizer
 from model import Model
-from sampling import NOT_FINITE, SamplingParams, ending_ids, finite_rows, token_logprob
+from sampling import (
+    NOT_FINITE,
+    SamplingParams,
+    all_stop_token_ids,
+    token_logprob,
+    zero_nonfinite_rows,
+)
 
 MAX_JUMP_FORWARD = 64  # tokens that a text gets in one step without a pass
 
@@ -127,9 +133,11 @@ class Engine:
         request.cache_salt = salt_with_adapter(cache_salt, adapter)
         request.matcher = make_matcher(params, self.encoding, self.model.config)
         if self.encoding is not None:
-            silent = ending_ids(params, self.model.config.eos_token_ids) + params.silent_ids
+            skip = (
+                all_stop_token_ids(params, self.model.config.eos_token_ids) + params.skip_token_ids
+            )
             request.stream = StopStringDetokenizer(
-                self.encoding, silent, params.stop, params.min_tokens
+                self.encoding, skip, params.stop, params.min_tokens
             )
         self.scheduler.add(request)
         return request
@@ -216,15 +224,15 @@ class Engine:
         self.scheduled = scheduled
         self.steps += 1
         self.num_computed_tokens += sum(len(entry.tokens) for entry in scheduled)
-        finite = finite_rows(logits)
+        finite = zero_nonfinite_rows(logits)
         rows = [(entry.request, text) for entry in scheduled for text in entry.texts]
         params = [request.params for request, _ in rows]
         texts = [text for _, text in rows]
         lengths = [request.prompt_length for request, _ in rows]
         masks = [own for entry in scheduled for own in entry.token_masks()]
-        allowed = [None if isinstance(mask, UserError) else mask for mask in masks]
+        token_masks = [None if isinstance(mask, UserError) else mask for mask in masks]
         eos = self.model.config.eos_token_ids
-        tokens = runner.choose(logits, params, texts, lengths, None, eos, allowed)
+        tokens = runner.sample_batch(logits, params, texts, lengths, None, eos, token_masks)
         outputs = []
         for end, own in zip(itertools.accumulate(keep), logits.split(keep)):
             part = slice(end - len(own), end)
@@ -269,7 +277,7 @@ class Engine:
         text = ""
         stream = request.stream.copy() if request.stream else None
         reason = None
-        ends = ending_ids(request.params, self.model.config.eos_token_ids)
+        ends = all_stop_token_ids(request.params, self.model.config.eos_token_ids)
         sampled = iter(following[: num_accepted + 1])
         while reason is None:
             token = next(sampled, None)

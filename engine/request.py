@@ -9,7 +9,7 @@ import torch
 from constraints import Matcher, single_allowed_token
 from errors import UserError
 from loading.tokenizer import StopStringDetokenizer
-from sampling import SamplingParams, TokenLogprob, check_ids
+from sampling import SamplingParams, TokenLogprob, check_token_ids
 
 
 @dataclass(eq=False)  # two requests are never the same one
@@ -127,7 +127,7 @@ def make_request(prompt: list[int], params: SamplingParams, config) -> Request:
     if wrong:
         allowed = f"ids of this model are integers from 0 to {size - 1}"
         raise UserError(f"the prompt has the id {wrong[0]!r}; {allowed}")
-    check_ids(params, config)
+    check_token_ids(params, config)
     if params.seed is None:
         params = replace(params, seed=secrets.randbits(64))
     return Request(tokens, len(tokens), params)

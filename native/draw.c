@@ -10,15 +10,15 @@
 
 typedef struct {
   const float *logits;     // (V)
-  const uint8_t *allowed;  // (V), 0: the token must not be drawn; NULL: all may
+  const uint8_t *token_mask;  // (V), 0: the token must not be drawn; NULL: all may
   uint64_t seed, position;
   int64_t top_k;              // 0: off
   float temperature, top_p;  // temperature 0: the most likely token
-  float least;               // min-p: the least x that can win; -infinity: off
+  float min_p_threshold;     // min-p: the smallest x that can win; -infinity: off
 } Draw;
 
-// Output `index` of the random number generator SplitMix64, like sampling.py's `splitmix`.
-INLINE uint64_t splitmix(uint64_t state, uint64_t index) {
+// Output `index` of the random number generator SplitMix64, like sampling.py's `splitmix64`.
+INLINE uint64_t splitmix64(uint64_t state, uint64_t index) {
   uint64_t bits = state + (index + 1) * 0x9E3779B97F4A7C15;
   bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9;
   bits = (bits ^ bits >> 27) * 0x94D049BB133111EB;
@@ -26,7 +26,7 @@ INLINE uint64_t splitmix(uint64_t state, uint64_t index) {
 }
 
 // The bits of a float as an integer that sorts like it, with NaN at the ends; -0 is 0.
-INLINE int32_t ordered(float x) {
+INLINE int32_t ordered_bits(float x) {
   int32_t bits;
   x += 0.0f;
   memcpy(&bits, &x, 4);
@@ -34,81 +34,81 @@ INLINE int32_t ordered(float x) {
 }
 
 // The argmax: the lowest id with the largest logit.
-static int64_t largest(int64_t V, const float *logits) {
+static int64_t argmax(int64_t V, const float *logits) {
   enum { BLOCK = 256 };
   int32_t max = INT32_MIN;
   int64_t block = 0;
   for (int64_t start = 0; start < V; start += BLOCK) {
     int64_t n = V - start < BLOCK ? V - start : BLOCK;
-    int32_t most = INT32_MIN;
+    int32_t block_max = INT32_MIN;
     for (int64_t i = 0; i < n; i++) {
-      int32_t value = ordered(logits[start + i]);
-      most = value > most ? value : most;
+      int32_t value = ordered_bits(logits[start + i]);
+      block_max = value > block_max ? value : block_max;
     }
-    if (most > max) {
-      max = most;
+    if (block_max > max) {
+      max = block_max;
       block = start;
     }
   }
-  while (ordered(logits[block]) < max) block++;
+  while (ordered_bits(logits[block]) < max) block++;
   return block;
 }
 
 // The weight of a token as an integer, because integer sums do not depend on their order.
-INLINE int32_t whole(float weight) { return (int32_t)(weight * 0x1p30f + 0.5f); }
+INLINE int32_t fixed_point(float weight) { return (int32_t)(weight * 0x1p30f + 0.5f); }
 
 // How far below 0 a number is: bits that sort like the distance.
-INLINE uint32_t depth(float x) {
+INLINE uint32_t magnitude_bits(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
   return bits & INT32_MAX;
 }
 
 // Top-k: keep the weights of the k largest numbers and of ties with the k-th. A binary search finds
-// the depth that separates them from the others. x: 0 or below.
-static void keep_largest(int64_t V, int64_t k, const float *x, float *weights) {
-  // low..high contains the least depth that at least k numbers do not exceed.
+// the magnitude that separates them from the others. x: 0 or below.
+static void keep_top_k(int64_t V, int64_t k, const float *x, float *weights) {
+  // low..high contains the smallest magnitude that at least k numbers do not exceed.
   uint32_t low = 0, high = 0x7f800000;
   while (low < high) {
     uint32_t middle = low + (high - low) / 2;
     int32_t count = 0;
-    for (int64_t i = 0; i < V; i++) count += depth(x[i]) <= middle;
+    for (int64_t i = 0; i < V; i++) count += magnitude_bits(x[i]) <= middle;
     if (count < k)
       low = middle + 1;
     else
       high = middle;
     if (count == k) break;  // no tie: `middle` separates them
   }
-  for (int64_t i = 0; i < V; i++) weights[i] = depth(x[i]) <= high ? weights[i] : 0;
+  for (int64_t i = 0; i < V; i++) weights[i] = magnitude_bits(x[i]) <= high ? weights[i] : 0;
 }
 
 // The weight over an exponential random number, made of these bits.
-INLINE double speed(float weight, uint64_t bits) {
+INLINE double race_score(float weight, uint64_t bits) {
   return weight / -log(((bits >> 12) + 0.5) * 0x1p-52);
 }
 
-// The exponential race: each id runs at the speed weight / -ln(u), with a random number u of its
-// own, so the fastest one is a draw by weight. first: an id of the largest weight.
-static int64_t fastest(int64_t V, const float *weights, uint64_t state, int64_t first) {
+// The exponential race: each id has the score weight / -ln(u), with a random number u of its
+// own, so the largest score is a draw by weight. top_id: an id of the largest weight.
+static int64_t exponential_race(int64_t V, const float *weights, uint64_t state, int64_t top_id) {
   enum { BLOCK = 256 };
-  int64_t winner = first;
-  double best = speed(weights[first], splitmix(state, first));
+  int64_t winner = top_id;
+  double best = race_score(weights[top_id], splitmix64(state, top_id));
   for (int64_t start = 0; start < V; start += BLOCK) {
     int64_t n = V - start < BLOCK ? V - start : BLOCK;
     uint64_t bits[BLOCK];
-    int32_t least[BLOCK];  // a lower bound of 2**24 * (1 - u)
-    for (int64_t i = 0; i < n; i++) bits[i] = splitmix(state, start + i);
-    for (int64_t i = 0; i < n; i++) least[i] = 0xFFFFFF - (int32_t)(bits[i] >> 40);
+    int32_t bound[BLOCK];  // a lower bound of 2**24 * (1 - u)
+    for (int64_t i = 0; i < n; i++) bits[i] = splitmix64(state, start + i);
+    for (int64_t i = 0; i < n; i++) bound[i] = 0xFFFFFF - (int32_t)(bits[i] >> 40);
     // -ln(u) >= 1 - u, so a token with best * (1 - u) > weight cannot win, and needs no logarithm.
     // The factor leaves room for rounding.
     float factor = (float)best * 0x1p-24f * (1 - 1e-6f);
     int32_t any = 0;
-    for (int64_t i = 0; i < n; i++) any |= least[i] * factor < weights[start + i];
+    for (int64_t i = 0; i < n; i++) any |= bound[i] * factor < weights[start + i];
     for (int64_t i = 0; any && i < n; i++)
-      if (least[i] * factor < weights[start + i]) {
-        double own = speed(weights[start + i], bits[i]);
-        if (own > best) {
-          best = own;
+      if (bound[i] * factor < weights[start + i]) {
+        double score = race_score(weights[start + i], bits[i]);
+        if (score > best) {
+          best = score;
           winner = start + i;
         }
       }
@@ -118,61 +118,61 @@ static int64_t fastest(int64_t V, const float *weights, uint64_t state, int64_t 
 
 // Set the weights of a token and of all after it to 0, in the order of top-p: the larger x first,
 // and of equal ones the lower id. Returns the sum of the weights that stay.
-static int64_t strike(int64_t V, int64_t token, const float *x, float *weights) {
+static int64_t zero_tail(int64_t V, int64_t token, const float *x, float *weights) {
   int64_t sum = 0;
   float value = x[token];
   for (int64_t i = 0; i < token; i++) {
     weights[i] = x[i] >= value ? weights[i] : 0;
-    sum += whole(weights[i]);
+    sum += fixed_point(weights[i]);
   }
   for (int64_t i = token; i < V; i++) {
     weights[i] = x[i] > value ? weights[i] : 0;
-    sum += whole(weights[i]);
+    sum += fixed_point(weights[i]);
   }
   return sum;
 }
 
-// The next token of one row. work: (2, V).
-static int64_t choose(int64_t V, const Draw *d, float *work) {
+// The next token of one row. scratch: (2, V).
+static int64_t sample_row(int64_t V, const Draw *d, float *scratch) {
   const float *logits = d->logits;
-  if (d->allowed) {
-    for (int64_t i = 0; i < V; i++) work[i] = d->allowed[i] ? logits[i] : -INFINITY;
-    logits = work;
+  if (d->token_mask) {
+    for (int64_t i = 0; i < V; i++) scratch[i] = d->token_mask[i] ? logits[i] : -INFINITY;
+    logits = scratch;
   }
-  int64_t first = largest(V, logits);
-  if (d->temperature == 0) return first;
-  float max = logits[first];
+  int64_t top_id = argmax(V, logits);
+  if (d->temperature == 0) return top_id;
+  float max = logits[top_id];
   float temperature = d->temperature;
-  float *x = work;
-  float *weights = work + V;
-  // Min-p: a token whose x is below `least` cannot win, but top-p's total counts its weight.
-  float least = d->least > -87 ? d->least : -87;
-  float weighed = d->top_p < 1 ? -87 : least;
+  float *x = scratch;
+  float *weights = scratch + V;
+  // Min-p: a token whose x is below `min_x` cannot win, but top-p's total counts its weight.
+  float min_x = d->min_p_threshold > -87 ? d->min_p_threshold : -87;
+  float cutoff = d->top_p < 1 ? -87 : min_x;
   for (int64_t i = 0; i < V; i++) {
     x[i] = (logits[i] - max) / temperature;
-    weights[i] = x[i] >= weighed ? exponential(x[i]) : 0;  // 0 for NaN
+    weights[i] = x[i] >= cutoff ? exponential(x[i]) : 0;  // 0 for NaN
   }
-  if (d->top_k && d->top_k < V) keep_largest(V, d->top_k, x, weights);
+  if (d->top_k && d->top_k < V) keep_top_k(V, d->top_k, x, weights);
   int64_t total = 0;
   if (d->top_p < 1) {
-    for (int64_t i = 0; i < V; i++) total += whole(weights[i]);
-    for (int64_t i = 0; least > -87 && i < V; i++) weights[i] = x[i] >= least ? weights[i] : 0;
+    for (int64_t i = 0; i < V; i++) total += fixed_point(weights[i]);
+    for (int64_t i = 0; min_x > -87 && i < V; i++) weights[i] = x[i] >= min_x ? weights[i] : 0;
   }
-  uint64_t state = splitmix(d->seed, d->position);
+  uint64_t state = splitmix64(d->seed, d->position);
   // Top-p without sorting: a winner is inside the nucleus if the mass before it is below p. If not,
   // no token after it is inside, and the race is run again without them: 1 + ln(1 / p) races on
   // average.
   for (;;) {
-    int64_t winner = fastest(V, weights, state, first);
+    int64_t winner = exponential_race(V, weights, state, top_id);
     if (d->top_p >= 1) return winner;
-    int64_t before = strike(V, winner, x, weights);
+    int64_t before = zero_tail(V, winner, x, weights);
     if (before == 0 || (float)((double)before / total) < d->top_p) return winner;
   }
 }
 
-// The next token of each row: chosen, (rows). work: (threads, 2, V).
-void draw(int64_t rows, int64_t V, const Draw *draws, int64_t *chosen, float *work, int threads) {
+// The next token of each row: chosen, (rows). scratch: (threads, 2, V).
+void draw(int64_t rows, int64_t V, const Draw *jobs, int64_t *chosen, float *scratch, int threads) {
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
   for (int64_t row = 0; row < rows; row++)
-    chosen[row] = choose(V, draws + row, work + omp_get_thread_num() * 2 * V);
+    chosen[row] = sample_row(V, jobs + row, scratch + omp_get_thread_num() * 2 * V);
 }

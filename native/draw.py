@@ -6,15 +6,15 @@ import torch
 
 from native.linear import address
 from native.structs import INT, POINTER, struct
-from sampling import least_logit
+from sampling import min_p_threshold
 
 DrawStruct = struct(
     "DrawStruct",
     logits=POINTER,
-    allowed=POINTER,
+    token_mask=POINTER,
     seed=ctypes.c_uint64,
     **dict.fromkeys(("position", "top_k"), INT),
-    **dict.fromkeys(("temperature", "top_p", "least"), ctypes.c_float),
+    **dict.fromkeys(("temperature", "top_p", "min_p_threshold"), ctypes.c_float),
 )
 
 
@@ -23,13 +23,13 @@ def draw(
     logits: torch.Tensor,
     params: list,
     positions: list[int],
-    allowed: list[torch.Tensor | None] | None = None,
+    token_masks: list[torch.Tensor | None] | None = None,
 ) -> list[int]:
     """Sample the next token of each row; it is the token of `sampling.sample`, up to rounding.
 
     logits: (B, vocab_size), after penalties, B >= 1. params: a SamplingParams for each row, with a
-    seed or greedy. positions: the position of each draw. allowed: for each row which tokens may be
-    drawn, (vocab_size,) bools, some of them true; None: all. Torch's threads share the rows.
+    seed or greedy. positions: the position of each draw. token_masks: for each row which tokens may
+    be drawn, (vocab_size,) bools, some of them true; None: all. Torch's threads share the rows.
     Each token is an id of the vocabulary, whatever the logits are. Raises ValueError for logits
     that are not float32, or masks not bool, contiguous and of this shape.
     """
@@ -37,10 +37,10 @@ def draw(
     start = address(logits, torch.float32, count, size)
     limits = torch.finfo(torch.float32)
     jobs = (DrawStruct * count)()
-    masks = allowed or [None] * count
+    masks = token_masks or [None] * count
     for job, each, position, mask in zip(jobs, params, positions, masks, strict=True):
         job.logits = start
-        job.allowed = address(mask, torch.bool, size)
+        job.token_mask = address(mask, torch.bool, size)
         start += size * logits.element_size()
         job.seed = each.seed or 0
         job.position = position
@@ -48,9 +48,9 @@ def draw(
         if each.temperature:  # clamped, because float32 could round it to 0 or infinity
             job.temperature = min(max(each.temperature, limits.tiny), limits.max)
         job.top_p = each.top_p
-        job.least = least_logit(each.min_p)
+        job.min_p_threshold = min_p_threshold(each.min_p)
     chosen = (INT * count)()
     threads = min(torch.get_num_threads(), count)
-    work = torch.empty(threads, 2, size)
-    library.draw(INT(count), INT(size), jobs, chosen, POINTER(work.data_ptr()), threads)
+    scratch = torch.empty(threads, 2, size)
+    library.draw(INT(count), INT(size), jobs, chosen, POINTER(scratch.data_ptr()), threads)
     return list(chosen)

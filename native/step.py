@@ -10,7 +10,7 @@ from model import TorchRunner
 from native import build, draw
 from native.linear import NativeLinear, address, replace_with_native_linear
 from native.structs import INT, POINTER, model_struct, struct
-from sampling import choose
+from sampling import sample_batch
 
 PassStruct = struct(
     "PassStruct",
@@ -36,16 +36,22 @@ class NativeSampler(TorchRunner):
     def __init__(self, library: ctypes.CDLL):
         self.library = library
 
-    def choose(
-        self, logits, params, texts, prompt_lengths, generator=None, eos=(), allowed=None
+    def sample_batch(
+        self, logits, params, sequences, prompt_lengths, generator=None, eos=(), token_masks=None
     ) -> list[int]:
-        return choose(logits, params, texts, prompt_lengths, generator, eos, self, allowed)
+        return sample_batch(
+            logits, params, sequences, prompt_lengths, generator, eos, self, token_masks
+        )
 
     def draw(
-        self, logits: torch.Tensor, params: list, positions: list[int], allowed: list | None = None
+        self,
+        logits: torch.Tensor,
+        params: list,
+        positions: list[int],
+        token_masks: list | None = None,
     ) -> list[int]:
         """The next token of each row, as `draw.draw`."""
-        return draw.draw(self.library, logits, params, positions, allowed)
+        return draw.draw(self.library, logits, params, positions, token_masks)
 
 
 class NativeRunner(NativeSampler):

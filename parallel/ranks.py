@@ -170,8 +170,8 @@ class TensorParallelRunner:
         while command := self.tp_group.broadcast():
             self.compute(model, cache, *command)
 
-    def choose(self, *arguments) -> list[int]:
-        return self.runner.choose(*arguments)
+    def sample_batch(self, *arguments) -> list[int]:
+        return self.runner.sample_batch(*arguments)
 
 
 def pad_to_widest(x: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -53,9 +53,9 @@ async def create_chat_completion(
     if max_new_tokens is None:  # what the window and the answer have room for
         max_new_tokens = max(min(window - len(prompt), body.max_tokens_limit(logprobs)), 1)
     form, grammar = calls or (None, None)
-    silent = served.silent_ids(body, None if body.tool_mode == "none" else form)
-    params = body.to_sampling_params(max_new_tokens, logprobs, grammar, silent, served.defaults)
-    served.check_ids(params[0])
+    skip = served.skip_token_ids(body, None if body.tool_mode == "none" else form)
+    params = body.to_sampling_params(max_new_tokens, logprobs, grammar, skip, served.defaults)
+    served.check_token_ids(params[0])
     if params[0].form:
         await run_in_compile_pool(served.check_form, "tools" if calls else body.form[0], params[0])
     response_id = f"{prefix}{uuid.uuid4().hex}"

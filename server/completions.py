@@ -30,11 +30,11 @@ async def create_completion(body: CompletionRequest, served: ServedModel) -> Res
     if max_new_tokens == -1:
         max_new_tokens = min(served.thread.config.block_size, body.max_tokens_limit(body.logprobs))
     params = body.to_sampling_params(
-        max_new_tokens, body.logprobs, silent_ids=served.silent_ids(body)
+        max_new_tokens, body.logprobs, skip_token_ids=served.skip_token_ids(body)
     )
     if body.echo:
         body.check_echo([prompt for prompt in body.prompts if isinstance(prompt, str)])
-    served.check_ids(params[0])
+    served.check_token_ids(params[0])
     if params[0].form:
         await run_in_compile_pool(served.check_form, body.form[0], params[0])
     # In another thread, because a long text takes long.
@@ -59,7 +59,7 @@ async def create_completion(body: CompletionRequest, served: ServedModel) -> Res
         builder.echoes = [text for text in echoes for _ in params]
     if body.logprobs is not None:
         builder.logprob_tables = [
-            LogprobTable(served, params[0].silent_ids) for _ in repeated_prompts
+            LogprobTable(served, params[0].skip_token_ids) for _ in repeated_prompts
         ]
     return with_ignored_fields(await builder.to_response(), body.ignored)
 
@@ -103,9 +103,9 @@ class CompletionBuilder(ResponseBuilder):
 class LogprobTable:
     """The log-probabilities of a text, part by part, in the columns of this API."""
 
-    def __init__(self, served: ServedModel, silent_ids: tuple[int, ...]):
+    def __init__(self, served: ServedModel, skip_token_ids: tuple[int, ...]):
         self.served = served
-        self.stream = IncrementalDetokenizer(served.thread.encoding, silent_ids)
+        self.stream = IncrementalDetokenizer(served.thread.encoding, skip_token_ids)
         self.offset = 0
 
     def add(self, update: Update) -> dict:

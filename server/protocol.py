@@ -27,7 +27,7 @@ from pydantic_core import PydanticCustomError, to_json
 from errors import UserError, check_limits
 from loading.chat import RESERVED_VARIABLES
 from loading.tools import MAX_TOOLS
-from sampling import LIMITS, SamplingParams, is_bias
+from sampling import LIMITS, SamplingParams, is_logit_bias
 
 MAX_RESPONSE_BYTES = 2**22  # of an answer, at TOKEN_BYTES for each token and so on
 TOKEN_BYTES = 16
@@ -202,7 +202,7 @@ def parse_logit_bias(value: Any) -> Any:
 
     def good(name: str, bias: Any) -> bool:
         is_number = name.isascii() and name.isdecimal() and len(name) <= 10
-        return is_number and str(int(name)) == name and is_bias(bias)
+        return is_number and str(int(name)) == name and is_logit_bias(bias)
 
     if value is None:
         return None
@@ -531,12 +531,12 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
         max_new_tokens: int,
         logprobs: int | None,
         calls: str | None = None,
-        silent_ids: tuple[int, ...] = (),
+        skip_token_ids: tuple[int, ...] = (),
         defaults: Mapping[str, float] | None = None,
     ) -> list[SamplingParams]:
         """The parameters of each of the n texts that follow a prompt: text i has the seed + i.
 
-        calls: the grammar of a reply that may call tools. silent_ids: what texts leave out.
+        calls: the grammar of a reply that may call tools. skip_token_ids: what texts leave out.
         defaults: fields of SamplingParams for what the request leaves open.
         Raises APIError if all texts together could be too long, or min_tokens is more than that,
         and for a form that is too large or does not go with other fields.
@@ -556,7 +556,7 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
         given = {"temperature": 1.0} | dict(defaults or {}) | given
         given["logit_bias"] = self.logit_bias or {}
         given["stop_token_ids"] = tuple(self.stop_token_ids or ())
-        given |= self.form[1] | {"calls": calls, "silent_ids": silent_ids}
+        given |= self.form[1] | {"calls": calls, "skip_token_ids": skip_token_ids}
         try:
             params = SamplingParams(
                 max_new_tokens, stop=self.stop_strings, logprobs=logprobs, **given

@@ -14,7 +14,7 @@ from loading.defaults import read_sampling_defaults
 from loading.load import Source
 from loading.tokenizer import IncrementalDetokenizer
 from loading.tools import CallForm, calls_grammar, check_tools, find_form
-from sampling import SamplingParams, check_ids
+from sampling import SamplingParams, check_token_ids
 from server.allowed import Allowed
 from server.engine_thread import EngineThread
 from server.forms import TimedMatcher, compile_form
@@ -147,10 +147,10 @@ class ServedModel:
             ids.append(prompt or [self.thread.config.bos_token_id])
         return ids
 
-    def check_ids(self, params: SamplingParams) -> None:
+    def check_token_ids(self, params: SamplingParams) -> None:
         """Raise APIError for an id in the parameters that the model lacks."""
         try:
-            check_ids(params, self.thread.config)
+            check_token_ids(params, self.thread.config)
         except UserError as error:
             raise APIError(400, str(error), str(error).partition(" ")[0]) from None
 
@@ -271,7 +271,9 @@ class ServedModel:
             )
             return form, grammar
 
-    def silent_ids(self, body: GenerationRequest, form: CallForm | None = None) -> tuple[int, ...]:
+    def skip_token_ids(
+        self, body: GenerationRequest, form: CallForm | None = None
+    ) -> tuple[int, ...]:
         """Return the ids of special tokens that the texts of a request leave out.
 
         form: of the calls that a reply may make. What it or a stop string names stays, because it

@@ -44,9 +44,9 @@ def raise_once(model, error: BaseException, after: int) -> None:
 
 def own_texts(model, prompts, params, stride=None, cache_dtype=None) -> list[list[int]]:
     """`alone` for each prompt. params: for all of them, or one for each."""
-    from sampling import params_of_each
+    from sampling import params_per_prompt
 
-    each = params_of_each(params, len(prompts))
+    each = params_per_prompt(params, len(prompts))
     return [alone(model, *pair, stride, cache_dtype) for pair in zip(prompts, each, strict=True)]
 
 
@@ -76,11 +76,11 @@ def make_engine(model, prompts, params, **options) -> tuple:
     Its attribute `passes` has how many tokens each span of each pass had.
     """
     from engine.engine import Engine
-    from sampling import params_of_each
+    from sampling import params_per_prompt
 
     engine = Engine(model, **options)
     engine.passes = check_passes(engine.cache, model.config.block_size)
-    each = params_of_each(params, len(prompts))
+    each = params_per_prompt(params, len(prompts))
     return engine, [engine.add(*pair) for pair in zip(prompts, each, strict=True)]
 
 
@@ -200,9 +200,9 @@ def events_of(engine) -> list:
 
 def outputs_of(engine, prompts, params) -> list[list[int]]:
     """What an engine writes for these prompts. params: for all of them, or one for each."""
-    from sampling import params_of_each
+    from sampling import params_per_prompt
 
-    requests = [engine.add(*pair) for pair in zip(prompts, params_of_each(params, len(prompts)))]
+    requests = [engine.add(*pair) for pair in zip(prompts, params_per_prompt(params, len(prompts)))]
     assert not any(event.error for event in events_of(engine))
     return [request.output for request in requests]
 

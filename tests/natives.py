@@ -283,5 +283,5 @@ def in_torch(logits, params, position=9) -> list[int]:
     """The tokens that torch chooses."""
     from sampling import sample
 
-    draws = [(own.seed, position) for own in params]
-    return sample(logits, params[0], draws=draws).tolist()
+    rng_keys = [(own.seed, position) for own in params]
+    return sample(logits, params[0], rng_keys=rng_keys).tolist()

@@ -209,15 +209,15 @@ def test_what_is_not_the_models_pass_is_the_engine(bench, clock, monkeypatch):
 def test_draws_cost_what_they_take_beside_the_pass(bench, clock, monkeypatch):
     import model as runner
 
-    def slower_draws(choose):
+    def slower_draws(sample_batch):
         def call(logits, params, *args):
             clock[0] += sum(each.temperature > 0 for each in params)
             clock[0] += sum(each.top_p < 1 for each in params)
-            return choose(logits, params, *args)
+            return sample_batch(logits, params, *args)
 
         return call
 
-    monkeypatch.setattr(runner, "choose", slower_draws(runner.choose))
+    monkeypatch.setattr(runner, "sample_batch", slower_draws(runner.sample_batch))
     rows = bench.rows("--only", "sampling")
     for mode in ("engine", "generate"):
         for size in (1, 3):

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 LAST = 2**64 - 1
 
 
-def drawn_by_filters(logits, params, draws):
+def drawn_by_filters(logits, params, rng_keys):
     """The old way: filters, and a race of all tokens."""
     import sampling
 
-    noise = sampling.keyed_noise(torch.zeros_like(logits), draws)
+    noise = sampling.exponential_noise(torch.zeros_like(logits), rng_keys)
     logits = sampling.apply_temperature(logits, params.temperature)
     logits = sampling.top_k_filter(logits, params.top_k)
     if params.top_p < 1:
@@ -31,17 +31,17 @@ def drawn_by_filters(logits, params, draws):
 
 @pytest.fixture
 def rows_of_old(monkeypatch):
-    """A list to which each call of `draw_among_all` adds its number of rows."""
+    """A list to which each call of `sample_from_vocabulary` adds its number of rows."""
     import sampling
 
     calls = []
-    old = sampling.draw_among_all
+    old = sampling.sample_from_vocabulary
 
     def counting(logits, *args):
         calls.append(len(logits))
         return old(logits, *args)
 
-    monkeypatch.setattr(sampling, "draw_among_all", counting)
+    monkeypatch.setattr(sampling, "sample_from_vocabulary", counting)
     return calls
 
 
@@ -66,22 +66,22 @@ def test_still_penalties_touch_the_tokens_of_the_text_alone(tiny, monkeypatch):
     import sampling
 
     seen = []
-    original = sampling.penalize_repetition
+    original = sampling.apply_repetition_penalty
 
     def noted(logits, *args):
         seen.append(logits.shape[-1])
         return original(logits, *args)
 
-    monkeypatch.setattr(sampling, "penalize_repetition", noted)
+    monkeypatch.setattr(sampling, "apply_repetition_penalty", noted)
     run_rows(tiny(), [[1, 1, 5]], repetition_penalty=1.3, max_new_tokens=10, ignore_eos=True)
     assert seen[0] == 2 and max(seen) <= 11
 
 
 def test_still_without_a_penalty_the_logits_are_not_copied():
-    from sampling import SamplingParams, penalize
+    from sampling import SamplingParams, apply_penalties
 
     logits = torch.zeros(1, 5)
-    assert penalize(logits, SamplingParams(), [[1, 2]], [1]) is logits
+    assert apply_penalties(logits, SamplingParams(), [[1, 2]], [1]) is logits
 
 
 @given(
@@ -93,7 +93,7 @@ def test_still_without_a_penalty_the_logits_are_not_copied():
 )
 def test_still_the_penalties_of_the_formula(texts, repetition, frequency, presence, cut):
     """Bit for bit, token by token; the logits that were given stay as they were."""
-    from sampling import SamplingParams, penalize
+    from sampling import SamplingParams, apply_penalties
 
     logits = torch.randn(len(texts), 9, generator=seeded(len(texts)))
     given_logits = logits.clone()
@@ -101,7 +101,7 @@ def test_still_the_penalties_of_the_formula(texts, repetition, frequency, presen
         repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence
     )
     lengths = [min(cut, len(text)) for text in texts]
-    ours = penalize(logits, params, texts, lengths)
+    ours = apply_penalties(logits, params, texts, lengths)
     for row, text in enumerate(texts):
         outputs = collections.Counter(text[lengths[row] :])
         for token in range(9):
@@ -122,9 +122,9 @@ def test_still_thousands_of_draws(fields):
     params = SamplingParams(**fields)
     for part in range(4):
         logits = random_logits("random", 1000, 400, seed=part)
-        draws = [(part * 10**15 + row * 7919, row) for row in range(1000)]
-        ours = sample(logits, params, draws=draws)
-        assert torch.equal(ours, drawn_by_filters(logits, params, draws))
+        rng_keys = [(part * 10**15 + row * 7919, row) for row in range(1000)]
+        ours = sample(logits, params, rng_keys=rng_keys)
+        assert torch.equal(ours, drawn_by_filters(logits, params, rng_keys))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -133,12 +133,12 @@ def test_still_the_same_token_of_any_logits(kind, size):
     from sampling import SamplingParams, sample
 
     logits = random_logits(kind, 20, size)
-    draws = [(LAST - row, row) for row in range(20)]
+    rng_keys = [(LAST - row, row) for row in range(20)]
     for k in (0, 1, 50, size - 1, size, size + 1):
         for p in (1.0, 0.9, 1e-9, 1 - 1e-7):
             params = SamplingParams(temperature=0.9, top_k=max(0, k), top_p=p)
-            ours = sample(logits, params, draws=draws)
-            assert torch.equal(ours, drawn_by_filters(logits, params, draws)), (k, p)
+            ours = sample(logits, params, rng_keys=rng_keys)
+            assert torch.equal(ours, drawn_by_filters(logits, params, rng_keys)), (k, p)
 
 
 @pytest.mark.parametrize("fields", PARAMS)
@@ -147,9 +147,9 @@ def test_still_the_same_token_of_a_large_vocabulary(fields, rows_of_old):
 
     params = SamplingParams(**fields)
     logits = 3 * random_logits("random", 16, 50257)
-    draws = [(row, 5) for row in range(16)]
-    ours = sample(logits, params, draws=draws)
-    assert torch.equal(ours, drawn_by_filters(logits, params, draws))
+    rng_keys = [(row, 5) for row in range(16)]
+    ours = sample(logits, params, rng_keys=rng_keys)
+    assert torch.equal(ours, drawn_by_filters(logits, params, rng_keys))
     assert rows_of_old == []
 
 
@@ -160,11 +160,11 @@ def test_rows_that_the_few_do_not_settle_go_the_old_way(rows_of_old):
     flat = torch.zeros(1000)
     steep = -torch.arange(1000.0)
     logits = torch.stack([steep, flat, steep, flat, flat])
-    draws = [(7, row) for row in range(5)]
+    rng_keys = [(7, row) for row in range(5)]
     for fields in ({"top_p": 0.9}, {"top_k": 50}):
         params = SamplingParams(temperature=1.0, **fields)
-        ours = sample(logits, params, draws=draws)
-        assert torch.equal(ours, drawn_by_filters(logits, params, draws))
+        ours = sample(logits, params, rng_keys=rng_keys)
+        assert torch.equal(ours, drawn_by_filters(logits, params, rng_keys))
     assert rows_of_old == [3, 3]
 
 
@@ -176,8 +176,8 @@ def test_still_the_boundary_is_where_the_filter_has_it():
         size = len(probs)
         logits = torch.tensor(probs).log().expand(4000, size)
         params = SamplingParams(temperature=1.0, top_p=p)
-        draws = [(seed, 3) for seed in range(4000)]
-        return set(sample(logits, params, draws=draws).tolist())
+        rng_keys = [(seed, 3) for seed in range(4000)]
+        return set(sample(logits, params, rng_keys=rng_keys).tolist())
 
     rest = [1e-12] * 300  # so that not all tokens are among the few
     assert winners([0.25] * 4 + rest, 0.5) == {0, 1}
@@ -193,7 +193,7 @@ def test_still_some_token_of_logits_that_are_no_numbers(value, fields):
     logits = random_logits("random", 3, 400)
     logits[0, 7] = value
     logits[1] = value
-    drawn = sample(logits, SamplingParams(**fields), draws=[(1, 1)] * 3)
+    drawn = sample(logits, SamplingParams(**fields), rng_keys=[(1, 1)] * 3)
     assert all(0 <= token < 400 for token in drawn.tolist())
 
 
@@ -203,7 +203,7 @@ def test_still_a_tie_that_the_temperature_makes():
 
     logits = torch.tensor([[900.0, 1 + 2**-23, 1.0] + [-900.0] * 300]).expand(2000, -1)
     params = SamplingParams(temperature=1000.0, top_k=2)
-    draws = [(seed, 5) for seed in range(2000)]
-    ours = sample(logits, params, draws=draws)
-    assert torch.equal(ours, drawn_by_filters(logits, params, draws))
+    rng_keys = [(seed, 5) for seed in range(2000)]
+    ours = sample(logits, params, rng_keys=rng_keys)
+    assert torch.equal(ours, drawn_by_filters(logits, params, rng_keys))
     assert set(ours.tolist()) == {0, 1, 2}

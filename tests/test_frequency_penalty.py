@@ -19,12 +19,12 @@ def by_hand(model, prompt, max_new_tokens, frequency=0.0, presence=0.0):
 
 
 def test_formula():
-    from sampling import penalize_frequency
+    from sampling import apply_frequency_penalty
 
     logits = torch.tensor([[1.0, -2.0, 3.0]])
     counts = torch.tensor([[2, 1, 0]])
-    assert penalize_frequency(logits, counts, 0.5).tolist() == [[0.0, -2.5, 3.0]]
-    assert penalize_frequency(logits, counts, -0.5).tolist() == [[2.0, -1.5, 3.0]]
+    assert apply_frequency_penalty(logits, counts, 0.5).tolist() == [[0.0, -2.5, 3.0]]
+    assert apply_frequency_penalty(logits, counts, -0.5).tolist() == [[2.0, -1.5, 3.0]]
     assert logits.tolist() == [[1.0, -2.0, 3.0]]
 
 

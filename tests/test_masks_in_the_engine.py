@@ -99,24 +99,24 @@ def test_drafts_that_may_not_follow_are_not_computed(model, tiny_llama, kind):
     else:
         drafter = PromptLookupDrafter() if kind == "lookup" else Wrong()
     engine = Engine(model, encoding=letters(), drafter=drafter, gamma=4)
-    choose = model.runner.choose
+    sample_batch = model.runner.sample_batch
     seen = []
 
-    def watched(logits, params, texts, lengths, generator, eos, allowed):
+    def watched(logits, params, texts, lengths, generator, eos, token_masks):
         for own, text, length in zip(params, texts, lengths):
             output = text[length:]
             if own.choices and END not in output:  # what follows an end is drafted in vain
                 begun = spelled(output)
                 seen.append(any(choice.startswith(begun) for choice in own.choices))
-        return choose(logits, params, texts, lengths, generator, eos, allowed)
+        return sample_batch(logits, params, texts, lengths, generator, eos, token_masks)
 
-    model.runner.choose = watched
+    model.runner.sample_batch = watched
     try:
         requests = [engine.add(*pair) for pair in make_requests()]
         while engine.busy:
             engine.step()
     finally:
-        model.runner.choose = choose
+        model.runner.sample_batch = sample_batch
     assert seen and all(seen)
     assert engine.num_draft_tokens
     for request in requests:
@@ -254,7 +254,7 @@ def test_json_beside_other_texts(tiny_llama, options):
 def test_masks_are_for_the_draws_in_c_too(library):
     """Greedy or drawn, from a few tokens or from most: the tokens that torch chooses."""
     from native import draw
-    from sampling import SamplingParams, restrict, sample
+    from sampling import SamplingParams, apply_token_mask, sample
 
     logits = random_numbers(24, 3001, seed=1) * 4
     masks = [None, *(torch.rand(23, 3001) < torch.linspace(0.001, 1, 23)[:, None])]
@@ -265,7 +265,7 @@ def test_masks_are_for_the_draws_in_c_too(library):
         each = [dataclasses.replace(params, seed=row) for row in range(24)]
         found = draw.draw(library, logits, each, [3] * 24, masks)
         expected = [
-            sample(restrict(logits[row : row + 1], [mask]), own, None, [(row, 3)]).item()
+            sample(apply_token_mask(logits[row : row + 1], [mask]), own, None, [(row, 3)]).item()
             for row, (own, mask) in enumerate(zip(each, masks))
         ]
         assert found == expected

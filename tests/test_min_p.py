@@ -39,11 +39,11 @@ def warped(logits, temperature, min_p, top_k=0, top_p=1.0):
     return generation.LogitsProcessorList(warpers)(None, logits)
 
 
-def drawn(logits, fields, draws):
+def drawn(logits, fields, rng_keys):
     """The race of those that transformers leaves."""
     import sampling
 
-    noise = sampling.keyed_noise(torch.zeros_like(logits), draws)
+    noise = sampling.exponential_noise(torch.zeros_like(logits), rng_keys)
     return (warped(logits.double(), **fields).softmax(dim=-1) / noise).argmax(dim=-1)
 
 
@@ -93,9 +93,9 @@ def test_draws_with_a_seed_are_those_of_the_race_that_transformers_leaves(fields
     for kind in KINDS:
         for size in SIZES:
             logits = random_logits(kind, 30, size, seed=size)
-            draws = [(LAST - row, row) for row in range(30)]
-            ours = sample(logits, params, draws=draws)
-            assert torch.equal(ours, drawn(logits, fields, draws)), (kind, size)
+            rng_keys = [(LAST - row, row) for row in range(30)]
+            ours = sample(logits, params, rng_keys=rng_keys)
+            assert torch.equal(ours, drawn(logits, fields, rng_keys)), (kind, size)
 
 
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
@@ -129,8 +129,8 @@ def test_any_logits_give_an_id(library, fields, value):
     logits = random_logits("random", 3, 400)
     logits[0, 7] = value
     logits[1] = value
-    for draws in ([(1, 1)] * 3, None):
-        tokens = sample(logits, SamplingParams(**fields), draws=draws)
+    for rng_keys in ([(1, 1)] * 3, None):
+        tokens = sample(logits, SamplingParams(**fields), rng_keys=rng_keys)
         assert all(0 <= token < 400 for token in tokens.tolist())
 
 
@@ -139,20 +139,20 @@ def test_few_tokens_settle_a_draw(monkeypatch):
     import sampling
 
     wide = []
-    old = sampling.draw_among_all
+    old = sampling.sample_from_vocabulary
     monkeypatch.setattr(
         sampling,
-        "draw_among_all",
+        "sample_from_vocabulary",
         lambda logits, *args: wide.append(len(logits)) or old(logits, *args),
     )
     # Its first 256 tokens hold 0.986, and the next one has 0.014 of the largest probability.
     steep = torch.arange(1000.0) / -60
     flat = torch.zeros(1000)
-    draws = [(7, row) for row in range(3)]
+    rng_keys = [(7, row) for row in range(3)]
     logits = torch.stack([steep, flat, steep])
     fields = {"temperature": 1.0, "min_p": 0.015}
-    ours = sampling.sample(logits, sampling.SamplingParams(**fields), draws=draws)
-    assert torch.equal(ours, drawn(logits, fields, draws))
+    ours = sampling.sample(logits, sampling.SamplingParams(**fields), rng_keys=rng_keys)
+    assert torch.equal(ours, drawn(logits, fields, rng_keys))
     assert wide == [1]
 
 
@@ -163,7 +163,7 @@ def test_tokens_below_the_threshold_take_no_random_numbers(torch_numbers):
     logits = torch.full((2, 3000), -20.0)
     logits[:, ::5] = 0
     params = SamplingParams(temperature=1.0, min_p=0.1)
-    tokens = sample(logits, params, draws=[(7, 1), (7, 2)])
+    tokens = sample(logits, params, rng_keys=[(7, 1), (7, 2)])
     assert torch_numbers == [2 * 256, 2 * 600]
     assert (tokens % 5 == 0).all()
 

@@ -35,7 +35,7 @@ def test_draws_take_no_random_numbers_of_torch(native, torch_numbers, temperatur
 @pytest.mark.parametrize("fields", PARAMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_tokens_as_torch(library, kind, fields):
-    """945 draws of each. Rounding could part two speeds that are nearly equal; here none are."""
+    """945 draws of each. Rounding could part two scores that are nearly equal; here none are."""
     shapes = [(1, 5), (2, 200), (7, 300), (63, 300), (256, 50), (257, 50), (4096, 40)]
     for size, rows in shapes:
         logits = random_logits(kind, rows, size, seed=size)
@@ -116,7 +116,7 @@ def test_draws_of_any_logits_give_an_id_and_stay_as_they_are(library, fields, va
 
 
 def test_still_the_generator_of_rows_without_a_seed(native):
-    from sampling import SamplingParams, choose
+    from sampling import SamplingParams, sample_batch
 
     fields = [{"temperature": 1.0}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.5}, {}]
     each = [SamplingParams(**own) for own in fields]
@@ -125,20 +125,22 @@ def test_still_the_generator_of_rows_without_a_seed(native):
 
     def run(**options):
         generator = torch.Generator().manual_seed(5)
-        return choose(logits, each, texts, [1] * 4, generator, **options), generator.get_state()
+        return sample_batch(
+            logits, each, texts, [1] * 4, generator, **options
+        ), generator.get_state()
 
     (ours, state), (expected, torch_state) = run(native=native.runner), run()
     assert ours == expected and torch.equal(state, torch_state)
 
 
 def test_still_other_dtypes_are_for_torch(native, torch_numbers):
-    from sampling import choose
+    from sampling import sample_batch
 
     logits = random_logits("random", 2, 61).double()
     params = params_of({"temperature": 1.0}, 2)
-    expected = choose(logits, params, [[1]] * 2, [1] * 2)
+    expected = sample_batch(logits, params, [[1]] * 2, [1] * 2)
     made = len(torch_numbers)
-    assert choose(logits, params, [[1]] * 2, [1] * 2, native=native.runner) == expected
+    assert sample_batch(logits, params, [[1]] * 2, [1] * 2, native=native.runner) == expected
     assert len(torch_numbers) == 2 * made
 
 

@@ -44,7 +44,7 @@ def test_texts_take_no_random_numbers_of_torch(native, torch_numbers, fields):
 
 @pytest.mark.parametrize("fields", FILTERS)
 def test_the_same_filtered_tokens_as_torch(library, fields):
-    """5,670 draws of each. Rounding could part two speeds that are nearly equal; here none are."""
+    """5,670 draws of each. Rounding could part two scores that are nearly equal; here none are."""
     shapes = [(1, 5), (2, 200), (7, 300), (63, 300), (256, 50), (257, 50), (4096, 40)]
     for kind in KINDS:
         for size, rows in shapes:
@@ -118,7 +118,7 @@ def test_still_numbers_that_float32_or_64_bits_do_not_hold(library, fields):
 
 def test_rows_of_all_parameters_are_one_call(native, monkeypatch):
     """Each row has its own penalties, and the logits that were given stay as they are."""
-    from sampling import SamplingParams, choose
+    from sampling import SamplingParams, sample_batch
 
     calls = []
     draw = type(native.runner).draw
@@ -135,13 +135,13 @@ def test_rows_of_all_parameters_are_one_call(native, monkeypatch):
     before = logits.clone()
     texts = [[row, 2 * row, 3, 3, 3] for row in range(30)]
     lengths = [1 + row % 5 for row in range(30)]
-    ours = choose(logits, each, texts, lengths, native=native.runner)
+    ours = sample_batch(logits, each, texts, lengths, native=native.runner)
     assert calls == [30] and torch.equal(logits, before)
-    assert ours == choose(logits, each, texts, lengths)
+    assert ours == sample_batch(logits, each, texts, lengths)
     apart = torch.stack([logits, -logits], dim=1)[:, 0]  # each row followed by another one
     plain = params_of({"temperature": 0.8}, 30)  # without a penalty they are not copied before
-    ours = choose(apart, plain, texts, lengths, native=native.runner)
-    assert ours == choose(logits, plain, texts, lengths)
+    ours = sample_batch(apart, plain, texts, lengths, native=native.runner)
+    assert ours == sample_batch(logits, plain, texts, lengths)
 
 
 @pytest.mark.parametrize("fields", PARAMS[1:3])

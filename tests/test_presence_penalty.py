@@ -18,12 +18,12 @@ def by_hand(model, prompt, max_new_tokens, presence):
 
 
 def test_formula():
-    from sampling import penalize_presence
+    from sampling import apply_presence_penalty
 
     logits = torch.tensor([[1.0, -2.0, 3.0]])
     seen = torch.tensor([[True, True, False]])
-    assert penalize_presence(logits, seen, 0.5).tolist() == [[0.5, -2.5, 3.0]]
-    assert penalize_presence(logits, seen, -0.5).tolist() == [[1.5, -1.5, 3.0]]
+    assert apply_presence_penalty(logits, seen, 0.5).tolist() == [[0.5, -2.5, 3.0]]
+    assert apply_presence_penalty(logits, seen, -0.5).tolist() == [[1.5, -1.5, 3.0]]
     assert logits.tolist() == [[1.0, -2.0, 3.0]]
 
 

@@ -11,14 +11,14 @@ from loading.load import save_model
 def test_equals_transformers(penalty):
     from transformers import RepetitionPenaltyLogitsProcessor
 
-    from sampling import penalize_repetition
+    from sampling import apply_repetition_penalty
 
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(6, 30, generator=generator)
     tokens = torch.randint(30, (6, 12), generator=generator)
     seen = torch.zeros(6, 30, dtype=torch.bool).scatter(1, tokens, True)
     theirs = RepetitionPenaltyLogitsProcessor(penalty)(tokens, logits.clone())
-    assert torch.equal(penalize_repetition(logits, seen, penalty), theirs)
+    assert torch.equal(apply_repetition_penalty(logits, seen, penalty), theirs)
 
 
 @pytest.mark.parametrize("penalty", [1.2, 2.0, 0.8])
@@ -36,11 +36,11 @@ def test_whole_run_equals_transformers_on_a_random_model(tiny, tmp_path, penalty
 
 @pytest.mark.parametrize("penalty", [1e-300, 1e-39, 1e39, 1e300, 2**64])
 def test_an_extreme_penalty_makes_no_nan(tiny, penalty):
-    from sampling import penalize_repetition
+    from sampling import apply_repetition_penalty
 
     logits = torch.tensor([0.0, -0.0, 5.0, -5.0, 1e-30, -1e-30])
     seen = torch.ones(6, dtype=torch.bool)
-    assert penalize_repetition(logits, seen, float(penalty)).isfinite().all()
+    assert apply_repetition_penalty(logits, seen, float(penalty)).isfinite().all()
     params = {"max_new_tokens": 5, "temperature": 1.0, "repetition_penalty": penalty}
     assert slide(tiny(), [[1, 2]], **params)
 

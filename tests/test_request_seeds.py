@@ -33,12 +33,12 @@ def alone(model, prompt, fields, **options) -> list[int]:
     return own_text(model, prompt, **options, **fields)
 
 
-def sampled(probs, draws, **fields) -> torch.Tensor:
+def sampled(probs, rng_keys, **fields) -> torch.Tensor:
     """What `sample` draws from these probabilities for each seed and position."""
     from sampling import SamplingParams, sample
 
     params = SamplingParams(**{"temperature": 1.0} | fields)
-    return sample(probs.log().expand(len(draws), -1), params, draws=draws)
+    return sample(probs.log().expand(len(rng_keys), -1), params, rng_keys=rng_keys)
 
 
 # Each row
@@ -117,7 +117,7 @@ def test_still_counts_what_an_empty_prompt_starts_from_as_a_prompt(tiny):
 
 def test_still_repetition_counts_prompts_and_the_others_do_not():
     """Frequency and presence penalise the output, repetition the prompt as well."""
-    from sampling import SamplingParams, choose
+    from sampling import SamplingParams, sample_batch
 
     logits = torch.ones(3, 4)
     logits[:, 2] = 1.5  # the most likely one, and in the prompts
@@ -128,7 +128,7 @@ def test_still_repetition_counts_prompts_and_the_others_do_not():
         ({"frequency_penalty": 0.2}, [2, 2, 2]),
         ({"repetition_penalty": 2.0}, [3, 0, 0]),
     ):
-        assert choose(logits, [SamplingParams(**penalties)] * 3, texts, [4, 3, 1]) == chosen
+        assert sample_batch(logits, [SamplingParams(**penalties)] * 3, texts, [4, 3, 1]) == chosen
     assert logits[:, 2].tolist() == [1.5] * 3  # not changed in place
 
 
@@ -212,10 +212,10 @@ def number(seed: int, position: int, token: int) -> float:
 
 def test_the_generator_is_splitmix64():
     """Numbers that others publish for the state 1234567."""
-    from sampling import splitmix
+    from sampling import splitmix64
 
     known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
-    ours = splitmix(torch.tensor(1234567), torch.arange(4))
+    ours = splitmix64(torch.tensor(1234567), torch.arange(4))
     assert [value % 2**64 for value in ours.tolist()] == known
 
 
@@ -225,12 +225,12 @@ DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", [9, 70_000])
 def test_noise_of_each_seed_position_and_token(device, size):
-    from sampling import keyed_noise
+    from sampling import exponential_noise
 
-    draws = list(itertools.product([0, 1, 2**63, LAST], [0, 7, 2**31 + 5, 2**40, 2**63 - 1]))
-    noise = keyed_noise(torch.zeros(len(draws), size, device=device), draws)
-    assert noise.shape == (len(draws), size) and noise.dtype == torch.float32
-    for row, (seed, position) in zip(noise.tolist(), draws):
+    rng_keys = list(itertools.product([0, 1, 2**63, LAST], [0, 7, 2**31 + 5, 2**40, 2**63 - 1]))
+    noise = exponential_noise(torch.zeros(len(rng_keys), size, device=device), rng_keys)
+    assert noise.shape == (len(rng_keys), size) and noise.dtype == torch.float32
+    for row, (seed, position) in zip(noise.tolist(), rng_keys):
         for token in (0, 1, 8, size - 1):
             assert row[token] == pytest.approx(number(seed, position, token), rel=1e-6)
 
@@ -240,10 +240,10 @@ def test_noise_of_tokens_that_are_out_is_not_computed(torch_numbers):
     import sampling
 
     logits = torch.randn(3, 1000)
-    draws = [(1, 5), (LAST, 6), (7, 2**40)]
-    whole = sampling.keyed_noise(logits, draws)
+    rng_keys = [(1, 5), (LAST, 6), (7, 2**40)]
+    whole = sampling.exponential_noise(logits, rng_keys)
     filtered = sampling.top_k_filter(logits, 20)
-    noise = sampling.keyed_noise(filtered, draws)
+    noise = sampling.exponential_noise(filtered, rng_keys)
     assert torch_numbers == [3000, 60]
     assert torch.equal(noise, torch.where(filtered > -torch.inf, whole, 1.0))
 
@@ -267,8 +267,8 @@ PROBS = torch.tensor([0.02, 0.3, 0.08, 0.25, 0.05, 0.15, 0.1, 0.05])
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_draws_follow_the_probabilities(name):
-    draws = [DRAWS[name](index) for index in range(20000)]
-    counts = torch.bincount(sampled(PROBS, draws), minlength=8).double()
+    rng_keys = [DRAWS[name](index) for index in range(20000)]
+    counts = torch.bincount(sampled(PROBS, rng_keys), minlength=8).double()
     assert chi_square(counts, PROBS) < 24.32  # 7 degrees of freedom, p = 0.001
     assert chi_square(counts, PROBS.roll(1)) > 24.32  # the check can fail
 

@@ -22,7 +22,7 @@ def assert_same(module, logits, p, seed=0):
     noise = torch.empty_like(logits).exponential_(generator=seeded(seed))
     probs = module.top_p_filter(logits, p).softmax(dim=-1)
     sorted_first = torch.multinomial(probs, 1, generator=seeded(seed))[:, 0]
-    assert torch.equal(module.race(logits, noise, p), sorted_first), (p, seed)
+    assert torch.equal(module.exponential_race(logits, noise, p), sorted_first), (p, seed)
 
 
 @pytest.fixture
@@ -108,7 +108,9 @@ def test_a_token_can_win_if_and_only_if_it_is_in_the_nucleus(module, weights):
         for arrival in itertools.permutations(range(4)):
             noise = [10.0 ** (2 * arrival.index(token)) for token in range(4)]
             first = next(token for token in arrival if token in nucleus)
-            drawn = module.race(logits, torch.tensor([noise], dtype=torch.float64), float(p))
+            drawn = module.exponential_race(
+                logits, torch.tensor([noise], dtype=torch.float64), float(p)
+            )
             assert drawn.tolist() == [first], (p, arrival)
 
 
@@ -119,7 +121,7 @@ def test_the_boundary_is_where_the_filter_has_it(module):
         size = len(probs)
         noise = torch.ones(size, size) + 1e-6 - torch.eye(size)  # token n is the first in row n
         logits = torch.tensor(probs).log().expand(size, -1)
-        return set(module.race(logits, noise, p).tolist())
+        return set(module.exponential_race(logits, noise, p).tolist())
 
     assert winners([0.25] * 4, 0.5) == {0, 1}
     assert winners([0.25] * 4, 0.75) == {0, 1, 2}
@@ -131,16 +133,16 @@ def test_logits_that_differ_are_in_order_where_their_probabilities_do_not(module
     assert logits.softmax(dim=-1).unique().numel() == 1
     for numbers in itertools.permutations((1.0, 1e-3, 1e-6)):
         noise = torch.tensor([numbers])
-        assert module.race(logits, noise, 0.3).tolist() == [2]
+        assert module.exponential_race(logits, noise, 0.3).tolist() == [2]
         expected = 2 if numbers[2] < numbers[1] else 1
-        assert module.race(logits, noise, 0.5).tolist() == [expected]
+        assert module.exponential_race(logits, noise, 0.5).tolist() == [expected]
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 8])
 @pytest.mark.parametrize("top_p", [0.5, 1 - 1e-9, 1.0])
 def test_never_a_token_without_mass(module, monkeypatch, top_p, rounds):
     """Not even where the random number is 0, and 0 / 0 is NaN, the largest for argmax."""
-    monkeypatch.setattr(module, "MAX_ROUNDS", rounds)
+    monkeypatch.setattr(module, "MAX_REJECTION_ROUNDS", rounds)
     logits = torch.randn(100, 8, generator=seeded(0))
     logits[:, [0, 5]] = -torch.inf
     logits[:, 2] = -200
@@ -157,7 +159,7 @@ def test_never_a_token_without_mass(module, monkeypatch, top_p, rounds):
 
 @pytest.mark.parametrize("rounds", [0, 1, 2, 1000])
 def test_any_number_of_rounds_gives_the_same_tokens(module, monkeypatch, rounds):
-    monkeypatch.setattr(module, "MAX_ROUNDS", rounds)
+    monkeypatch.setattr(module, "MAX_REJECTION_ROUNDS", rounds)
     for p in (0.05, 0.5, 0.9):
         assert_same(module, 2 * torch.randn(300, 60, generator=seeded(2)), p)
 
@@ -167,7 +169,7 @@ def test_rounds_are_few_and_bounded(module, sorted_rows):
 
     def drawn(logits, p):
         noise = torch.empty_like(logits).exponential_(generator=seeded(1))
-        return module.race(logits, noise, p).tolist()
+        return module.exponential_race(logits, noise, p).tolist()
 
     for p in (0.1, 0.9):
         drawn(3 * torch.randn(500, 100, generator=seeded(0)), p)

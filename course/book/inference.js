@@ -130,7 +130,7 @@ function windowStart(length, blockSize, stride = Math.max(1, Math.floor(blockSiz
 
 // 09-presence-penalty, 10-frequency-penalty, 11-repetition-penalty: new logits, lower for tokens
 // of the text. Each result is rounded to float32, as torch's are.
-function penalize(logits, params, text, promptLength) {
+function applyPenalties(logits, params, text, promptLength) {
   const round = Math.fround;
   const [presence, frequency, repetition] = [
     params.presence_penalty,
@@ -204,27 +204,27 @@ function samplingProbs(logits, { temperature, top_k, top_p }) {
   return softmax(topP(topK(applyTemperature(logits, temperature), top_k), top_p));
 }
 
-// 04-multinomial, by the numbers of 37-request-seeds: each token runs at its probability divided by
-// an exponential random number, a function of seed, position and id alone. The fastest one wins.
+// 04-multinomial, by the numbers of 37-request-seeds: a token's score is its probability over
+// an exponential random number, a function of seed, position and id alone. The highest one wins.
 function draw(probs, seed, position) {
-  const state = splitmix(BigInt(seed), BigInt(position));
+  const state = splitmix64(BigInt(seed), BigInt(position));
   let winner = -1;
   let best = -1;
   probs.forEach((p, id) => {
     if (p === 0) return;
-    const speed = p / noise(state, id);
-    if (speed > best) [winner, best] = [id, speed];
+    const score = p / noise(state, id);
+    if (score > best) [winner, best] = [id, score];
   });
   return winner;
 }
 
 // The exponential random number of a token.
 function noise(state, id) {
-  return -Math.log((Number(splitmix(state, BigInt(id)) >> 12n) + 0.5) * 2 ** -52);
+  return -Math.log((Number(splitmix64(state, BigInt(id)) >> 12n) + 0.5) * 2 ** -52);
 }
 
 // Number `index` of the generator SplitMix64 in this state: 64 random bits.
-function splitmix(state, index) {
+function splitmix64(state, index) {
   const wrap = (number) => BigInt.asUintN(64, number);
   let bits = wrap(state + (index + 1n) * 0x9e3779b97f4a7c15n);
   bits = wrap((bits ^ (bits >> 30n)) * 0xbf58476d1ce4e5b9n);
@@ -233,8 +233,8 @@ function splitmix(state, index) {
 }
 
 // The next token of a text, and what it was drawn from.
-function choose(logits, params, text, promptLength) {
-  const probs = samplingProbs(penalize(logits, params, text, promptLength), params);
+function sample(logits, params, text, promptLength) {
+  const probs = samplingProbs(applyPenalties(logits, params, text, promptLength), params);
   return { token: draw(probs, params.seed, text.length), probs };
 }
 
@@ -258,7 +258,7 @@ function propose(models, params, text, promptLength, count) {
   while (model && drafts.length < count) {
     const longer = [...text, ...drafts.map((each) => each.token)];
     const window = longer.slice(windowStart(longer.length, model.config.block_size));
-    const { token, probs } = choose(model.logits(window, 1).rows[0], params, longer, promptLength);
+    const { token, probs } = sample(model.logits(window, 1).rows[0], params, longer, promptLength);
     drafts.push({ token, q: probs[token] });
   }
   return drafts;
@@ -313,7 +313,7 @@ function* generate(models, prompt, given) {
     const tokens = [];
     // The target chooses after each draft that is what it chose itself.
     for (const [i, logits] of rows.entries()) {
-      const { token, probs } = choose(logits, params, text, promptLength);
+      const { token, probs } = sample(logits, params, text, promptLength);
       if (drafts[i]) drafts[i].p = probs[drafts[i].token];
       const about = report(logits, probs, token, params.logprobs, tokenizer);
       tokens.push({ ...about, text: add(token) });

@@ -8,7 +8,7 @@ from pictures import runs, scene
 from pictures.scene import percent, word
 from sampling import (
     SamplingParams,
-    add_biases,
+    apply_logit_bias,
     apply_temperature,
     min_p_filter,
     sample,
@@ -29,8 +29,8 @@ def record_draws(prompt: str, count: int = 1000) -> Record:
     """Many draws from one distribution, each with a seed of its own."""
     ids = runs.encode(prompt, 200)
     logits = runs.next_logits(ids)
-    draws = [(seed, len(ids)) for seed in range(1, count + 1)]
-    samples = sample(logits.expand(count, -1), SamplingParams(temperature=1.0), draws=draws)
+    rng_keys = [(seed, len(ids)) for seed in range(1, count + 1)]
+    samples = sample(logits.expand(count, -1), SamplingParams(temperature=1.0), rng_keys=rng_keys)
     return Record(
         prompt=prompt,
         top_tokens=runs.top_tokens(logits.softmax(-1), 10),
@@ -259,7 +259,7 @@ def record_biases(prompt: str) -> Record:
     token = best[index]
     probs = {}
     for bias in BIASES:
-        biased = add_biases(logits[None], [SamplingParams(logit_bias={token: bias})])[0]
+        biased = apply_logit_bias(logits[None], [SamplingParams(logit_bias={token: bias})])[0]
         probs[bias] = biased.softmax(-1)[best].tolist()
     return Record(
         prompt=prompt,

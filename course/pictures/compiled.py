@@ -8,13 +8,13 @@ import torch
 from native.linear import pack
 from pictures import runs, scene
 from pictures.scene import signed, times, word
-from sampling import SamplingParams, keyed_noise
+from sampling import SamplingParams, exponential_noise
 
 SEED = 7
 BLOCK = 256  # tokens that draw.c compares with one limit
 
 
-class Racer(NamedTuple):
+class Candidate(NamedTuple):
     """A token of a draw; the one with the highest score is drawn."""
 
     text: str
@@ -36,7 +36,7 @@ def record_draw(prompt: str, shown: int = 12) -> Record:
     params = SamplingParams(temperature=0.8, seed=SEED)
     (drawn,) = runs.native().runner.draw(logits[None], [params], [len(ids)])
     weights = ((logits - logits.max()) / params.temperature).exp().double()
-    noise = keyed_noise(logits[None].double(), [(SEED, len(ids))])[0]  # -ln(u)
+    noise = exponential_noise(logits[None].double(), [(SEED, len(ids))])[0]  # -ln(u)
     scores = weights / noise
     bounds = weights / -torch.expm1(-noise)  # 1 - u is at most -ln(u)
     first = weights.argmax().item()
@@ -48,8 +48,8 @@ def record_draw(prompt: str, shown: int = 12) -> Record:
     before[first] = 0  # it is computed before all blocks
     asked = (bounds > before).nonzero()[:, 0].tolist()
     order = sorted({first, *asked, *bounds.topk(shown).indices.tolist()} - {first})
-    racers = [
-        Racer(
+    candidates = [
+        Candidate(
             runs.token_text(id),
             *(each[id].item() for each in (bounds, scores, before)),
             id == drawn,
@@ -59,15 +59,15 @@ def record_draw(prompt: str, shown: int = 12) -> Record:
     return Record(
         vocabulary=len(logits),
         num_logarithms=len(asked),  # logarithms
-        racers=racers,  # those with the highest bounds, in the order of the code
+        candidates=candidates,  # those with the highest bounds, in the order of the code
     )
 
 
 def draw_draw(record: Record) -> scene.Scene:
-    (drawn,) = (each for each in record.racers if each.drawn)
+    (drawn,) = (each for each in record.candidates if each.drawn)
     largest = 1.25 * drawn.score
     bars = []
-    for each in record.racers:
+    for each in record.candidates:
         kind = "good" if each.drawn else "second" if each.needs_logarithm else "kept"
         value = f"at most {each.bound:.3g}" + f": {each.score:.3g}" * each.needs_logarithm
         tick = each.before or None

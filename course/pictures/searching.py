@@ -11,7 +11,7 @@ from infer import beam_search
 from infer_speculative import generate_speculative, propose_prompt_lookup
 from pictures import drafting, runs, scene
 from pictures.scene import percent, signed, times, word
-from sampling import SamplingParams, keyed_noise, token_logprob
+from sampling import SamplingParams, exponential_noise, token_logprob
 
 Scored = list[tuple[str, float]]  # tokens with their log-probabilities
 
@@ -152,7 +152,7 @@ def draw_lookup(record: Record) -> scene.Scene:
     return scene.Scene(caption, *panels)
 
 
-class Runner(NamedTuple):
+class Candidate(NamedTuple):
     """A token in the race."""
 
     token: str
@@ -169,33 +169,33 @@ def record_race(prompt: str, p: float = 0.5, rounds: int = 3) -> Record:
     logits = runs.next_logits(ids)
     probs = logits.softmax(-1)
     for seed in range(200):
-        noise = keyed_noise(logits[None], [(seed, len(ids))])[0]
-        speeds = probs / noise
-        fastest = [speeds.argmax().item()]
-        while probs[left := probs > probs[fastest[-1]]].sum() >= p:
-            fastest.append(speeds.masked_fill(~left, -1).argmax().item())
-        if len(fastest) == rounds:
+        noise = exponential_noise(logits[None], [(seed, len(ids))])[0]
+        scores = probs / noise
+        winners = [scores.argmax().item()]
+        while probs[left := probs > probs[winners[-1]]].sum() >= p:
+            winners.append(scores.masked_fill(~left, -1).argmax().item())
+        if len(winners) == rounds:
             break
-    shown = dict.fromkeys(speeds.topk(8).indices.tolist() + fastest)
-    runners = [
-        Runner(
+    shown = dict.fromkeys(scores.topk(8).indices.tolist() + winners)
+    candidates = [
+        Candidate(
             runs.token_text(id),
             probs[id].item(),
             noise[id].item(),
             probs[probs > probs[id]].sum().item(),
-            fastest.index(id) + 1 if id in fastest else 0,
+            winners.index(id) + 1 if id in winners else 0,
         )
-        for id in sorted(shown, key=lambda id: -speeds[id])
+        for id in sorted(shown, key=lambda id: -scores[id])
     ]
     return Record(
         p=p,  # top-p
         tokens=len(probs),  # that race
-        runners=runners,  # the fastest, those of each round among them
+        candidates=candidates,  # the fastest, those of each round among them
     )
 
 
 def draw_race(record: Record) -> scene.Scene:
-    asked = sorted((each for each in record.runners if each.round), key=lambda each: each.round)
+    asked = sorted((each for each in record.candidates if each.round), key=lambda each: each.round)
     rounds = []
     limit = 1.0
     for each in asked:
@@ -206,11 +206,11 @@ def draw_race(record: Record) -> scene.Scene:
         value = f"{percent(each.before)} before it: {verdict}"
         rounds.append(scene.Bar(f"{each.round}. {word(each.token)}", parts, value, record.p))
         limit = each.before
-    speeds = []
-    for each in record.runners:
+    scores = []
+    for each in record.candidates:
         kind = "kept" if not each.round else "good" if each is asked[-1] else "bad"
         value = f"{percent(each.p)} / {each.noise:.2g}"
-        speeds.append(scene.Bar(word(each.token), [(each.p / each.noise, kind)], value))
+        scores.append(scene.Bar(word(each.token), [(each.p / each.noise, kind)], value))
     verdicts = {"bad": "the fastest, outside top-p", "good": "the fastest, inside: drawn"}
     return scene.Scene(
         f"{record.tokens:,} tokens race, and only the fastest is asked whether it is inside top-p: "
@@ -218,7 +218,7 @@ def draw_race(record: Record) -> scene.Scene:
         f"{times(len(asked), 'question')}.",
         scene.Panel(
             "The fastest tokens",
-            scene.Bars(speeds),
+            scene.Bars(scores),
             "Speed: the probability divided by an exponential random number. So a token is the "
             "fastest as often as its probability says.",
             verdicts | {"kept": "never asked"},

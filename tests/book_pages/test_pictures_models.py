@@ -18,7 +18,7 @@ from loading.load import load_model
 from model import causal_attention
 from pictures import constrained, runs
 from pictures.scene import Bars, Cells, Lines, Tokens
-from sampling import SamplingParams, keyed_noise, sample
+from sampling import SamplingParams, exponential_noise, sample
 
 
 def test_beams_beat_greedy_decoding():
@@ -59,18 +59,18 @@ def test_only_the_fastest_is_asked():
     record, shown = drawn("top-p-without-sorting")
     probs = probs_after("She was very")
     params = {"max_new_tokens": 1, "temperature": 1.0, "top_p": record.p}
-    asked = sorted((each for each in record.runners if each.round), key=lambda each: each.round)
+    asked = sorted((each for each in record.candidates if each.round), key=lambda each: each.round)
     assert any(
         written("She was very", seed=seed, **params) == [asked[-1].token] for seed in range(200)
     )
     assert [each.before < record.p for each in asked] == [False, False, True]
-    for each in record.runners:
+    for each in record.candidates:
         p = probs[runs.encode(each.token, 1)[0]]
         assert each.p == pytest.approx(p.item(), rel=1e-4)
         assert each.before == pytest.approx(probs[probs > p].sum().item(), abs=1e-4)
-    speeds, rounds = forms(shown, Bars)
-    lengths = [row.parts[0][0] for row in speeds.rows]
-    assert lengths == sorted(lengths, reverse=True) and speeds.rows[0].parts[0][1] == "bad"
+    scores, rounds = forms(shown, Bars)
+    lengths = [row.parts[0][0] for row in scores.rows]
+    assert lengths == sorted(lengths, reverse=True) and scores.rows[0].parts[0][1] == "bad"
     left = [sum(length for length, _ in row.parts) for row in rounds.rows]
     assert left == pytest.approx([1, asked[0].before, asked[1].before])
 
@@ -222,8 +222,8 @@ def test_who_needs_a_logarithm():
     record, shown = drawn("native-draws")
     text = runs.encode("The cat", 9)
     logits = runs.next_logits(text)
-    draws = [(7, len(text))]
-    noise = keyed_noise(logits[None].double(), draws)[0].tolist()
+    rng_keys = [(7, len(text))]
+    noise = exponential_noise(logits[None].double(), rng_keys)[0].tolist()
     weights = ((logits - logits.max()) / 0.8).exp().tolist()
     scores = [weight / own for weight, own in zip(weights, noise)]
     bounds = [weight / -math.expm1(-own) for weight, own in zip(weights, noise)]
@@ -238,9 +238,9 @@ def test_who_needs_a_logarithm():
         best = max([best, *(scores[id] for id in able)])
     assert record.num_logarithms == len(asked) < 10 and f"{len(asked)} logarithms" in shown.caption
     ids = {runs.token_text(id): id for id in range(4096)}
-    winner = sample(logits[None], SamplingParams(temperature=0.8), None, draws).item()
+    winner = sample(logits[None], SamplingParams(temperature=0.8), None, rng_keys).item()
     (bars,) = forms(shown, Bars)
-    for each, bar in zip(record.racers, bars.rows, strict=True):
+    for each, bar in zip(record.candidates, bars.rows, strict=True):
         id = ids[each.text]
         assert each.bound == pytest.approx(bounds[id]) and each.score == pytest.approx(scores[id])
         assert each.needs_logarithm == (id in asked) and each.drawn == (id == winner)
@@ -248,7 +248,7 @@ def test_who_needs_a_logarithm():
         assert each.before == (0 if id == first else pytest.approx(blocks[id // 256]))
         kind = "good" if id == winner else "second" if id in asked else "kept"
         assert bar.parts == [(each.bound, kind)] and bar.tick == (each.before or None)
-    assert asked <= {ids[each.text] for each in record.racers}
+    assert asked <= {ids[each.text] for each in record.candidates}
 
 
 def test_weights_lie_where_gpt_c_reads_them():
