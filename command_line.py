@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from cache import check_stride, window_start
-from constraints import make_matcher, vocabulary_of
+from constraints import get_vocabulary, make_matcher
 from errors import UserError, catch_out_of_memory
 from loading.chat import Chat
 from loading.load import Source, load_model
@@ -355,11 +355,11 @@ def with_tool_calls(
 ) -> SamplingParams:
     """Parameters that let a reply call the tools of the chat, if it has any, and no others.
 
-    Raises UserError as `find_form` and `calls_grammar`, and for another form of the text.
+    Raises UserError as `find_form` and `calls_grammar`, and for another constraint on the text.
     """
     if chat is None or chat.tools is None:
         return params
-    vocabulary = vocabulary_of(encoding, config.vocab_size, tuple(config.eos_token_ids))
+    vocabulary = get_vocabulary(encoding, config.vocab_size, tuple(config.eos_token_ids))
     form = find_form(chat, encoding, config.eos_token_ids)
     return dataclasses.replace(params, calls=calls_grammar(form, chat.tools, vocabulary))
 
@@ -477,10 +477,10 @@ def warn_truncated_outputs(
     params: SamplingParams, encoding, config, outputs: list[list[int]]
 ) -> None:
     """Note on stderr how many texts the length limit has cut before they were complete."""
-    if params.form is None:
+    if params.constraint_field is None:
         return
     matcher = make_matcher(params, encoding, config)
-    cut = [output for output in outputs if not matcher.is_whole(output)]
+    cut = [output for output in outputs if not matcher.is_accepting(output)]
     if cut:
         limit = f"--max-new-tokens {params.max_new_tokens}"
         what = f"cut {len(cut)} of {len(outputs)} texts before their end"

@@ -80,20 +80,18 @@ def generate(
     half of block_size.
     cache_dtype: of keys and values: float16 and int8 take half and about a quarter of float32's
     memory; None is the model's dtype. Each key and value is rounded by itself, by `to_cache_dtype`.
-    encoding: the text that each token stands for; params that ask for a form need it.
-    counts: gets the number of "passes". A step in which each row has only one token that its form
-    allows needs none, and draws nothing.
-    adapter: the name of one that the model has for these texts; "": none.
-    The batch is static: a finished row is computed until the last one ends.
+    encoding: the text that each token stands for; params that ask for a constraint need it.
+    counts: gets the number of "passes". A step in which each row has only one token that its
+    constraint allows needs none, and draws nothing. adapter: the name of one that the model has for
+    these texts; "": none. The batch is static: a finished row is computed until the last one ends.
     Yields, at most the largest `max_new_tokens` times, the next token of each prompt, what ends its
-    text included, and None after that.
-    Greedy or with a seed, a row has the text of its own run, up to rounding; without a seed it
-    depends on its batch, which shares the generator. With int8 weights or a small cache rounding
-    may change a text, as int8.py says, unless C computes the whole pass.
-    Raises UserError if there is no prompt, stride is out of range, params have an id that the model
-    lacks, it lacks the adapter, the cache does not fit in memory, the logits are not finite, as
-    `make_matcher`, or if the form of a text leaves no token; ValueError if params are not as many
-    as prompts.
+    text included, and None after that. Greedy or with a seed, a row has the text of its own run, up
+    to rounding; without a seed it depends on its batch, which shares the generator. With int8
+    weights or a small cache rounding may change a text, as int8.py says, unless C computes the
+    whole pass. Raises UserError if there is no prompt, stride is out of range, params have an id
+    that the model lacks, it lacks the adapter, the cache does not fit in memory, the logits are not
+    finite, as `make_matcher`, or if the constraint of a text leaves no token; ValueError if params
+    are not as many as prompts.
     """
     sequences = [list(prompt) or [model.config.bos_token_id] for prompt in prompts]
     if not sequences:
@@ -119,7 +117,7 @@ def generate(
     finished = [row_params.max_new_tokens == 0 for row_params in each]
     while not all(finished):
         token_masks = [
-            None if done or matcher is None else matcher.checked(sequence[length:])
+            None if done or matcher is None else matcher.checked_token_mask(sequence[length:])
             for done, matcher, sequence, length in zip(
                 finished, matchers, sequences, prompt_lengths
             )
@@ -346,7 +344,7 @@ def run(args) -> None:
                     if token is not None:
                         output.add(row, token)
                         outputs[row].append(token)
-                if params.form:
+                if params.constraint_field:
                     output.pass_count = counts["passes"]
                 output.end_step()
         warn_truncated_outputs(params, encoding, model.config, outputs)

@@ -118,7 +118,7 @@ def generate_speculative(
         )
         dead_ends = []  # the drafts after which no token may follow
         if matcher:
-            masks = [matcher.allowed(text[prompt_length:]) for text in texts]
+            masks = [matcher.token_mask(text[prompt_length:]) for text in texts]
             dead_ends = [index for index, mask in enumerate(masks) if not mask.any()]
             logits = apply_token_mask(logits, [mask if mask.any() else None for mask in masks])
         if q is None:
@@ -126,7 +126,7 @@ def generate_speculative(
             q = torch.nn.functional.one_hot(draft_ids, config.vocab_size).float()
         accepted, token = verify(sampling_probs(logits, params), q, drafts, generator)
         if dead_ends and dead_ends[0] <= accepted:
-            matcher.checked(texts[dead_ends[0]][prompt_length:])
+            matcher.checked_token_mask(texts[dead_ends[0]][prompt_length:])
         tokens = drafts[:accepted] + [token]
         continues = [token not in ends for token in tokens]
         tokens = tokens[: first_false(continues) + 1]
@@ -177,7 +177,7 @@ class ModelDrafter:
                 logits, [self.params], [text], [prompt_length], self.eos
             )
             if self.matcher:
-                mask = self.matcher.allowed(text[prompt_length:])
+                mask = self.matcher.token_mask(text[prompt_length:])
                 if not mask.any():
                     break  # the target may refuse the draft before
                 logits = apply_token_mask(logits, [mask])

@@ -50,7 +50,7 @@ class SamplingParams:
         if self.min_tokens > self.max_new_tokens:
             allowed = f"it must be at most max_new_tokens, {self.max_new_tokens}"
             raise UserError(f"min_tokens is {self.min_tokens}; {allowed}")
-        check_form(self)
+        check_constraint(self)
         pairs = sorted((token, float(bias)) for token, bias in self.logit_bias)
         object.__setattr__(self, "logit_bias", tuple(pairs))
         for field in dataclasses.fields(self):
@@ -58,18 +58,20 @@ class SamplingParams:
                 object.__setattr__(self, field.name, float(getattr(self, field.name)))
 
     @property
-    def form(self) -> str | None:
-        """The field that says which form the text has; None: it has any."""
-        return next((name for name in FORMS if getattr(self, name) not in ((), None)), None)
+    def constraint_field(self) -> str | None:
+        """The field that constrains the text; None: it may be any."""
+        return next(
+            (name for name in CONSTRAINT_FIELDS if getattr(self, name) not in ((), None)), None
+        )
 
 
 MAX_FLOAT = sys.float_info.max
 MAX_CHOICES = 2**14  # bytes in all, because each takes a node of a trie
-FORMS = ("choices", "json_schema", "regex", "grammar", "calls")
+CONSTRAINT_FIELDS = ("choices", "json_schema", "regex", "grammar", "calls")
 
 
 def source_limit(size: int) -> tuple:
-    """The limit of a field that holds the source of a form: so many bytes at most."""
+    """The limit of a field that holds the source of a constraint: so many bytes at most."""
     return (
         str | None,
         lambda v: v is None or utf8_size((v,)) <= size,
@@ -153,15 +155,21 @@ def utf8_size(strings: tuple[str, ...]) -> float:
         return float("inf")
 
 
-def check_form(params: SamplingParams) -> None:
-    """Raise UserError for two forms, or if a text may not end where its form says so."""
-    form, *others = [name for name in FORMS if getattr(params, name) not in ((), None)] or [None]
+def check_constraint(params: SamplingParams) -> None:
+    """Raise UserError for two constraints, or if a text may not end where one says so."""
+    constraint_field, *others = [
+        name for name in CONSTRAINT_FIELDS if getattr(params, name) not in ((), None)
+    ] or [None]
     if others:
-        raise UserError(f"{form} does not go with {others[0]}: a text has one form")
+        raise UserError(
+            f"{constraint_field} does not go with {others[0]}: a text has one constraint"
+        )
     for name in ("ignore_eos", "min_tokens", "stop_token_ids"):
-        if form and vars(params).get(name):
-            decide = "they decide" if form == "choices" else "it decides"
-            raise UserError(f"{name} does not go with {form}: {decide} where a text ends")
+        if constraint_field and vars(params).get(name):
+            decide = "they decide" if constraint_field == "choices" else "it decides"
+            raise UserError(
+                f"{name} does not go with {constraint_field}: {decide} where a text ends"
+            )
 
 
 def params_per_prompt(

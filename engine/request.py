@@ -55,7 +55,7 @@ class Request:
             return None
         if text != self.last_mask[0]:
             try:
-                token_mask = self.matcher.checked(text[self.prompt_length :])
+                token_mask = self.matcher.checked_token_mask(text[self.prompt_length :])
             except UserError as error:
                 token_mask = error
             self.last_mask = text, token_mask

@@ -6,7 +6,13 @@ import os
 import re
 from typing import Any, NamedTuple
 
-from constraints import JOINING, JSON_OPTIONS, Vocabulary, check_schemas, plain_schema
+from constraints import (
+    IN_PLACE_APPLICATORS,
+    JSON_OPTIONS,
+    Vocabulary,
+    check_schemas,
+    strip_ignored_keywords,
+)
 from errors import UserError
 from loading.chat import Chat, split_special_tokens
 from loading.tokenizer import Encoding, partial_stop_length
@@ -210,9 +216,9 @@ def calls_grammar(
     def lark(text: str) -> str:
         """A text in the grammar: added tokens, ids, and what lies between them."""
         parts = []
-        for index, piece in enumerate(split_special_tokens(set(vocabulary.added), text)):
+        for index, piece in enumerate(split_special_tokens(set(vocabulary.added_tokens), text)):
             if index % 2:
-                parts.append(f"<[{vocabulary.added[piece]}]>")
+                parts.append(f"<[{vocabulary.added_tokens[piece]}]>")
                 continue
             for part in re.findall("\0+|[^\0]+", piece):
                 id = f"/[a-zA-Z0-9]{{{len(part)}}}/"
@@ -225,17 +231,19 @@ def calls_grammar(
     options = JSON_OPTIONS | {"item_separator": items, "key_separator": names}
     called = []
     for name, schema in schemas.items():
-        schema = json.dumps(plain_schema(schema) | {"x-guidance": options})
+        schema = json.dumps(strip_ignored_keywords(schema) | {"x-guidance": options})
         called.append(f"call{len(called)}: {lark(name + form.middle)} %json {schema}")
     more = f" ({lark(form.between)} call)*" if parallel and form.between is not None else ""
     calls = f"call{more} {lark(form.end)}"
     trigger = form.trigger
     spelled = re.escape(trigger).replace("/", r"\/")
-    others = ",".join(str(id) for name, id in sorted(vocabulary.added.items()) if name != trigger)
+    others = ",".join(
+        str(id) for name, id in sorted(vocabulary.added_tokens.items()) if name != trigger
+    )
     free = "TEXT?" + (f" (<[{others}]> TEXT?)*" if others else "")  # no TEXT after another
     begin = form.begin.lstrip()
     rest = f"{lark(begin.removeprefix(trigger))} {calls}"
-    if trigger in vocabulary.added:
+    if trigger in vocabulary.added_tokens:
         tail = f"({lark(trigger)} {rest})?"
     else:
         tail = f"(trigger {rest})?"
@@ -258,7 +266,7 @@ def parameters(function: dict) -> dict:
     if schema["type"] != "object":
         where = f"{function['name']}.parameters.type"
         raise UserError(f"{where} is {schema['type']!r:.40}; it must be object")
-    if "properties" in schema and not schema.keys() & {"patternProperties", *JOINING}:
+    if "properties" in schema and not schema.keys() & {"patternProperties", *IN_PLACE_APPLICATORS}:
         schema = {"additionalProperties": False} | schema
     return schema
 

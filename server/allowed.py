@@ -1,4 +1,4 @@
-"""What its form allows at each place of a text, for a client that asks with show_allowed."""
+"""What its constraint allows at each place of a text, for a client that asks with show_allowed."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from server.engine_thread import Update
 class Place(NamedTuple):
     """A place of a text."""
 
-    count: int  # of the tokens that its form allows there
+    count: int  # of the tokens that its constraint allows there
     tokens: list[int]  # some of them
 
 
@@ -22,7 +22,7 @@ class Text:
     def __init__(self, matcher: Matcher):
         self.matcher = matcher
         self.output: list[int] = []
-        self.mask = matcher.allowed([]).numpy()  # of the next place
+        self.mask = matcher.token_mask([]).numpy()  # of the next place
         self.places: list[Place] = []  # of tokens of which the client has not heard
         self.next: Place | None = None
 
@@ -31,7 +31,7 @@ class Text:
         for token, (_, top) in zip(update.tokens, update.logprobs):
             self.places.append(to_place(self.mask, [other for other, _ in top], most))
             self.output.append(token)
-            self.mask = self.matcher.allowed(self.output).numpy()
+            self.mask = self.matcher.token_mask(self.output).numpy()
         self.next = None if update.finish_reason else to_place(self.mask, [], most)
 
 

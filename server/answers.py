@@ -11,7 +11,7 @@ from pydantic_core import to_json
 
 from errors import UserError
 from server.allowed import Allowed
-from server.engine_thread import EngineDead, FormFailed, QueueFull, Update
+from server.engine_thread import ConstraintFailed, EngineDead, QueueFull, Update
 from server.protocol import IGNORED_HEADER, APIError, GenerationRequest
 
 MAX_CHUNK_BYTES = 2**16  # bytes of an answer
@@ -112,7 +112,7 @@ class ResponseBuilder:
         self.updates = updates
         self.prompt_tokens = prompt_tokens
         self.completion_tokens = 0
-        self.allowed: Allowed | None = None  # if the client asks for what forms allow
+        self.allowed: Allowed | None = None  # if the client asks for what constraints allow
         options = body.stream_options
         self.include_usage = bool(options and options.include_usage)
         self.continuous_usage = self.include_usage and options.continuous_usage_stats
@@ -187,9 +187,11 @@ class ResponseBuilder:
                 yield updates
                 if not num_unfinished:
                     return
-        except FormFailed as error:
-            field, form = self.body.form
-            raise APIError(400, str(error), field if form else "tools", "form_failed") from error
+        except ConstraintFailed as error:
+            field, form = self.body.constraint
+            raise APIError(
+                400, str(error), field if form else "tools", "constraint_failed"
+            ) from error
 
     async def body_chunks(self, answer: bytes) -> AsyncIterator[bytes]:
         """The answer in pieces."""

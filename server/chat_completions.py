@@ -56,8 +56,10 @@ async def create_chat_completion(
     skip = served.skip_token_ids(body, None if body.tool_mode == "none" else form)
     params = body.to_sampling_params(max_new_tokens, logprobs, grammar, skip, served.defaults)
     served.check_token_ids(params[0])
-    if params[0].form:
-        await run_in_compile_pool(served.check_form, "tools" if calls else body.form[0], params[0])
+    if params[0].constraint_field:
+        await run_in_compile_pool(
+            served.check_constraint, "tools" if calls else body.constraint[0], params[0]
+        )
     response_id = f"{prefix}{uuid.uuid4().hex}"
     arguments = [prompt] * len(params), params, body.cache_salt or "", response_id, adapter
     updates = served.thread.generate(*arguments)

@@ -20,10 +20,10 @@ from loading.tokenizer import Encoding
 from parallel.ranks import RankError
 from sampling import SamplingParams, TokenLogprob
 from server.forms import (
-    Budget,
+    MaskTimeBudget,
     QueueFull,
     TimedMatcher,
-    compile_form,
+    compile_matcher,
     run_in_compile_pool,
     stall_reason,
 )
@@ -39,8 +39,8 @@ class RequestFailed(Exception):
     """A text could not be computed."""
 
 
-class FormFailed(RequestFailed):
-    """A text could not be computed because of the form that its request asks for."""
+class ConstraintFailed(RequestFailed):
+    """A text could not be computed because of the constraint that its request asks for."""
 
 
 class Update(NamedTuple):
@@ -80,7 +80,7 @@ class Generation:
         self.request_id = request_id
         self.arrival_time = time.perf_counter()
         self.requests: list[Request] = []  # the engine's thread alone has them
-        self.matcher: Matcher | None = None  # holds the compiled form of the texts
+        self.matcher: Matcher | None = None  # holds the compiled constraint of the texts
         # All else is the event loop's.
         self.num_requests = num_requests
         self.num_unfinished = num_requests
@@ -240,19 +240,20 @@ class EngineThread:
 
         Each time there is an Update for one or more of them, by their places in `prompts`. What is
         not fetched in time is joined into one. Raises what `Engine.add` raises, RequestFailed if
-        one of the texts fails, after what is new of it, QueueFull where the forms of all texts take
-        too much memory or time, and, before anything is done, what `admit` raises; EngineDead
-        later, too. However it ends, texts that are not over are aborted. Where you may leave it
-        before, close it: `async with contextlib.aclosing(...)`. Its texts count until then.
+        one of the texts fails, after what is new of it, QueueFull where the constraints of all
+        texts take too much memory or time, and, before anything is done, what `admit` raises;
+        EngineDead later, too. However it ends, texts that are not over are aborted. Where you may
+        leave it before, close it: `async with contextlib.aclosing(...)`. Its texts count until
+        then.
         """
         num_tokens = sum(map(len, prompts))
         self.admit(len(prompts), num_tokens)
         generation = Generation(len(prompts), num_tokens, request_id)
         self.generations.add(generation)
         try:
-            if params and params[0].form:  # one for all; the engine's thread compiles none
+            if params and params[0].constraint_field:  # the engine's thread compiles none
                 arguments = params[0], self.encoding, self.config
-                generation.matcher = await run_in_compile_pool(compile_form, *arguments)
+                generation.matcher = await run_in_compile_pool(compile_matcher, *arguments)
             self.commands.put(
                 functools.partial(self.add, generation, prompts, params, cache_salt, adapter)
             )
@@ -341,7 +342,7 @@ class EngineThread:
     ) -> None:
         """Queue the texts of a call, all or none."""
         finished = []
-        budget = Budget()
+        budget = MaskTimeBudget()
         try:
             for index, (prompt, sampling_params) in enumerate(zip(prompts, params, strict=True)):
                 request = self.engine.add(prompt, sampling_params, cache_salt, adapter)
@@ -383,7 +384,7 @@ class EngineThread:
             logprobs = request.logprobs[len(request.logprobs) - len(tokens) :]
             error = None
             if message:
-                error = FormFailed(message) if constraint_failed else RequestFailed(message)
+                error = ConstraintFailed(message) if constraint_failed else RequestFailed(message)
                 if constraint_failed and getattr(request.matcher, "busy", False):  # with others'
                     error = QueueFull(message)
             update = Update(tuple(tokens), new, tuple(logprobs), None if error else reason)

@@ -348,7 +348,7 @@ class JSONSchema(StrictModel):
 
 
 class ResponseFormat(StrictModel):
-    """The form of a text in OpenAI's words."""
+    """The constraint on a text in OpenAI's words."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
@@ -369,7 +369,7 @@ class ResponseFormat(StrictModel):
 
 
 class StructuredOutputs(StrictModel):
-    """The form of a text in vLLM's words: one of its fields says it."""
+    """The constraint on a text in vLLM's words: one of its fields says it."""
 
     no_op_values = {
         "disable_additional_properties": (False,),
@@ -447,7 +447,8 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
-    # Ours alone: how many of the tokens that the form allows to list with each log-probability.
+    # Ours alone: how many of the tokens that the constraint allows to list with each
+    # log-probability.
     show_allowed: Annotated[int | None, Field(ge=0, le=20)] = None
 
     @field_validator("stop", mode="before")
@@ -477,14 +478,14 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
         return self
 
     @model_validator(mode="after")
-    def one_form(self) -> "GenerationRequest":
+    def one_constraint(self) -> "GenerationRequest":
         if self.structured_outputs and self.response_format and self.response_format.constraint:
             raise field_error("structured_outputs", "is not for a request with a response_format")
         return self
 
     @model_validator(mode="after")
     def check_show_allowed(self) -> "GenerationRequest":
-        if self.show_allowed is not None and not self.form[1]:
+        if self.show_allowed is not None and not self.constraint[1]:
             raise field_error("show_allowed", "is for response_format and structured_outputs only")
         if self.show_allowed is not None and (self.logprobs is None or self.logprobs is False):
             raise field_error("show_allowed", "is for a request with logprobs only")
@@ -508,8 +509,8 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
         return names
 
     @property
-    def form(self) -> tuple[str, dict]:
-        """The field that says which form each text has, and the fields of SamplingParams."""
+    def constraint(self) -> tuple[str, dict]:
+        """The field that constrains each text, and the fields of SamplingParams."""
         if self.structured_outputs:
             return "structured_outputs", self.structured_outputs.constraint
         return "response_format", self.response_format.constraint if self.response_format else {}
@@ -539,7 +540,7 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
         calls: the grammar of a reply that may call tools. skip_token_ids: what texts leave out.
         defaults: fields of SamplingParams for what the request leaves open.
         Raises APIError if all texts together could be too long, or min_tokens is more than that,
-        and for a form that is too large or does not go with other fields.
+        and for a constraint that is too large or does not go with other fields.
         """
         limit = self.max_tokens_limit(logprobs)
         if max_new_tokens > limit:
@@ -556,15 +557,15 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
         given = {"temperature": 1.0} | dict(defaults or {}) | given
         given["logit_bias"] = self.logit_bias or {}
         given["stop_token_ids"] = tuple(self.stop_token_ids or ())
-        given |= self.form[1] | {"calls": calls, "skip_token_ids": skip_token_ids}
+        given |= self.constraint[1] | {"calls": calls, "skip_token_ids": skip_token_ids}
         try:
             params = SamplingParams(
                 max_new_tokens, stop=self.stop_strings, logprobs=logprobs, **given
             )
         except UserError as error:
             name = str(error).partition(" ")[0]
-            form = "tools" if calls else self.form[0]
-            field = name if name in type(self).model_fields else form
+            constraint = "tools" if calls else self.constraint[0]
+            field = name if name in type(self).model_fields else constraint
             raise APIError(400, str(error), field) from None
         return [replace(params, seed=self.child_seed(index)) for index in range(self.n or 1)]
 
@@ -851,8 +852,8 @@ class ChatRequest(GenerationRequest):
     def check_tool_choice(self) -> "ChatRequest":
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
             raise field_error("tool_choice", "is for a request with tools")
-        if self.tools and self.tool_mode != "none" and self.form[1]:
-            raise field_error(self.form[0], "is not for a request whose reply may call tools")
+        if self.tools and self.tool_mode != "none" and self.constraint[1]:
+            raise field_error(self.constraint[0], "is not for a request whose reply may call tools")
         return self
 
     @property

@@ -258,7 +258,7 @@ class ToolName(TypedModel):
 
 
 class TextFormat(TypedModel):
-    """The form of a text."""
+    """The format of a text."""
 
     types = ("text", "json_object", "json_schema")
 
@@ -280,9 +280,9 @@ class TextFormat(TypedModel):
         """Return it in the form that chat completions have."""
         if self.type != "json_schema":
             return {"type": self.type}
-        form = {"name": self.name, "description": self.description}
-        form |= {"schema": self.schema_, "strict": self.strict}
-        return {"type": self.type, "json_schema": drop_none(form)}
+        text_format = {"name": self.name, "description": self.description}
+        text_format |= {"schema": self.schema_, "strict": self.strict}
+        return {"type": self.type, "json_schema": drop_none(text_format)}
 
     @property
     def echo(self) -> dict[str, Any]:
@@ -413,13 +413,13 @@ class ResponsesRequest(with_untyped_fields(RequestBody, CHAT_FIELDS)):
     @property
     def echo(self) -> dict[str, Any]:
         """Return the fields that a response repeats."""
-        form = self.text and self.text.format
+        text_format = self.text and self.text.format
         choice = self.tool_choice or "auto"
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
-            "text": {"format": form.echo if form else {"type": "text"}},
+            "text": {"format": text_format.echo if text_format else {"type": "text"}},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [tool.model_dump() for tool in self.tools or ()],
             "truncation": self.truncation or "disabled",

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from constraints import make_matcher, vocabulary_of
+from constraints import get_vocabulary, make_matcher
 from errors import UserError
 from loading.chat import SYSTEM_ROLE_HINT, Chat
 from loading.defaults import read_sampling_defaults
@@ -17,7 +17,7 @@ from loading.tools import CallForm, calls_grammar, check_tools, find_form
 from sampling import SamplingParams, check_token_ids
 from server.allowed import Allowed
 from server.engine_thread import EngineThread
-from server.forms import TimedMatcher, compile_form
+from server.forms import TimedMatcher, compile_matcher
 from server.live import EngineMonitor
 from server.metrics import Metrics
 from server.protocol import APIError, ChatRequest, GenerationRequest
@@ -262,9 +262,9 @@ class ServedModel:
             chat = self.chat.with_template_kwargs(self.variables(body)[0])
             plain = [message.as_dict for message in body.messages]
             form = find_form(chat.with_tools(body.tools, plain), encoding, ends)
-            if body.tool_mode == "none" and body.form[1]:  # the text has that form
+            if body.tool_mode == "none" and body.constraint[1]:  # the text has that constraint
                 return None
-            vocabulary = vocabulary_of(encoding, config.vocab_size, ends)
+            vocabulary = get_vocabulary(encoding, config.vocab_size, ends)
             parallel = body.parallel_tool_calls is not False and not named_tools
             grammar = calls_grammar(
                 form, named_tools or body.tools, vocabulary, body.tool_mode, parallel
@@ -285,13 +285,13 @@ class ServedModel:
         special = self.thread.encoding.special_token_ids.items()
         return tuple(id for name, id in special if not any(name in text for text in searched))
 
-    def check_form(self, field: str, params: SamplingParams) -> None:
+    def check_constraint(self, field: str, params: SamplingParams) -> None:
         """Compile what the texts of a request must be, which may take long.
 
-        field: that says it. Raises APIError, and QueueFull as `compile_form`.
+        field: that says it. Raises APIError, and QueueFull as `compile_matcher`.
         """
         with self.as_api_error(field):
-            compile_form(params, self.thread.encoding, self.thread.config)
+            compile_matcher(params, self.thread.encoding, self.thread.config)
 
     def allowed(self, body: GenerationRequest, params: SamplingParams) -> Allowed | None:
         """What tells of the places of its texts, if a request asks for that."""

@@ -38,10 +38,10 @@ def test_the_allowed_tokens_are_those_that_may_follow(choices, tiny):
             if tokens and tokens[:-1] not in beginnings:
                 continue
             if not any(choice.startswith(spelled(tokens)) for choice in choices):
-                assert matcher.allowed(list(tokens)).all()  # whoever left is not led
+                assert matcher.token_mask(list(tokens)).all()  # whoever left is not led
                 continue
             beginnings.append(tokens)
-            allowed = matcher.allowed(list(tokens)).nonzero()[:, 0].tolist()
+            allowed = matcher.token_mask(list(tokens)).nonzero()[:, 0].tolist()
             assert set(allowed) == may_follow(tokens, choices)
             checked += 1
     assert checked >= 1
@@ -60,22 +60,22 @@ class Spelled:
 
 def test_a_vocabulary_leaves_out_what_is_no_text():
     """And every token that ends a text may end it."""
-    from constraints import Choices, Vocabulary
+    from constraints import ChoiceTrie, Vocabulary
 
     vocabulary = Vocabulary(Spelled(), 6, (5, 1000, 0))
     assert vocabulary.pieces == [None, b"a", None, None, b"a", None]
-    matcher = Choices(("a", "aa"), vocabulary).matcher()
+    matcher = ChoiceTrie(("a", "aa"), vocabulary).matcher()
     for output, expected in [([], {1, 4}), ([1], {0, 1, 4, 5}), ([1, 4], {0, 5})]:
-        assert set(matcher.allowed(output).nonzero()[:, 0].tolist()) == expected
+        assert set(matcher.token_mask(output).nonzero()[:, 0].tolist()) == expected
 
 
 def test_what_is_compiled_is_kept_for_its_own_vocabulary():
-    from constraints import compile_constraint, vocabulary_of
+    from constraints import compile_constraint, get_vocabulary
 
-    vocabularies = [vocabulary_of(letters(), 8, (end,)) for end in (6, 7, 6)]
+    vocabularies = [get_vocabulary(letters(), 8, (end,)) for end in (6, 7, 6)]
     compiled = [compile_constraint(SamplingParams(choices=("a",)), each) for each in vocabularies]
     assert compiled[0] is compiled[2]
-    found = [each.matcher().allowed([0]).nonzero()[:, 0].tolist() for each in compiled]
+    found = [each.matcher().token_mask([0]).nonzero()[:, 0].tolist() for each in compiled]
     assert found == [[6], [7], [6]]
 
 

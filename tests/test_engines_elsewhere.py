@@ -38,19 +38,19 @@ def test_what_an_engine_refuses_is_told(servers):
         assert answer == one.post(PATH, body) and answer[0] == 400
 
 
-def test_no_engine_compiles_a_form_where_streams_wait(servers, monkeypatch):
+def test_no_engine_compiles_a_constraint_where_streams_wait(servers, monkeypatch):
     """The ingress process has done it, but an engine elsewhere finds nothing of that."""
     import constraints
 
     compiled = []
-    compile_form = constraints.compile_form.__wrapped__
+    compile_source = constraints.compile_source.__wrapped__
 
-    def compile_and_tell(form, source, vocabulary):
+    def compile_and_tell(constraint, source, vocabulary):
         compiled.append((vocabulary, threading.current_thread().name))
-        return compile_form(form, source, vocabulary)
+        return compile_source(constraint, source, vocabulary)
 
     cached = functools.lru_cache(8)(compile_and_tell)
-    monkeypatch.setattr(constraints, "compile_form", cached)
+    monkeypatch.setattr(constraints, "compile_source", cached)
     client, replicas, _ = servers
     body = {"structured_outputs": {"regex": "(a|b){3}"}, "seed": 1, "n": 2}
     answers = [client.post(PATH, body) for _ in replicas]

@@ -1,4 +1,4 @@
-"""Lesson 142: where a form leaves one token, no pass. Oracle: runs with a pass for each token."""
+"""Lesson 142: where a constraint leaves one token, no pass. Oracle: a pass for each token."""
 
 import json
 from collections import Counter
@@ -49,8 +49,11 @@ def never(monkeypatch):
 def test_texts_are_the_same_in_fewer_passes(options, temperature, tiny, never):
     """Also past the window of 32, alone, in a batch, and beside a row that has any text."""
     model = tiny(vocab_size=4096, block_size=32, eos_token_id=4095)
-    forms = [{"json_schema": json.dumps(schema)} for schema in SCHEMAS] + [{}]
-    each = [SamplingParams(70, temperature=temperature, seed=7, **form) for form in forms]
+    constraints = [{"json_schema": json.dumps(schema)} for schema in SCHEMAS] + [{}]
+    each = [
+        SamplingParams(70, temperature=temperature, seed=7, **constraint)
+        for constraint in constraints
+    ]
     prompts = [[1], [2, 3, 4], list(range(5, 40)), [6], [7]]
     options = options | {"encoding": small_encoding()}
     alone = [write(model, [prompt], own, **options) for prompt, own in zip(prompts, each)]
@@ -61,11 +64,11 @@ def test_texts_are_the_same_in_fewer_passes(options, temperature, tiny, never):
     for (rows, passes), prompt, own in zip(alone, prompts, each):
         expected, all_passes = write(model, [prompt], own, **options)
         assert rows == expected and all_passes == len(rows[0])
-        assert passes < all_passes if own.form else passes == all_passes
+        assert passes < all_passes if own.constraint_field else passes == all_passes
         longest = max(longest, len(rows[0]))
     assert longest > 32
     assert pairs[0] == write(model, prompts[:2], each[:2], **options)[0]
-    assert mixed == write(model, prompts, each, **options)  # the last row has no form
+    assert mixed == write(model, prompts, each, **options)  # the last row has no constraint
     assert mixed[0] == [rows[0] for rows, _ in alone]
 
 

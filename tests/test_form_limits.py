@@ -1,4 +1,4 @@
-"""Forms from outside: each has a bound, and a reader of JSON sees what the schema allows."""
+"""Constraints from outside: each has a bound, and a reader of JSON sees what the schema allows."""
 
 import json
 import signal
@@ -12,9 +12,9 @@ A = b"a"
 
 
 def vocabulary():
-    from constraints import vocabulary_of
+    from constraints import get_vocabulary
 
-    return vocabulary_of(small_encoding(), 4096, (4095,))
+    return get_vocabulary(small_encoding(), 4096, (4095,))
 
 
 def compiled(kind, source):
@@ -25,11 +25,11 @@ def compiled(kind, source):
 
 
 def allows(kind, source, text: str) -> bool:
-    """Whether a form has this text, asked token by token."""
+    """Whether a constraint has this text, asked token by token."""
     matcher = compiled(kind, source).matcher()
-    tokens = vocabulary().spell(text)
-    steps = [matcher.allowed(tokens[:count])[token] for count, token in enumerate(tokens)]
-    return all(steps) and bool(matcher.allowed(tokens)[4095])
+    tokens = vocabulary().tokenize(text)
+    steps = [matcher.token_mask(tokens[:count])[token] for count, token in enumerate(tokens)]
+    return all(steps) and bool(matcher.token_mask(tokens)[4095])
 
 
 REFUSED = [
@@ -92,7 +92,7 @@ def steps_of(kind, source, text: str) -> tuple[int, str]:
     output = []
     for character in text:
         try:
-            if not matcher.checked(output)[vocabulary().ids[character.encode()][0]]:
+            if not matcher.checked_token_mask(output)[vocabulary().ids[character.encode()][0]]:
                 return len(output), "another text"
         except UserError as error:
             return len(output), str(error)
@@ -331,7 +331,7 @@ def test_tools_are_held_to_the_same(write_chat):
     from chats import HERMES, tool
     from test_tool_grammar import grammar
 
-    from constraints import Grammar, vocabulary_of
+    from constraints import Grammar, get_vocabulary
     from loading.tokenizer import load_encoding
 
     look = tool("look", {"a": {"type": "integer", "format": "int32"}})
@@ -339,39 +339,39 @@ def test_tools_are_held_to_the_same(write_chat):
     directory = write_chat(HERMES)
     source = grammar(directory, "required", tools=[look])
     encoding = load_encoding(directory, 4104)
-    matcher = Grammar("calls", source, vocabulary_of(encoding, 4104, (4098,))).matcher()
+    matcher = Grammar("calls", source, get_vocabulary(encoding, 4104, (4098,))).matcher()
     begun = [4102, *encoding.encode_ordinary('\n{"name": "look", "arguments": {"a": 1, "b": "')]
-    assert matcher.allowed(begun)[encoding.encode_ordinary("x")[0]]
+    assert matcher.token_mask(begun)[encoding.encode_ordinary("x")[0]]
     slash = encoding.encode_ordinary("\\")
-    assert matcher.allowed(begun)[slash[0]]
-    after = matcher.allowed(begun + slash)
+    assert matcher.token_mask(begun)[slash[0]]
+    after = matcher.token_mask(begun + slash)
     letters = [encoding.encode_ordinary(letter)[0] for letter in "nu"]
     assert after[letters].tolist() == [True, False]
 
 
-def test_few_bytes_of_forms_are_kept_for_later(monkeypatch):
-    """Eight small forms, or one large one; what something else holds counts, too."""
+def test_few_bytes_of_constraints_are_kept_for_later(monkeypatch):
+    """Eight small constraints, or one large one; what something else holds counts, too."""
     import constraints
-    from constraints import compile_constraint, form_bytes, held_bytes
+    from constraints import compile_constraint, compiled_bytes, constraint_bytes
     from sampling import SamplingParams
 
-    constraints.forget_forms()
+    constraints.clear_constraint_cache()
     monkeypatch.setattr(constraints, "compiled", weakref.WeakValueDictionary())
     values = [f"{number:x}" * 400 for number in range(10, 42)]
     large = [json.dumps({"enum": [name + value for value in values]}) for name in "abc"]
-    assert form_bytes(large[0]) > constraints.LARGE_BYTES
+    assert constraint_bytes(large[0]) > constraints.LARGE_BYTES
     for source in large:
         compile_constraint(SamplingParams(json_schema=source), vocabulary())
-    assert held_bytes() == form_bytes(large[-1])
+    assert compiled_bytes() == constraint_bytes(large[-1])
     held = compile_constraint(SamplingParams(json_schema=large[0]), vocabulary())
     for count in range(12):
         compile_constraint(SamplingParams(regex=f"a{{{count + 1}}}b"), vocabulary())
-    kept = form_bytes(large[0]) + 8 * form_bytes("a{9}b")
-    assert abs(held_bytes() - kept) < 8 * constraints.SOURCE_BYTES
-    constraints.forget_forms()
-    assert held_bytes() == form_bytes(large[0])
+    kept = constraint_bytes(large[0]) + 8 * constraint_bytes("a{9}b")
+    assert abs(compiled_bytes() - kept) < 8 * constraints.SOURCE_BYTES
+    constraints.clear_constraint_cache()
+    assert compiled_bytes() == constraint_bytes(large[0])
     del held
-    assert held_bytes() == 0
+    assert compiled_bytes() == 0
 
 
 def test_ctrl_c_ends_a_script_in_native_code(monkeypatch):
@@ -403,7 +403,7 @@ def test_ctrl_c_ends_a_script_in_native_code(monkeypatch):
     monkeypatch.setattr(llguidance, "LLMatcher", Watched)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        Grammar("regex", "a", vocabulary()).matcher().allowed([vocabulary().ids[A][0]])
+        Grammar("regex", "a", vocabulary()).matcher().token_mask([vocabulary().ids[A][0]])
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         count = len(seen)
         assert count > 4 and set(seen) == {signal.SIG_DFL}

@@ -42,8 +42,10 @@ def texts_of(model, params, encoding=None, **options) -> list[str | None]:
     return [part.decode() if row[-1] in ends else None for part, row in zip(data, rows)]
 
 
-def drawn(count, limit=300, **form) -> list[SamplingParams]:
-    return [SamplingParams(limit, temperature=1.0, seed=seed, **form) for seed in range(count)]
+def drawn(count, limit=300, **constraint) -> list[SamplingParams]:
+    return [
+        SamplingParams(limit, temperature=1.0, seed=seed, **constraint) for seed in range(count)
+    ]
 
 
 def test_texts_are_valid_by_jsonschema(speaking):
@@ -65,13 +67,13 @@ def test_texts_of_sentencepiece_are_valid_without_a_first_blank(kind, tiny):
     import jsonschema
     from test_sentencepiece import FORMS, made
 
-    from constraints import vocabulary_of
+    from constraints import get_vocabulary
     from loading.tokenizer import Encoding
 
     encoding = Encoding("tokenizer.json", made(FORMS[kind]))
-    vocabulary = vocabulary_of(encoding, 640, (2,))
+    vocabulary = get_vocabulary(encoding, 640, (2,))
     for text in ("", " the", "the end", '{"é🙂": 1}'):
-        pieces = [vocabulary.pieces[token] for token in vocabulary.spell(text)]
+        pieces = [vocabulary.pieces[token] for token in vocabulary.tokenize(text)]
         assert b"".join(pieces) == text.encode()
     model = tiny(vocab_size=640, block_size=64, eos_token_id=2)
     source = random.Random(5)
@@ -119,8 +121,8 @@ def test_the_allowed_tokens_depend_on_the_output_alone(speaking):
             output = output + [source.randrange(4096), source.randrange(4096)]
         elif kind < 0.3:
             output = output + [4095, 5]
-        expected = make_matcher(params, small_encoding(), config).allowed(output)
-        assert torch.equal(matcher.allowed(output), expected)
+        expected = make_matcher(params, small_encoding(), config).token_mask(output)
+        assert torch.equal(matcher.token_mask(output), expected)
         if not expected.all():
             following = expected.nonzero()[:, 0].tolist()
             if 4095 not in following:
@@ -134,13 +136,13 @@ def test_batches_drafts_and_hops_change_no_text(speaking, tiny):
 
     encoding = small_encoding()
     schema = {"type": "array", "items": PERSON, "minItems": 6, "maxItems": 7}
-    forms = [
+    constraints = [
         {"json_schema": json.dumps(schema)},
         {"regex": "(a|bc){40}"},
         {"choices": ("Tom",)},
         {},
     ]
-    each = [SamplingParams(140, temperature=0.0, **form) for form in forms]
+    each = [SamplingParams(140, temperature=0.0, **constraint) for constraint in constraints]
     prompts = [[1], [2, 3], [4], [5, 6, 7]]
     together = list(zip(*generate(speaking, prompts, each, encoding=encoding)))
     draft = tiny(vocab_size=4096, n_layer=1, seed=3, eos_token_id=4095)
@@ -255,12 +257,12 @@ SCHEMAS = [
     ids=str,
 )
 def test_still_what_holds_at_once_is_kept(schema, text, speaking):
-    from constraints import Grammar, vocabulary_of
+    from constraints import Grammar, get_vocabulary
 
-    vocabulary = vocabulary_of(small_encoding(), 4096, (4095,))
+    vocabulary = get_vocabulary(small_encoding(), 4096, (4095,))
     matcher = Grammar("json_schema", json.dumps(schema), vocabulary).matcher()
-    assert matcher.is_whole(vocabulary.spell(text))
-    assert not matcher.is_whole(vocabulary.spell(text[:-1]))
+    assert matcher.is_accepting(vocabulary.tokenize(text))
+    assert not matcher.is_accepting(vocabulary.tokenize(text[:-1]))
 
 
 @pytest.mark.parametrize("schema, message", SCHEMAS, ids=lambda value: str(value)[:40])
@@ -286,15 +288,17 @@ LARGE = [
 ]
 
 
-@pytest.mark.parametrize("form", LARGE, ids=lambda value: str(value)[:50])
-def test_a_large_form_costs_little_or_ends_with_a_reason(form, speaking):
+@pytest.mark.parametrize("constraint", LARGE, ids=lambda value: str(value)[:50])
+def test_a_large_constraint_costs_little_or_ends_with_a_reason(constraint, speaking):
     from errors import UserError
 
-    form = {name: v if isinstance(v, str) else json.dumps(v) for name, v in form.items()}
+    constraint = {
+        name: v if isinstance(v, str) else json.dumps(v) for name, v in constraint.items()
+    }
     try:
-        texts_of(speaking, drawn(1, limit=8, **form))
+        texts_of(speaking, drawn(1, limit=8, **constraint))
     except UserError as error:
-        assert str(error).startswith((*form, "no token may follow"))
+        assert str(error).startswith((*constraint, "no token may follow"))
 
 
 LONG = "Lily saw a cat. " * 4000
@@ -304,24 +308,24 @@ FORCING = [
 ]
 
 
-@pytest.mark.parametrize("form", FORCING, ids=lambda value: str(value)[:40])
-def test_of_a_long_text_that_must_follow_little_is_spelled(form, monkeypatch):
+@pytest.mark.parametrize("constraint", FORCING, ids=lambda value: str(value)[:40])
+def test_of_a_long_text_that_must_follow_little_is_spelled(constraint, monkeypatch):
     """Else each token takes 10 ms to 300 ms, and what is kept of spellings half a gigabyte."""
     from constraints import Vocabulary, compile_constraint
 
     sizes = []
-    spell = Vocabulary.spell
+    tokenize = Vocabulary.tokenize
 
     def watched(vocabulary, text):
         sizes.append(len(text))
-        return spell(vocabulary, text)
+        return tokenize(vocabulary, text)
 
-    monkeypatch.setattr(Vocabulary, "spell", watched)
+    monkeypatch.setattr(Vocabulary, "tokenize", watched)
     vocabulary = Vocabulary(small_encoding(), 4096, (4095,))
-    matcher = compile_constraint(SamplingParams(**form), vocabulary).matcher()
+    matcher = compile_constraint(SamplingParams(**constraint), vocabulary).matcher()
     output = []
     for _ in range(20):
-        (token,) = matcher.allowed(output).nonzero()[:, 0].tolist()
+        (token,) = matcher.token_mask(output).nonzero()[:, 0].tolist()
         output.append(token)
     text = b"".join(vocabulary.pieces[token] for token in output).decode()
     assert len(text) > 40 and LONG.startswith(text.lstrip('"'))
@@ -337,16 +341,16 @@ OTHERS = [
     ({"grammar": 'start: %json {"foo": 1}'}, "grammar: %json is not supported in a grammar"),
     ({"grammar": "start: " + "(" * 4000 + '"a"' + ")" * 4000}, "grammar: "),
     ({"grammar": "a" * 8193}, "grammar is"),
-    ({"regex": "a", "grammar": "b"}, "regex does not go with grammar: a text has one form"),
+    ({"regex": "a", "grammar": "b"}, "regex does not go with grammar: a text has one constraint"),
     ({"regex": "a", "ignore_eos": True}, "ignore_eos does not go with regex: it decides where"),
     ({"json_schema": 3}, "json_schema is 3; it must be None or a text of 65,536 bytes of UTF-8"),
 ]
 
 
-@pytest.mark.parametrize("form, message", OTHERS, ids=lambda value: str(value)[:40])
-def test_other_forms_are_refused_in_one_line(form, message, speaking):
+@pytest.mark.parametrize("constraint, message", OTHERS, ids=lambda value: str(value)[:40])
+def test_other_constraints_are_refused_in_one_line(constraint, message, speaking):
     def write():
-        texts_of(speaking, [SamplingParams(20, **form)])
+        texts_of(speaking, [SamplingParams(20, **constraint)])
 
     assert refused(write).startswith(message)
 

@@ -130,13 +130,13 @@ def test_an_error_of_one_text_ends_that_one(model, monkeypatch):
 
     texts = make_requests()
     own = [own_run(model, *pair) for pair in texts]
-    allowed = ChoiceMatcher.allowed
+    token_mask = ChoiceMatcher.token_mask
 
     def stuck(matcher, output):
-        mask = allowed(matcher, output)
-        return mask & False if END in matcher.choices.following(matcher.nodes[0]) else mask
+        mask = token_mask(matcher, output)
+        return mask & False if END in matcher.choices.next_token_ids(matcher.nodes[0]) else mask
 
-    monkeypatch.setattr(ChoiceMatcher, "allowed", stuck)  # where a text may be empty
+    monkeypatch.setattr(ChoiceMatcher, "token_mask", stuck)  # where a text may be empty
     engine = Engine(model, encoding=letters())
     requests = [engine.add(*pair) for pair in texts]
     errors = {}
@@ -178,7 +178,7 @@ def test_tokens_that_must_follow_need_no_step(model):
 
 
 def test_a_text_that_must_follow_holds_no_other_one_up(model):
-    """A form may leave no choice for 40,000 tokens; all other texts wait for a step."""
+    """A constraint may leave no choice for 40,000 tokens; all other texts wait for a step."""
     from engine.engine import Engine
     from sampling import SamplingParams
 
@@ -220,17 +220,20 @@ def test_tokens_without_a_pass_are_no_merit_of_drafts(model):
     "options", [{}, {"num_pages": 40, "max_num_seqs": 9}, {"max_num_batched_tokens": 7}], ids=str
 )
 def test_json_beside_other_texts(tiny_llama, options):
-    """With stop strings, too, which end a text before its form does."""
+    """With stop strings, too, which end a text before its constraint does."""
     from infer import generate
     from sampling import SamplingParams
 
     engine = small_engine(tiny_llama, page_size=4, **options)
     draw = random.Random(1)
     schemas = [schema_of(draw) for _ in range(12)]
-    forms = [{"json_schema": json.dumps(schema)} for schema in schemas] + [{}, {"regex": "[a-f]+"}]
+    constraints = [{"json_schema": json.dumps(schema)} for schema in schemas] + [
+        {},
+        {"regex": "[a-f]+"},
+    ]
     requests = []
-    for seed, form in enumerate(forms):
-        params = SamplingParams(60, temperature=1.2, seed=seed, **form)
+    for seed, constraint in enumerate(constraints):
+        params = SamplingParams(60, temperature=1.2, seed=seed, **constraint)
         prompt = [draw.randrange(4095) for _ in range(1 + seed * 5)]
         requests.append(engine.add(prompt, params))
     while engine.busy:

@@ -111,7 +111,7 @@ def test_a_page_takes_no_descriptor_of_its_own(tiny_llama, monkeypatch):
                 assert answer.status == 200 and len(answer.read()) > 1000
 
 
-def test_the_example_of_the_page_is_a_form(client):
+def test_the_example_of_the_page_is_a_constraint(client):
     page, _ = fetch(client, "/")
     (example,) = re.findall(r"^const EXAMPLE = `(.*?)`;$", page, re.MULTILINE | re.DOTALL)
     schema = json.loads(example)

@@ -1,4 +1,4 @@
-"""Requests that say which form a text must have. Oracles: the engine alone, jsonschema."""
+"""Requests that say which constraint a text must have. Oracles: the engine alone, jsonschema."""
 
 import asyncio
 import concurrent.futures
@@ -133,13 +133,13 @@ CHOSEN = {"structured_outputs": {"choice": ["a"]}}
         ),
     ],
 )
-def test_what_no_form_is(client, fields, message):
+def test_what_no_constraint_is(client, fields, message):
     for path, needed in ((PATH, {}), (CHAT, {"messages": MESSAGES})):
         found = client.post(path, needed | fields)
         assert found == (400, refusal(message, message.partition(".")[0].partition(":")[0]))
 
 
-def test_one_form_a_request(client):
+def test_one_constraint_a_request(client):
     body = {"structured_outputs": {"choice": ["a"]}, "response_format": NAMED}
     message = "structured_outputs is not for a request with a response_format"
     assert client.post(PATH, body) == (400, refusal(message, "structured_outputs"))
@@ -170,19 +170,22 @@ def test_a_schema_that_is_not_done_is_refused_with_what_it_is(client, schema, wo
 @pytest.mark.parametrize(
     "name, value", [("ignore_eos", True), ("min_tokens", 1), ("stop_token_ids", [5])]
 )
-def test_a_form_decides_where_its_text_ends(client, name, value):
-    for form, field in (({"response_format": NAMED}, "json_schema"), (CHOSEN, "choices")):
-        status, found = client.post(CHAT, {"messages": MESSAGES, name: value} | form)
+def test_a_constraint_decides_where_its_text_ends(client, name, value):
+    for constraint, field in (({"response_format": NAMED}, "json_schema"), (CHOSEN, "choices")):
+        status, found = client.post(CHAT, {"messages": MESSAGES, name: value} | constraint)
         assert status == 400 and found["error"]["param"] == name
         assert found["error"]["message"].startswith(f"{name} does not go with {field}: ")
 
 
 @pytest.mark.parametrize(
-    "form", [{"json": {"title": "a" * 2**16}}, {"regex": "a" * 5000}, {"choice": ["a" * 2**17]}]
+    "constraint",
+    [{"json": {"title": "a" * 2**16}}, {"regex": "a" * 5000}, {"choice": ["a" * 2**17]}],
 )
-def test_a_form_that_is_too_large_is_named(client, form):
-    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": form.get("json")}}
-    bodies = [{"structured_outputs": form}, {"response_format": schema}][: 1 + ("json" in form)]
+def test_a_constraint_that_is_too_large_is_named(client, constraint):
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": constraint.get("json")}}
+    bodies = [{"structured_outputs": constraint}, {"response_format": schema}][
+        : 1 + ("json" in constraint)
+    ]
     for fields in bodies:
         status, found = client.post(PATH, fields)
         assert status == 400 and found["error"]["param"] == next(iter(fields))
@@ -234,16 +237,16 @@ def test_other_clients_do_not_wait_for_a_hostile_schema(client, monkeypatch):
     assert not {loop, client.thread.thread.ident} & {*seen}
 
 
-def test_the_engine_compiles_no_form(client, monkeypatch):
-    """Also where more forms are asked for at once than are kept for later requests."""
+def test_the_engine_compiles_no_constraint(client, monkeypatch):
+    """Also where more constraints are asked for at once than are kept for later requests."""
     import constraints
 
     compiled = []
     grammar = constraints.Grammar
 
-    def watched(form, source, vocabulary):
+    def watched(constraint, source, vocabulary):
         compiled.append((threading.current_thread().name, source))
-        return grammar(form, source, vocabulary)
+        return grammar(constraint, source, vocabulary)
 
     monkeypatch.setattr(constraints, "Grammar", watched)
     sources = [f"(a|b){{{count}}}" for count in range(3, 27)]
@@ -263,23 +266,23 @@ def test_the_engine_compiles_no_form(client, monkeypatch):
     assert "engine" not in {name for name, _ in compiled}
 
 
-def test_a_form_that_a_text_has_is_not_compiled_again(tiny_llama, monkeypatch):
+def test_a_constraint_that_a_text_has_is_not_compiled_again(tiny_llama, monkeypatch):
     from constraints import Grammar
     from sampling import SamplingParams
 
     compiled = []
     init = Grammar.__init__
 
-    def watched(grammar, form, source, vocabulary):
+    def watched(grammar, constraint, source, vocabulary):
         compiled.append(source)
-        init(grammar, form, source, vocabulary)
+        init(grammar, constraint, source, vocabulary)
 
     monkeypatch.setattr(Grammar, "__init__", watched)
     engine = small_engine(tiny_llama)
-    forms = [SamplingParams(9, regex=f"x{{{count}}}y?") for count in range(1, 21)]
-    first = [engine.add([1], params) for params in forms]
-    again = [engine.add([2], params) for params in forms]
-    assert sorted(compiled) == sorted(params.regex for params in forms)
+    constraints = [SamplingParams(9, regex=f"x{{{count}}}y?") for count in range(1, 21)]
+    first = [engine.add([1], params) for params in constraints]
+    again = [engine.add([2], params) for params in constraints]
+    assert sorted(compiled) == sorted(params.regex for params in constraints)
     while engine.busy:
         engine.step()
     assert [request.text.rstrip("y") for request in first + again] == 2 * [
@@ -287,7 +290,7 @@ def test_a_form_that_a_text_has_is_not_compiled_again(tiny_llama, monkeypatch):
     ]
 
 
-def test_threads_that_compile_a_form_at_once_hold_the_same(monkeypatch):
+def test_threads_that_compile_a_constraint_at_once_hold_the_same(monkeypatch):
     """Else what one of them holds is not known when the other's is gone."""
     import constraints
 
@@ -299,7 +302,7 @@ def test_threads_that_compile_a_form_at_once_hold_the_same(monkeypatch):
 
     monkeypatch.setattr(constraints, "Grammar", Slow)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda _: constraints.compile_form("regex", "a{7}", None), "ab")
+        first, second = pool.map(lambda _: constraints.compile_source("regex", "a{7}", None), "ab")
     assert first is second
 
 

@@ -355,7 +355,7 @@ def test_a_call_that_a_stop_string_cuts_is_incomplete(hermes):
 
 
 SHORT = {"place": {"enum": ["the sea", "a w\u00e9d"]}}  # a random model writes long texts
-FORM = {
+TEXT_FORMAT = {
     "type": "json_schema",
     "name": "place",
     "schema": {"type": "object", "properties": SHORT, "required": ["place"]},
@@ -363,11 +363,11 @@ FORM = {
 }
 
 
-@pytest.mark.parametrize("form", [FORM, {"type": "json_object"}, {"type": "text"}])
-def test_the_form_of_a_text(hermes, form):
-    nested = {"type": form["type"]}
-    if form is FORM:
-        known = {name: FORM[name] for name in ("name", "schema", "strict")}
+@pytest.mark.parametrize("text_format", [TEXT_FORMAT, {"type": "json_object"}, {"type": "text"}])
+def test_the_format_of_a_text(hermes, text_format):
+    nested = {"type": text_format["type"]}
+    if text_format is TEXT_FORMAT:
+        known = {name: TEXT_FORMAT[name] for name in ("name", "schema", "strict")}
         nested["json_schema"] = known
     body = {
         "messages": conversation("Tom"),
@@ -376,12 +376,12 @@ def test_the_form_of_a_text(hermes, form):
         "seed": 2,
     }
     (choice,) = hermes.post(CHAT, body)[1]["choices"]
-    body = {"input": "Tom", "text": {"format": form, "verbosity": "low"}}
+    body = {"input": "Tom", "text": {"format": text_format, "verbosity": "low"}}
     found = whole(hermes, body | {"max_output_tokens": 200, "seed": 2})
     assert said_in(found["output"]) == [choice["message"]["content"]]
-    assert form.items() <= found["text"]["format"].items()
-    if form is FORM:
-        jsonschema.validate(json.loads(choice["message"]["content"]), FORM["schema"])
+    assert text_format.items() <= found["text"]["format"].items()
+    if text_format is TEXT_FORMAT:
+        jsonschema.validate(json.loads(choice["message"]["content"]), TEXT_FORMAT["schema"])
 
 
 def test_log_probabilities_are_those_of_chat_completions(client):
@@ -574,8 +574,8 @@ def tools(*more) -> dict:
     return {"tools": [*TOOLS, *more]}
 
 
-def form(schema, **fields) -> dict:
-    return {"text": {"format": FORM | {"schema": schema} | fields}}
+def text_format(schema, **fields) -> dict:
+    return {"text": {"format": TEXT_FORMAT | {"schema": schema} | fields}}
 
 
 @pytest.mark.parametrize(
@@ -676,7 +676,11 @@ def form(schema, **fields) -> dict:
             "text.format.schema is needed for the type json_schema, and for it only",
             "text",
         ),
-        (form({"not": {}}), "text.format.schema: the keyword 'not' is not supported", "text"),
+        (
+            text_format({"not": {}}),
+            "text.format.schema: the keyword 'not' is not supported",
+            "text",
+        ),
         (
             {"structured_outputs": {"json": {"not": {}}}},
             "json_schema: the keyword 'not' is not supported",
@@ -830,7 +834,7 @@ DEEP = functools.reduce(lambda inner, _: {"default": inner}, range(300), {"type"
     "fields",
     [
         {"tools": [TOOLS[0] | {"parameters": DEEP}], "tool_choice": "none"},
-        {"text": {"format": FORM | {"schema": DEEP}}},
+        {"text": {"format": TEXT_FORMAT | {"schema": DEEP}}},
     ],
 )
 def test_what_a_response_could_not_repeat_is_refused(hermes, fields):
@@ -855,8 +859,8 @@ def test_a_megabyte_of_items_has_a_short_answer(client):
 
 def test_null_in_a_schema_is_a_value(client):
     """Fields without a value are left out of the request, and not of what the client describes."""
-    form = {"type": "json_schema", "name": "n", "schema": {"const": None}}
-    body = {"input": "Tom", "text": {"format": form}}
+    text_format = {"type": "json_schema", "name": "n", "schema": {"const": None}}
+    body = {"input": "Tom", "text": {"format": text_format}}
     assert said_in(whole(client, body)["output"]) == ["null"]
     function = {"type": "object", "properties": {"a": {"const": None, "description": "b"}}}
     from server.responses_protocol import ResponsesRequest
@@ -1060,10 +1064,10 @@ def test_the_official_client(hermes):
             texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
             assert stream.get_final_response().output_text == first.output_text
         assert "".join(texts) == first.output_text
-        form = FORM["schema"] | {"additionalProperties": False}
-        text = {"format": FORM | {"schema": form}}
+        text_format = TEXT_FORMAT["schema"] | {"additionalProperties": False}
+        text = {"format": TEXT_FORMAT | {"schema": text_format}}
         found = openai_client.responses.create(input="Tom", text=text, **ask)
-        jsonschema.validate(json.loads(found.output_text), form)
+        jsonschema.validate(json.loads(found.output_text), text_format)
         parsed = openai_client.responses.parse(
             input="Tom", text_format=Place, **ask | {"extra_body": {"seed": 1, "temperature": 0}}
         )

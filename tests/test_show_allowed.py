@@ -1,4 +1,4 @@
-"""Which tokens the form of a text allowed, place by place. Oracle: all texts of a small form."""
+"""Which tokens a constraint allowed, place by place. Oracle: all texts of a small one."""
 
 import itertools
 import json
@@ -34,7 +34,7 @@ OBJECTS = [
     json.dumps({"animal": animal, "wild": wild}, separators=(",", ":"))
     for animal, wild in itertools.product(["cat", "dog", "fox"], [True, False])
 ]
-FORMS = [
+CONSTRAINTS = [
     ({"response_format": NAMED}, OBJECTS),
     ({"structured_outputs": {"choice": CHOICES}}, CHOICES),
     (
@@ -112,10 +112,12 @@ def check_places(places: list[tuple], texts: list[str], most: int) -> None:
 
 
 @pytest.mark.parametrize("path", [PATH, CHAT])
-@pytest.mark.parametrize("form, texts", FORMS, ids=["schema", "choice", "regex"])
+@pytest.mark.parametrize("constraint, texts", CONSTRAINTS, ids=["schema", "choice", "regex"])
 @pytest.mark.parametrize("most", [20, 2, 0])
-def test_each_place_has_what_all_texts_of_the_form_allow(client, path, form, texts, most):
-    body = ASKED[path] | form | {"n": 3, "seed": 1, "max_tokens": 40}
+def test_each_place_has_what_all_texts_of_the_constraint_allow(
+    client, path, constraint, texts, most
+):
+    body = ASKED[path] | constraint | {"n": 3, "seed": 1, "max_tokens": 40}
     status, whole = client.post(path, body | {"show_allowed": most})
     assert status == 200, whole
     for choice in whole["choices"]:
@@ -131,9 +133,9 @@ def text_of(choice: dict) -> str:
 
 
 @pytest.mark.parametrize("path", [PATH, CHAT])
-@pytest.mark.parametrize("form, texts", FORMS, ids=["schema", "choice", "regex"])
-def test_an_event_tells_what_may_come_next(client, path, form, texts):
-    body = ASKED[path] | form | {"n": 2, "seed": 3, "max_tokens": 40, "show_allowed": 20}
+@pytest.mark.parametrize("constraint, texts", CONSTRAINTS, ids=["schema", "choice", "regex"])
+def test_an_event_tells_what_may_come_next(client, path, constraint, texts):
+    body = ASKED[path] | constraint | {"n": 2, "seed": 3, "max_tokens": 40, "show_allowed": 20}
     known = {}  # of each text: its places so far, and what the last event said of the next one
     for event in client.events(path, body | {"stream": True}):
         (choice,) = event["choices"]
@@ -294,7 +296,7 @@ def test_many_texts_hold_up_nobody(tiny_llama, monkeypatch):
             reply = ChatCompletionBuilder("name", body, served, 1, None)
             reply.allowed = served.allowed(body, body.to_sampling_params(4, 3)[0])
             reply.allowed.read(updates)
-            monkeypatch.setattr("constraints.GrammarMatcher.allowed", None)  # it takes long
+            monkeypatch.setattr("constraints.GrammarMatcher.token_mask", None)  # it takes long
             return count_calls(lambda: found.append(reply.deltas(updates)))
 
     found = []

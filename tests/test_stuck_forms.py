@@ -1,4 +1,4 @@
-"""Forms that never come to an end stop neither other texts nor the end of the server."""
+"""Constraints that never come to an end stop neither other texts nor the end of the server."""
 
 import asyncio
 import itertools
@@ -23,8 +23,8 @@ from serving import (
 
 from errors import UserError
 
-LATE = "the form takes more than 0 s to compute"
-BUSY = "4 forms are still being computed: try again"
+LATE = "the constraint takes more than 0 s to compute"
+BUSY = "4 constraints are still being computed: try again"
 BLOCKED = "a{3}b"  # the expression that `blocking` holds up
 
 
@@ -77,15 +77,17 @@ def test_a_call_that_is_late_is_given_up(gate):
     assert deadline.call(max, 3, 4) == 4
 
 
-def test_forms_that_are_compiled_for_ever_stop_no_text(tiny_llama, monkeypatch, impatient, gate):
+def test_constraints_that_are_compiled_for_ever_stop_no_text(
+    tiny_llama, monkeypatch, impatient, gate
+):
     import constraints
 
     grammar = constraints.Grammar
 
-    def blocking(form, source, vocabulary):
+    def blocking(constraint, source, vocabulary):
         if source.startswith(BLOCKED):
             gate.wait()
-        return grammar(form, source, vocabulary)
+        return grammar(constraint, source, vocabulary)
 
     monkeypatch.setattr(constraints, "Grammar", blocking)
     with serving(lambda: small_engine(tiny_llama)) as client:
@@ -109,12 +111,12 @@ def test_a_mask_that_never_comes_ends_its_own_text(
 ):
     from constraints import GrammarMatcher
 
-    allowed = GrammarMatcher.allowed
+    token_mask = GrammarMatcher.token_mask
 
     def blocking(matcher, output):
         if len(output) == 2 and matcher in impatient:
             gate.wait()
-        return allowed(matcher, output)
+        return token_mask(matcher, output)
 
     init = GrammarMatcher.__init__
 
@@ -123,12 +125,12 @@ def test_a_mask_that_never_comes_ends_its_own_text(
         if threading.current_thread().name == "engine":
             impatient.append(matcher)
 
-    monkeypatch.setattr(GrammarMatcher, "allowed", blocking)
+    monkeypatch.setattr(GrammarMatcher, "token_mask", blocking)
     monkeypatch.setattr(GrammarMatcher, "__init__", watched)
     body = {"structured_outputs": {"regex": "[ab]{9}"}, "max_tokens": 9, "stream": stream}
     body |= {"logprobs": 0}  # a step for each token
     with serving(lambda: small_engine(tiny_llama)) as client:
-        expected = refusal(LATE, "structured_outputs", "form_failed")
+        expected = refusal(LATE, "structured_outputs", "constraint_failed")
         if stream:
             *events, last = client.events(PATH, body)
             assert events and last == expected
@@ -140,51 +142,53 @@ def test_a_mask_that_never_comes_ends_its_own_text(
 def test_masks_of_a_request_share_a_budget():
     from serving import small_encoding
 
-    from constraints import compile_constraint, vocabulary_of
+    from constraints import compile_constraint, get_vocabulary
     from sampling import SamplingParams
-    from server.forms import FAIR_SECONDS, Budget, TimedMatcher
+    from server.forms import FAIR_SECONDS, MaskTimeBudget, TimedMatcher
 
     def matchers(seconds, count=2):
         now = itertools.count(0, seconds)
-        budget = Budget(lambda: next(now))
-        return [TimedMatcher(form.matcher(), budget) for _ in range(count)]
+        budget = MaskTimeBudget(lambda: next(now))
+        return [TimedMatcher(constraint.matcher(), budget) for _ in range(count)]
 
-    form = compile_constraint(
-        SamplingParams(regex="a+"), vocabulary_of(small_encoding(), 4096, (4095,))
+    constraint = compile_constraint(
+        SamplingParams(regex="a+"), get_vocabulary(small_encoding(), 4096, (4095,))
     )
     first, second = matchers(0.5)
-    assert first.allowed([]).any() and second.allowed([]).any()
-    assert first.allowed([]).any()
+    assert first.token_mask([]).any() and second.token_mask([]).any()
+    assert first.token_mask([]).any()
     for matcher in (first, second, first):
         with pytest.raises(
             UserError, match="^regex: it takes too long to say which tokens may follow: "
         ):
-            matcher.allowed([])
+            matcher.token_mask([])
         assert not matcher.busy
     (fair,) = matchers(FAIR_SECONDS, 1)
-    assert all(fair.allowed([]).any() for _ in range(300))
+    assert all(fair.token_mask([]).any() for _ in range(300))
 
 
-def test_a_form_whose_masks_take_too_long_in_all_ends(tiny_llama, monkeypatch):
+def test_a_constraint_whose_masks_take_too_long_in_all_ends(tiny_llama, monkeypatch):
     from server import engine_thread, forms
 
     now = itertools.count(0, 0.3)
 
     def budget():
-        return forms.Budget(lambda: next(now))
+        return forms.MaskTimeBudget(lambda: next(now))
 
-    monkeypatch.setattr(engine_thread, "Budget", budget)
+    monkeypatch.setattr(engine_thread, "MaskTimeBudget", budget)
     body = {"structured_outputs": {"regex": "[ab]{9}"}, "max_tokens": 9, "stream": True, "n": 2}
     body |= {"logprobs": 0}  # a step for each token
     with serving(lambda: small_engine(tiny_llama)) as client:
         *events, last = client.events(PATH, body)
-        assert last == refusal(f"regex: {forms.TOO_SLOW}", "structured_outputs", "form_failed")
+        assert last == refusal(
+            f"regex: {forms.TOO_SLOW}", "structured_outputs", "constraint_failed"
+        )
         assert events and round(next(now) / 0.3) == 8  # twice for each of four masks
         assert client.post(PATH, body | {"stream": False, "n": 1, "max_tokens": 3})[0] == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_form_that_fails_in_mid_text_is_the_clients(tiny_llama, monkeypatch, stream):
+def test_a_constraint_that_fails_in_mid_text_is_the_clients(tiny_llama, monkeypatch, stream):
     import constraints
 
     monkeypatch.setattr(constraints, "MAX_ITEMS", 12)
@@ -198,7 +202,7 @@ def test_a_form_that_fails_in_mid_text_is_the_clients(tiny_llama, monkeypatch, s
             status, last = client.post(PATH, body)
             assert status == 400
         error = last["error"]
-        assert (error["type"], error["code"]) == ("invalid_request_error", "form_failed")
+        assert (error["type"], error["code"]) == ("invalid_request_error", "constraint_failed")
         assert error["param"] == "structured_outputs"
         assert error["message"].startswith("no token may follow after ")
         assert "tokens of the text: grammar: " in error["message"]
@@ -206,7 +210,9 @@ def test_a_form_that_fails_in_mid_text_is_the_clients(tiny_llama, monkeypatch, s
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_masks_of_others_that_are_late_are_no_fault_of_a_form(tiny_llama, monkeypatch, stream):
+def test_masks_of_others_that_are_late_are_no_fault_of_a_constraint(
+    tiny_llama, monkeypatch, stream
+):
     from concurrent.futures import Future
 
     from server import forms
@@ -255,18 +261,18 @@ def test_health_says_when_no_step_ends(tiny_llama, gate):
         assert client.get("/health") == (200, None)
 
 
-def test_waiting_texts_hold_few_bytes_of_forms(tiny_llama, monkeypatch, gate):
-    """Each form of a text that waits is held, and texts of one form hold one."""
+def test_waiting_texts_hold_few_bytes_of_constraints(tiny_llama, monkeypatch, gate):
+    """Each constraint of a text that waits is held, and texts of one constraint hold one."""
     import constraints
-    from constraints import forget_forms, form_bytes, held_bytes
+    from constraints import clear_constraint_cache, compiled_bytes, constraint_bytes
     from sampling import SamplingParams
     from server import forms
     from server.engine_thread import QueueFull
 
-    forget_forms()
+    clear_constraint_cache()
     monkeypatch.setattr(constraints, "compiled", weakref.WeakValueDictionary())
     sources = [f"[ab]{{{count}}}" for count in range(10, 20)]
-    room = 3 * form_bytes(sources[0])
+    room = 3 * constraint_bytes(sources[0])
     monkeypatch.setattr(forms, "MAX_BYTES", room)
 
     async def use(thread):
@@ -279,8 +285,10 @@ def test_waiting_texts_hold_few_bytes_of_forms(tiny_llama, monkeypatch, gate):
                 each.matcher for each in thread.generations
             ):
                 await asyncio.sleep(0.001)
-        assert held_bytes() <= room
-        with pytest.raises(QueueFull, match="^the forms of waiting and running texts take 0 MB"):
+        assert compiled_bytes() <= room
+        with pytest.raises(
+            QueueFull, match="^the constraints of waiting and running texts take 0 MB"
+        ):
             await collect(thread.generate([[1]], [SamplingParams(4, regex=sources[3])]))
         free = asyncio.ensure_future(collect(thread.generate([[1]], [SamplingParams(4)])))
         gate.set()

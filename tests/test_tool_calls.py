@@ -59,11 +59,11 @@ def served(request, engine, write_chat):
 
 def known(engine, chat, fields: dict, seed: int, length: int) -> tuple[str, str]:
     """Text and finish reason of the engine alone."""
-    from constraints import vocabulary_of
+    from constraints import get_vocabulary
     from loading.tools import calls_grammar, find_form
 
     alone = engine()
-    vocabulary = vocabulary_of(alone.encoding, 4104, (4098,))
+    vocabulary = get_vocabulary(alone.encoding, 4104, (4098,))
     form = find_form(chat, alone.encoding, (4098,))
     choice = fields.get("tool_choice", "auto")
     tools = [COUNT] if choice == NAMED else TOOLS

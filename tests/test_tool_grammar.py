@@ -40,12 +40,12 @@ def directory(write_chat, template):
 
 
 def grammar(directory, choice="auto", parallel=True, tools=TOOLS) -> str:
-    from constraints import vocabulary_of
+    from constraints import get_vocabulary
     from loading.tools import calls_grammar, find_form
 
     encoding = load_encoding(directory, 4104)
     form = find_form(Chat(directory), encoding, (4098,))
-    return calls_grammar(form, tools, vocabulary_of(encoding, 4104, (4098,)), choice, parallel)
+    return calls_grammar(form, tools, get_vocabulary(encoding, 4104, (4098,)), choice, parallel)
 
 
 def replies(directory, seeds, length=110, cut=False, **params) -> list[str]:
@@ -193,22 +193,22 @@ def test_still_a_text_without_calls_is_what_it_was(directory):
 @pytest.mark.parametrize("template", [HERMES, LISTED], ids=["hermes", "listed"])
 def test_a_token_is_no_text(directory, template):
     """Added tokens may stand in a text, but not in a call; their letters begin none."""
-    from constraints import Grammar, vocabulary_of
+    from constraints import Grammar, get_vocabulary
 
     encoding = load_encoding(directory, 4104)
-    vocabulary = vocabulary_of(encoding, 4104, (4098,))
+    vocabulary = get_vocabulary(encoding, 4104, (4098,))
     matcher = Grammar("calls", grammar(directory), vocabulary).matcher()
     added = [*range(4095, 4098), *range(4099, 4104)]
-    assert matcher.allowed([])[added].all() and matcher.allowed([4096, 4096])[added].all()
+    assert matcher.token_mask([])[added].all() and matcher.token_mask([4096, 4096])[added].all()
     letters = encoding.encode_ordinary("x <tool_call")
-    after = matcher.allowed(letters)
+    after = matcher.token_mask(letters)
     assert not after[encoding.encode_single_token(">")] and after[TRIGGER]
-    assert matcher.allowed([*letters, TRIGGER]).sum() == 1
+    assert matcher.token_mask([*letters, TRIGGER]).sum() == 1
     begun = '{"name": "look", "arguments": {"place": "'
     begun = encoding.encode_ordinary("\n" + begun if template == HERMES else "[" + begun)
-    assert not matcher.allowed([*letters, TRIGGER, *begun])[added].any()
+    assert not matcher.token_mask([*letters, TRIGGER, *begun])[added].any()
     required = Grammar("calls", grammar(directory, "required"), vocabulary).matcher()
-    assert required.allowed([]).nonzero().tolist() == [[TRIGGER]]
+    assert required.token_mask([]).nonzero().tolist() == [[TRIGGER]]
 
 
 @pytest.mark.parametrize("template", [HERMES, LISTED], ids=["hermes", "listed"])
@@ -237,7 +237,7 @@ def test_what_cannot_be_held_is_one_line(cli, write_chat, tmp_path):
     for strange in (STRANGE, CHATML, DEAF, ONE_WORD):
         assert is_one_line(cli("--model", write_chat(strange), *arguments), words)
     model = "--model", write_chat(HERMES)
-    words = "regex does not go with calls: a text has one form"
+    words = "regex does not go with calls: a text has one constraint"
     assert is_one_line(cli(*model, *arguments, "--regex", "a"), words)
     words = "--num-beams neither draws nor penalises tokens; leave out --tools"
     assert is_one_line(cli(*model, *arguments, "--num-beams", 2), words)
@@ -289,16 +289,16 @@ def test_a_grammar_is_bounded(write_chat):
 
 def test_items_are_separated_as_in_the_template(write_chat):
     """Without blanks, too, as some templates write JSON."""
-    from constraints import Grammar, vocabulary_of
+    from constraints import Grammar, get_vocabulary
 
     dense = HERMES.replace("arguments | tojson", "arguments | tojson(separators=(',', ':'))")
     directory = write_chat(dense)
     encoding = load_encoding(directory, 4104)
-    held = Grammar("calls", grammar(directory, "required"), vocabulary_of(encoding, 4104, (4098,)))
+    held = Grammar("calls", grammar(directory, "required"), get_vocabulary(encoding, 4104, (4098,)))
     for blank in ("", " "):
         arguments = f'{{"place":{blank}"sea","far":{blank}true}}'
         text = f'\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>'
         tokens = [TRIGGER, *encoding.encode_ordinary(text)]
         matcher = held.matcher()
-        taken = [matcher.allowed(tokens[:size])[tokens[size]] for size in range(len(tokens))]
+        taken = [matcher.token_mask(tokens[:size])[tokens[size]] for size in range(len(tokens))]
         assert all(taken) == (blank == "")

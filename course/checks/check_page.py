@@ -359,7 +359,7 @@ def chat(check: Check) -> None:
 
 
 def held(check: Check) -> None:
-    """A text in the form of a schema, and what it allows at each place."""
+    """A text of a schema, and what it allows at each place."""
     page = check.page
     page.evaluate("get('constraint').open = true")
     schema = page.locator("textarea[name=schema]")
@@ -372,7 +372,9 @@ def held(check: Check) -> None:
     page.locator("#texts .error").wait_for()
     schema.fill("")
     page.click("#example")
-    check.must("held" in page.locator("#constraint summary").inner_text(), "a form is not told of")
+    check.must(
+        "held" in page.locator("#constraint summary").inner_text(), "a constraint is not told of"
+    )
     page.locator("input[name=max_tokens]").fill("200")
     page.locator("input[name=seed]").fill("7")
     page.evaluate(NOTED)

@@ -1,4 +1,4 @@
-"""Which tokens the form of a text allows, and which need no pass."""
+"""Which tokens the constraint of a text allows, and which need no pass."""
 
 import json
 from collections import Counter
@@ -6,7 +6,7 @@ from types import SimpleNamespace as Record
 
 import torch
 
-from constraints import Choices, make_matcher, vocabulary_of
+from constraints import ChoiceTrie, get_vocabulary, make_matcher
 from infer import generate, next_logits
 from pictures import runs, scene
 from pictures.scene import percent, times, word
@@ -32,8 +32,10 @@ def record_choices(prompt: str) -> Record:
     """What the trie allows at first, and the probabilities of all spellings of its texts."""
     ids = runs.encode(prompt, 60)
     model = runs.load()
-    vocabulary = vocabulary_of(runs.encoding(), model.config.vocab_size, model.config.eos_token_ids)
-    matcher = Choices(CHOICES, vocabulary).matcher()
+    vocabulary = get_vocabulary(
+        runs.encoding(), model.config.vocab_size, model.config.eos_token_ids
+    )
+    matcher = ChoiceTrie(CHOICES, vocabulary).matcher()
     texts = {text: Record(masked_prob=0.0, model_prob=0.0, spellings=0) for text in CHOICES}
     first = None
     prefixes = [([], 1.0, 1.0)]  # tokens, with the mask and the model's own probability of them
@@ -42,14 +44,14 @@ def record_choices(prompt: str) -> Record:
         probs = next_logits(model, inputs, None)[:, 0].softmax(-1)
         extended = []
         for (tokens, masked_prob, model_prob), row in zip(prefixes, probs):
-            allowed = matcher.allowed(tokens)
-            mass = row[allowed].sum().item()
+            token_mask = matcher.token_mask(tokens)
+            mass = row[token_mask].sum().item()
             if first is None:
-                first = Record(allowed=allowed, probs=row, mass=mass)
-            for token in allowed.nonzero()[:, 0].tolist():
+                first = Record(token_mask=token_mask, probs=row, mass=mass)
+            for token in token_mask.nonzero()[:, 0].tolist():
                 p = row[token].item()
                 after = (tokens + [token], masked_prob * p / mass, model_prob * p)
-                if token not in vocabulary.ends:
+                if token not in vocabulary.eos_token_ids:
                     extended.append(after)
                     continue
                 text = texts["".join(runs.token_texts(tokens))]
@@ -58,14 +60,16 @@ def record_choices(prompt: str) -> Record:
                 text.spellings += 1
         prefixes = extended
     whole = sum(text.model_prob for text in texts.values())
-    best = first.probs.where(first.allowed, 0)
+    best = first.probs.where(first.token_mask, 0)
     return Record(
         first_tokens=[
-            "".join(runs.token_texts([id])) for id in first.allowed.nonzero()[:, 0].tolist()
+            "".join(runs.token_texts([id])) for id in first.token_mask.nonzero()[:, 0].tolist()
         ],
         mass=first.mass,  # of all allowed tokens
         allowed=runs.top_tokens(best, 6),
-        rejected=runs.top_tokens(first.probs.where(~first.allowed, 0), 3),  # of those that are not
+        rejected=runs.top_tokens(
+            first.probs.where(~first.token_mask, 0), 3
+        ),  # of those that are not
         # of each text: step by step, given that the text is a choice, how many spellings
         texts={
             k: (each.masked_prob, each.model_prob / whole, each.spellings)
@@ -156,7 +160,7 @@ def record_schema(prompt: str) -> Record:
             Record(
                 text=runs.token_text(id),
                 p=row[id].item(),
-                allowed=int(matcher.allowed(output[:at]).sum()),
+                allowed=int(matcher.token_mask(output[:at]).sum()),
                 better=better,  # tokens that are more likely, none of them allowed
                 rejected=runs.top_tokens(row, min(better, 3)),
             )
@@ -214,7 +218,7 @@ def record_passes(prompt: str) -> Record:
     output = []
     tokens = []  # text, whether it is forced, how many passes were made when it was there
     for (id,) in generate(model, [ids], params, encoding=runs.encoding()):
-        is_forced = int(matcher.allowed(output).sum()) == 1
+        is_forced = int(matcher.token_mask(output).sum()) == 1
         output.append(id)
         tokens.append(Record(text=runs.token_text(id), is_forced=is_forced, passes=len(passes)))
     return Record(prompt=len(ids), tokens=tokens, positions=[each.positions[0] for each in passes])
@@ -276,9 +280,9 @@ def record_allowed(prompt: str) -> Record:
     probs = model(torch.tensor([ids + output]))[0, len(ids) - 1 : -1].softmax(-1)
     steps = []
     for at, (id, row) in enumerate(zip(output, probs)):
-        allowed = matcher.allowed(output[:at])
-        count = int(allowed.sum())
-        best = runs.top_tokens(row.where(allowed, 0), min(count, MAX_LISTED))
+        token_mask = matcher.token_mask(output[:at])
+        count = int(token_mask.sum())
+        best = runs.top_tokens(row.where(token_mask, 0), min(count, MAX_LISTED))
         steps.append(
             Record(token=runs.token_text(id), count=count, allowed=best, best=row.argmax().item())
         )
