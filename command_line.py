@@ -19,7 +19,7 @@ from errors import UserError, catch_out_of_memory
 from loading.chat import Chat
 from loading.load import Source, load_model
 from loading.tokenizer import Encoding, IncrementalDetokenizer
-from loading.tools import calls_grammar, find_form, read_tools
+from loading.tools import build_tool_grammar, detect_tool_format, read_tools
 from model import Model
 from native import BuildError, kernel, use_native
 from sampling import SamplingParams
@@ -211,7 +211,7 @@ def sampling_params(args, defaults: Mapping[str, float] | None = None) -> Sampli
         check_utf8(OPTION_NAMES["choices"], text)
     # Each text gets a seed of its own.
     # Calls need the model's template, which is not loaded yet.
-    excluded = {"seed", "calls"}
+    excluded = {"seed", "tool_grammar"}
     names = [
         field.name for field in dataclasses.fields(SamplingParams) if field.name not in excluded
     ]
@@ -355,13 +355,16 @@ def with_tool_calls(
 ) -> SamplingParams:
     """Parameters that let a reply call the tools of the chat, if it has any, and no others.
 
-    Raises UserError as `find_form` and `calls_grammar`, and for another constraint on the text.
+    Raises UserError as `detect_tool_format` and `build_tool_grammar`, and for another constraint on
+    the text.
     """
     if chat is None or chat.tools is None:
         return params
     vocabulary = get_vocabulary(encoding, config.vocab_size, tuple(config.eos_token_ids))
-    form = find_form(chat, encoding, config.eos_token_ids)
-    return dataclasses.replace(params, calls=calls_grammar(form, chat.tools, vocabulary))
+    tool_format = detect_tool_format(chat, encoding, config.eos_token_ids)
+    return dataclasses.replace(
+        params, tool_grammar=build_tool_grammar(tool_format, chat.tools, vocabulary)
+    )
 
 
 def is_interactive(args) -> bool:

@@ -55,7 +55,7 @@ class Vocabulary:
         return self.bitmask(texts + self.eos_token_ids)
 
     @functools.cached_property
-    def usable_tokens_in_calls(self) -> numpy.ndarray:
+    def usable_tokens_in_tool_calls(self) -> numpy.ndarray:
         """The same with added tokens, which the grammar of a reply with calls names."""
         return self.usable_tokens | self.bitmask([*self.added_tokens.values()])
 
@@ -286,11 +286,11 @@ class Grammar:
 
         self.vocabulary = vocabulary
         self.usable_tokens = vocabulary.usable_tokens
-        self.field = "tools" if constraint_field == "calls" else constraint_field
+        self.field = "tools" if constraint_field == "tool_grammar" else constraint_field
         try:
-            if constraint_field == "calls":
+            if constraint_field == "tool_grammar":
                 text = source
-                self.usable_tokens = vocabulary.usable_tokens_in_calls
+                self.usable_tokens = vocabulary.usable_tokens_in_tool_calls
             elif constraint_field == "json_schema":
                 schema = json.dumps(parse_schema(source))
                 text = LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
@@ -299,7 +299,9 @@ class Grammar:
             else:
                 check_lark(source)
                 text = LLMatcher.grammar_from_lark(source)
-            multiples = constraint_field in ("json_schema", "calls") and '"multipleOf"' in text
+            multiples = (
+                constraint_field in ("json_schema", "tool_grammar") and '"multipleOf"' in text
+            )
             limit = MAX_MULTIPLES if multiples else MAX_EXPRESSIONS
             limits = LLParserLimits(
                 verbose_errors=False,
@@ -315,7 +317,9 @@ class Grammar:
             if self.initial_state.is_error():
                 error = self.initial_state.get_error()
                 raise UserError(
-                    tool_error(text, error) if constraint_field == "calls" else short_error(error)
+                    tool_error(text, error)
+                    if constraint_field == "tool_grammar"
+                    else short_error(error)
                 )
             self.check_initial_state()
         except ValueError as error:  # a UserError is one

@@ -361,7 +361,7 @@ def check_beam_options(args) -> None:
             raise UserError("--length-penalty is for --num-beams only")
         return
     unused = dataclasses.asdict(SamplingParams(args.max_new_tokens, args.ignore_eos))
-    del unused["calls"]
+    del unused["tool_grammar"]
     unused |= {"num_samples": 1, "seed": None, "tools": None}
     unsupported = [name for name, default in unused.items() if getattr(args, name) != default]
     if unsupported:

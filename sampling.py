@@ -41,7 +41,7 @@ class SamplingParams:
     json_schema: str | None = None  # the text is JSON that this schema, as JSON, allows; None: any
     regex: str | None = None  # the whole text matches this expression; None: any
     grammar: str | None = None  # the text is of this grammar, in llguidance's Lark; None: any
-    calls: str | None = None  # a text that may call tools: a grammar of `calls_grammar`; None: any
+    tool_grammar: str | None = None  # the grammar of a reply that may call tools; None: any
 
     def __post_init__(self):
         if isinstance(self.logit_bias, Mapping):
@@ -67,7 +67,7 @@ class SamplingParams:
 
 MAX_FLOAT = sys.float_info.max
 MAX_CHOICES = 2**14  # bytes in all, because each takes a node of a trie
-CONSTRAINT_FIELDS = ("choices", "json_schema", "regex", "grammar", "calls")
+CONSTRAINT_FIELDS = ("choices", "json_schema", "regex", "grammar", "tool_grammar")
 
 
 def source_limit(size: int) -> tuple:
@@ -140,7 +140,7 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
     "json_schema": source_limit(2**16),
     "regex": source_limit(2**12),
     "grammar": source_limit(2**13),
-    "calls": source_limit(2**18),  # 128 tools
+    "tool_grammar": source_limit(2**18),  # 128 tools
 }
 NOT_FINITE = (
     "the model returned logits that are NaN or infinite: broken weights, or a dtype too small"

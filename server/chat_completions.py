@@ -10,7 +10,7 @@ from collections.abc import Callable
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from loading.tools import ID, CallForm, CallPart, CallReader
+from loading.tools import PROBE_ID, ToolCallDelta, ToolCallParser, ToolFormat
 from sampling import SamplingParams
 from server.allowed import Place
 from server.answers import ResponseBuilder, with_cancellation, with_ignored_fields
@@ -38,7 +38,7 @@ async def create_chat_completion(
     """Answer a chat request. make_builder: makes another builder. prefix: of its id."""
     adapter = served.find_adapter(body.model)
     served.thread.admit(body.num_choices)  # before there is work
-    calls = await asyncio.to_thread(served.find_calls, body)
+    calls = await asyncio.to_thread(served.find_tool_grammar, body)
     prompt = await asyncio.to_thread(served.encode_chat, body)
     max_new_tokens = (
         body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -52,8 +52,8 @@ async def create_chat_completion(
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     if max_new_tokens is None:  # what the window and the answer have room for
         max_new_tokens = max(min(window - len(prompt), body.max_tokens_limit(logprobs)), 1)
-    form, grammar = calls or (None, None)
-    skip = served.skip_token_ids(body, None if body.tool_mode == "none" else form)
+    tool_format, grammar = calls or (None, None)
+    skip = served.skip_token_ids(body, None if body.tool_mode == "none" else tool_format)
     params = body.to_sampling_params(max_new_tokens, logprobs, grammar, skip, served.defaults)
     served.check_token_ids(params[0])
     if params[0].constraint_field:
@@ -64,7 +64,7 @@ async def create_chat_completion(
     arguments = [prompt] * len(params), params, body.cache_salt or "", response_id, adapter
     updates = served.thread.generate(*arguments)
     builder = (make_builder or ChatCompletionBuilder)(
-        response_id, body, served, len(prompt), updates, form
+        response_id, body, served, len(prompt), updates, tool_format
     )
     builder.params = params[0]
     builder.allowed = served.allowed(body, params[0])
@@ -82,13 +82,13 @@ class ChatCompletionBuilder(ResponseBuilder):
         served: ServedModel,
         prompt_tokens: int,
         updates,
-        form: CallForm | None = None,
+        tool_format: ToolFormat | None = None,
     ):
         super().__init__(response_id, body, body.model or served.name, prompt_tokens, updates)
         self.served = served
         self.params: SamplingParams | None = None  # of its text
-        self.form = form if body.tool_mode != "none" else None
-        self.readers: dict[int, CallReader | None] = {}  # of choices that had something new
+        self.tool_format = tool_format if body.tool_mode != "none" else None
+        self.parsers: dict[int, ToolCallParser | None] = {}  # of choices that had something new
 
     @functools.cached_property
     def ignored(self) -> list[str]:
@@ -111,7 +111,7 @@ class ChatCompletionBuilder(ResponseBuilder):
 
     def delta(self, index: int, update: Update) -> list[dict]:
         # The role not before: clients take it for the first token.
-        role = {} if index in self.readers else {"role": "assistant"}
+        role = {} if index in self.parsers else {"role": "assistant"}
         message = self.parse_message(index, update)
         parts = [{"tool_calls": [part]} for part in message.pop("tool_calls", ())]
         # Clients miss the end of a call that begins in the event with the finish reason.
@@ -128,21 +128,21 @@ class ChatCompletionBuilder(ResponseBuilder):
 
     def parse_message(self, index: int, update: Update) -> dict:
         """What is new of a message: its content and its calls."""
-        if index not in self.readers:
-            self.readers[index] = CallReader(self.form) if self.form else None
-        reader = self.readers[index]
-        if reader is None:
+        if index not in self.parsers:
+            self.parsers[index] = ToolCallParser(self.tool_format) if self.tool_format else None
+        parser = self.parsers[index]
+        if parser is None:
             return {"content": update.text}
-        content, parts = reader.add(update.text)
+        content, parts = parser.add(update.text)
         if update.finish_reason:
-            content += reader.end()
+            content += parser.end()
         if not parts:
             return {"content": content}
         return {"content": content or None, "tool_calls": list(map(tool_call_delta, parts))}
 
     def logprobs_and_finish_reason(self, index: int, update: Update) -> dict:
         reason = update.finish_reason
-        if reason == "stop" and self.form and self.readers[index].is_whole:
+        if reason == "stop" and self.tool_format and self.parsers[index].is_complete:
             reason = "tool_calls"
         logprobs = None
         if self.body.logprobs:
@@ -168,10 +168,10 @@ class ChatCompletionBuilder(ResponseBuilder):
         return {"count": place.count, "tokens": tokens}
 
 
-def tool_call_delta(part: CallPart) -> dict:
+def tool_call_delta(part: ToolCallDelta) -> dict:
     """A part of a call, as a client is told. The first one has an id, which its result names."""
     if part.name is None:
         return {"index": part.index, "function": {"arguments": part.arguments}}
-    id = "".join(secrets.choice(ID_ALPHABET) for _ in ID)
+    id = "".join(secrets.choice(ID_ALPHABET) for _ in PROBE_ID)
     function = {"name": part.name, "arguments": part.arguments}
     return {"index": part.index, "id": id, "type": "function", "function": function}

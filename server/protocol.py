@@ -531,16 +531,16 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
         self,
         max_new_tokens: int,
         logprobs: int | None,
-        calls: str | None = None,
+        tool_grammar: str | None = None,
         skip_token_ids: tuple[int, ...] = (),
         defaults: Mapping[str, float] | None = None,
     ) -> list[SamplingParams]:
         """The parameters of each of the n texts that follow a prompt: text i has the seed + i.
 
-        calls: the grammar of a reply that may call tools. skip_token_ids: what texts leave out.
-        defaults: fields of SamplingParams for what the request leaves open.
-        Raises APIError if all texts together could be too long, or min_tokens is more than that,
-        and for a constraint that is too large or does not go with other fields.
+        tool_grammar: the grammar of a reply that may call tools. skip_token_ids: what texts leave
+        out. defaults: fields of SamplingParams for what the request leaves open. Raises APIError if
+        all texts together could be too long, or min_tokens is more than that, and for a constraint
+        that is too large or does not go with other fields.
         """
         limit = self.max_tokens_limit(logprobs)
         if max_new_tokens > limit:
@@ -557,14 +557,17 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
         given = {"temperature": 1.0} | dict(defaults or {}) | given
         given["logit_bias"] = self.logit_bias or {}
         given["stop_token_ids"] = tuple(self.stop_token_ids or ())
-        given |= self.constraint[1] | {"calls": calls, "skip_token_ids": skip_token_ids}
+        given |= self.constraint[1] | {
+            "tool_grammar": tool_grammar,
+            "skip_token_ids": skip_token_ids,
+        }
         try:
             params = SamplingParams(
                 max_new_tokens, stop=self.stop_strings, logprobs=logprobs, **given
             )
         except UserError as error:
             name = str(error).partition(" ")[0]
-            constraint = "tools" if calls else self.constraint[0]
+            constraint = "tools" if tool_grammar else self.constraint[0]
             field = name if name in type(self).model_fields else constraint
             raise APIError(400, str(error), field) from None
         return [replace(params, seed=self.child_seed(index)) for index in range(self.n or 1)]
@@ -879,7 +882,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def tool_mode(self) -> str:
-        """Whether a reply may call tools, as `calls_grammar` has it."""
+        """Whether a reply may call tools, as `build_tool_grammar` has it."""
         if not self.tools:
             return "none"
         return "required" if self.named_tool else self.tool_choice or "auto"

@@ -193,7 +193,7 @@ class ResponsesBuilder(ChatCompletionBuilder):
         if update.finish_reason:
             is_cut = update.finish_reason == "length"
             if self.item["type"] == "function_call":  # whole or not, however the text has ended
-                is_cut = self.readers[0].state == "arguments"
+                is_cut = self.parsers[0].state == "arguments"
             yield from self.finish_item("incomplete" if is_cut else "completed")
 
     @property

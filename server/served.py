@@ -13,7 +13,7 @@ from loading.chat import SYSTEM_ROLE_HINT, Chat
 from loading.defaults import read_sampling_defaults
 from loading.load import Source
 from loading.tokenizer import IncrementalDetokenizer
-from loading.tools import CallForm, calls_grammar, check_tools, find_form
+from loading.tools import ToolFormat, build_tool_grammar, check_tools, detect_tool_format
 from sampling import SamplingParams, check_token_ids
 from server.allowed import Allowed
 from server.engine_thread import EngineThread
@@ -205,8 +205,8 @@ class ServedModel:
             has_tool_messages = any(
                 message.tool_calls or message.tool_call_id for message in body.messages
             )
-            if has_tool_messages and not body.tools:  # else `find_calls` has found it
-                find_form(chat, self.thread.encoding, self.thread.config.eos_token_ids)
+            if has_tool_messages and not body.tools:  # else `find_tool_grammar` has found it
+                detect_tool_format(chat, self.thread.encoding, self.thread.config.eos_token_ids)
             try:
                 return chat.encode(plain, self.thread.encoding)
             except UserError as error:
@@ -241,10 +241,10 @@ class ServedModel:
         except RecursionError:
             raise APIError(400, f"{field}: too many objects inside each other", field) from None
 
-    def find_calls(self, body: ChatRequest) -> tuple[CallForm, str] | None:
+    def find_tool_grammar(self, body: ChatRequest) -> tuple[ToolFormat, str] | None:
         """How a reply calls tools, and the grammar that holds it to that; None without tools.
 
-        Raises APIError for invalid tools, and as `with_tools` and `find_form`.
+        Raises APIError for invalid tools, and as `with_tools` and `detect_tool_format`.
         """
         if not body.tools or isinstance(self.chat, UserError):
             return None
@@ -261,27 +261,30 @@ class ServedModel:
                 raise APIError(400, message, "tool_choice")
             chat = self.chat.with_template_kwargs(self.variables(body)[0])
             plain = [message.as_dict for message in body.messages]
-            form = find_form(chat.with_tools(body.tools, plain), encoding, ends)
+            tool_format = detect_tool_format(chat.with_tools(body.tools, plain), encoding, ends)
             if body.tool_mode == "none" and body.constraint[1]:  # the text has that constraint
                 return None
             vocabulary = get_vocabulary(encoding, config.vocab_size, ends)
             parallel = body.parallel_tool_calls is not False and not named_tools
-            grammar = calls_grammar(
-                form, named_tools or body.tools, vocabulary, body.tool_mode, parallel
+            grammar = build_tool_grammar(
+                tool_format, named_tools or body.tools, vocabulary, body.tool_mode, parallel
             )
-            return form, grammar
+            return tool_format, grammar
 
     def skip_token_ids(
-        self, body: GenerationRequest, form: CallForm | None = None
+        self, body: GenerationRequest, tool_format: ToolFormat | None = None
     ) -> tuple[int, ...]:
         """Return the ids of special tokens that the texts of a request leave out.
 
-        form: of the calls that a reply may make. What it or a stop string names stays, because it
-        is looked for in the text.
+        tool_format: of the calls that a reply may make. What it or a stop string names stays,
+        because it is looked for in the text.
         """
         if body.skip_special_tokens is False:
             return ()
-        searched = [*body.stop_strings, *(part for part in form or () if isinstance(part, str))]
+        searched = [
+            *body.stop_strings,
+            *(part for part in tool_format or () if isinstance(part, str)),
+        ]
         special = self.thread.encoding.special_token_ids.items()
         return tuple(id for name, id in special if not any(name in text for text in searched))
 

@@ -339,7 +339,7 @@ def test_tools_are_held_to_the_same(write_chat):
     directory = write_chat(HERMES)
     source = grammar(directory, "required", tools=[look])
     encoding = load_encoding(directory, 4104)
-    matcher = Grammar("calls", source, get_vocabulary(encoding, 4104, (4098,))).matcher()
+    matcher = Grammar("tool_grammar", source, get_vocabulary(encoding, 4104, (4098,))).matcher()
     begun = [4102, *encoding.encode_ordinary('\n{"name": "look", "arguments": {"a": 1, "b": "')]
     assert matcher.token_mask(begun)[encoding.encode_ordinary("x")[0]]
     slash = encoding.encode_ordinary("\\")

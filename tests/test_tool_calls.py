@@ -60,18 +60,18 @@ def served(request, engine, write_chat):
 def known(engine, chat, fields: dict, seed: int, length: int) -> tuple[str, str]:
     """Text and finish reason of the engine alone."""
     from constraints import get_vocabulary
-    from loading.tools import calls_grammar, find_form
+    from loading.tools import build_tool_grammar, detect_tool_format
 
     alone = engine()
     vocabulary = get_vocabulary(alone.encoding, 4104, (4098,))
-    form = find_form(chat, alone.encoding, (4098,))
+    tool_format = detect_tool_format(chat, alone.encoding, (4098,))
     choice = fields.get("tool_choice", "auto")
     tools = [COUNT] if choice == NAMED else TOOLS
     parallel = fields.get("parallel_tool_calls", True) and choice != NAMED
     choice = "required" if choice == NAMED else choice
-    grammar = calls_grammar(form, tools, vocabulary, choice, parallel)
+    grammar = build_tool_grammar(tool_format, tools, vocabulary, choice, parallel)
     biases = {int(token): bias for token, bias in fields.get("logit_bias", {}).items()}
-    options = {"temperature": 1.0, "seed": seed, "calls": grammar, "logit_bias": biases}
+    options = {"temperature": 1.0, "seed": seed, "tool_grammar": grammar, "logit_bias": biases}
     prompt = chat.with_tools(TOOLS).encode(MESSAGES, alone.encoding)
     (found,) = results_of(alone, [prompt], [SamplingParams(length, **options)])
     return found[1], found[3]
@@ -424,24 +424,24 @@ def test_what_arguments_say_is_seen_by_checks():
 
 def test_a_finish_reason_comes_after_all_calls(write_chat):
     """Also where a whole reply is new at once: clients look for the end of a call after it."""
-    from loading.tools import find_form
+    from loading.tools import detect_tool_format
     from server.chat_completions import ChatCompletionBuilder
     from server.engine_thread import Update
     from server.protocol import ChatRequest
 
     directory = write_chat(HERMES)
-    form = find_form(Chat(directory), load_encoding(directory, 4104), (4098,))
+    tool_format = detect_tool_format(Chat(directory), load_encoding(directory, 4104), (4098,))
     body = {"messages": MESSAGES, "tools": TOOLS, "stream": True, "model": "a"}
     body = ChatRequest.model_validate(body)
-    reply = ChatCompletionBuilder("a", body, None, 1, None, form)
-    text = f"Yes{form.begin}count{form.middle}{{}}{form.end}"
+    reply = ChatCompletionBuilder("a", body, None, 1, None, tool_format)
+    text = f"Yes{tool_format.begin}count{tool_format.middle}{{}}{tool_format.end}"
     deltas = reply.delta(0, Update((1,), text, (), "stop"))
     assert [each["finish_reason"] for each in deltas] == [None, None, "tool_calls"]
     first, second, last = [each["delta"] for each in deltas]
     assert (first["role"], first["content"], last) == ("assistant", "Yes", {})
     assert first["tool_calls"][0]["function"] == {"name": "count", "arguments": ""}
     assert second["tool_calls"] == [{"index": 0, "function": {"arguments": "{}"}}]
-    cut = ChatCompletionBuilder("a", body, None, 1, None, form)  # in what could begin a call
+    cut = ChatCompletionBuilder("a", body, None, 1, None, tool_format)  # in what could begin a call
     texts = ["Yes <tool", "_ca", ""]
     deltas = [
         delta["delta"]["content"]

@@ -41,11 +41,13 @@ def directory(write_chat, template):
 
 def grammar(directory, choice="auto", parallel=True, tools=TOOLS) -> str:
     from constraints import get_vocabulary
-    from loading.tools import calls_grammar, find_form
+    from loading.tools import build_tool_grammar, detect_tool_format
 
     encoding = load_encoding(directory, 4104)
-    form = find_form(Chat(directory), encoding, (4098,))
-    return calls_grammar(form, tools, get_vocabulary(encoding, 4104, (4098,)), choice, parallel)
+    tool_format = detect_tool_format(Chat(directory), encoding, (4098,))
+    return build_tool_grammar(
+        tool_format, tools, get_vocabulary(encoding, 4104, (4098,)), choice, parallel
+    )
 
 
 def replies(directory, seeds, length=110, cut=False, **params) -> list[str]:
@@ -75,22 +77,22 @@ def read(template: str, text: str) -> tuple[str, list[tuple[str, dict]]]:
     return found[1], calls
 
 
-def test_the_form_is_what_transformers_writes(chat_pair, template):
-    from loading.tools import find_form
+def test_the_format_is_what_transformers_writes(chat_pair, template):
+    from loading.tools import detect_tool_format
 
     ours, tokenizer = chat_pair(template)
     encoding = load_encoding(ours.file.parent, 4104)
-    form = find_form(ours, encoding, (4098,))
+    tool_format = detect_tool_format(ours, encoding, (4098,))
     asked = conversation("Tom")
     before = theirs(tokenizer, asked, tokenize=False)
-    for number in (1, 2, 3) if form.between else (1,):
+    for number in (1, 2, 3) if tool_format.between else (1,):
         said = [{"a": 'x"}', "b": [number, {}]}, {}, {"\u00e9": None}][:number]
         calls = [call(f"f-{number}", arguments, "id0123456") for arguments in said]
         messages = [*asked, {"role": "assistant", "content": "", "tool_calls": calls}]
         known = tokenizer.apply_chat_template(messages, tokenize=False)
         texts = [json.dumps(each, ensure_ascii=False) for each in said]
-        written = [f"f-{number}{form.middle}{text}" for text in texts]
-        text = form.begin + (form.between or "").join(written) + form.end
+        written = [f"f-{number}{tool_format.middle}{text}" for text in texts]
+        text = tool_format.begin + (tool_format.between or "").join(written) + tool_format.end
         assert before + text.replace("\0" * 9, "id0123456") + "<|im_end|>" == known.rstrip("\n")
 
 
@@ -104,24 +106,24 @@ OPENED = HERMES.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")  # as 
 
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("template", [NEEDING, SWITCHED, OPENED, LISTED])
-def test_the_form_is_the_same(write_chat, template, tools):
+def test_the_format_is_the_same(write_chat, template, tools):
     """Whatever a new reply begins with, and whether or not there are tools."""
-    from loading.tools import find_form
+    from loading.tools import detect_tool_format
 
     if template == NEEDING and not tools:
         return
     known = LISTED if template == LISTED else HERMES
     encoding = load_encoding(write_chat(template), 4104)
-    forms = [
-        find_form(Chat(write_chat(each)).with_tools(tools), encoding, ends)
+    tool_formats = [
+        detect_tool_format(Chat(write_chat(each)).with_tools(tools), encoding, ends)
         for each, ends in ((template, (4098,)), (known, (4098,)), (known, (4097, 4098)))
     ]
-    assert forms[0] == forms[1] == forms[2]  # the first token that ends a text counts
+    assert tool_formats[0] == tool_formats[1] == tool_formats[2]  # the first EOS counts
 
 
-def test_a_form_has_no_result_and_no_numbers(write_chat):
+def test_a_format_has_no_result_and_no_numbers(write_chat):
     """Results in the turn of the reply (Apertus); ids that are counted (Command R7B)."""
-    from loading.tools import find_form
+    from loading.tools import detect_tool_format
 
     inside = HERMES.replace(
         "{{- '<|im_end|>\\n' }}\n    {%- elif message.role == 'tool' %}",
@@ -132,20 +134,20 @@ def test_a_form_has_no_result_and_no_numbers(write_chat):
     directory = write_chat(inside)
     encoding = load_encoding(directory, 4104)
     words = "this chat template writes calls in a way not known here"
-    assert words in refused(find_form, Chat(directory), encoding, (4098,))
+    assert words in refused(detect_tool_format, Chat(directory), encoding, (4098,))
     counted = HERMES.replace(
         """<tool_call>\\n{"name": "'""",
         """<tool_call>\\n{"id": ' + loop.index | string + ', "name": "'""",
     )
     assert "loop.index |" in counted
-    form = find_form(Chat(write_chat(counted)), encoding, (4098,))
-    assert form.between is None and form.begin == '<tool_call>\n{"id": 1, "name": "'
+    tool_format = detect_tool_format(Chat(write_chat(counted)), encoding, (4098,))
+    assert tool_format.between is None and tool_format.begin == '<tool_call>\n{"id": 1, "name": "'
 
 
 def test_a_reply_calls_what_there_is(directory, template):
     """Drawn from random weights: each is whole, or was cut."""
     seen = set()
-    for text in replies(directory, range(24), calls=grammar(directory, "required")):
+    for text in replies(directory, range(24), tool_grammar=grammar(directory, "required")):
         before, calls = read(template, text)
         assert before == "" and calls
         seen |= {name for name, _ in calls} | {len(calls)}
@@ -160,7 +162,7 @@ def test_a_text_may_come_first(directory, template):
         biases = {TRIGGER: 6.0}
         seeds = range(24)
     calls = grammar(directory)
-    texts = replies(directory, seeds, calls=calls, logit_bias=biases)
+    texts = replies(directory, seeds, tool_grammar=calls, logit_bias=biases)
     found = [read(template, text) for text in texts]
     assert template == BARE or any(before and made for before, made in found)
 
@@ -168,24 +170,24 @@ def test_a_text_may_come_first(directory, template):
 def test_one_tool_or_one_call_or_none(directory, template):
     biases = {"logit_bias": {TRIGGER: 100.0}}
     texts = replies(
-        directory, range(6), calls=grammar(directory, "required", False, [COUNT]), **biases
+        directory, range(6), tool_grammar=grammar(directory, "required", False, [COUNT]), **biases
     )
     assert texts
     for text in texts:
         assert [name for name, _ in read(template, text)[1]] == ["count"]
     single = grammar(directory, "required", parallel=False)
-    for text in replies(directory, range(6), calls=single, **biases):
+    for text in replies(directory, range(6), tool_grammar=single, **biases):
         assert len(read(template, text)[1]) == 1
     if template != BARE:
         options = {"length": 9, "cut": True} | biases
-        texts = replies(directory, range(6), calls=grammar(directory, "none"), **options)
+        texts = replies(directory, range(6), tool_grammar=grammar(directory, "none"), **options)
         assert len(texts) == 6 and "<tool_call>" not in "".join(texts)
 
 
 def test_still_a_text_without_calls_is_what_it_was(directory):
     """Where it is UTF-8."""
     free = replies(directory, range(12), 12, True)
-    held = replies(directory, range(12), 12, True, calls=grammar(directory))
+    held = replies(directory, range(12), 12, True, tool_grammar=grammar(directory))
     same = [ours == known for ours, known in zip(held, free) if "\ufffd" not in known]
     assert len(same) > 3 and all(same)
 
@@ -197,7 +199,7 @@ def test_a_token_is_no_text(directory, template):
 
     encoding = load_encoding(directory, 4104)
     vocabulary = get_vocabulary(encoding, 4104, (4098,))
-    matcher = Grammar("calls", grammar(directory), vocabulary).matcher()
+    matcher = Grammar("tool_grammar", grammar(directory), vocabulary).matcher()
     added = [*range(4095, 4098), *range(4099, 4104)]
     assert matcher.token_mask([])[added].all() and matcher.token_mask([4096, 4096])[added].all()
     letters = encoding.encode_ordinary("x <tool_call")
@@ -207,7 +209,7 @@ def test_a_token_is_no_text(directory, template):
     begun = '{"name": "look", "arguments": {"place": "'
     begun = encoding.encode_ordinary("\n" + begun if template == HERMES else "[" + begun)
     assert not matcher.token_mask([*letters, TRIGGER, *begun])[added].any()
-    required = Grammar("calls", grammar(directory, "required"), vocabulary).matcher()
+    required = Grammar("tool_grammar", grammar(directory, "required"), vocabulary).matcher()
     assert required.token_mask([]).nonzero().tolist() == [[TRIGGER]]
 
 
@@ -237,7 +239,7 @@ def test_what_cannot_be_held_is_one_line(cli, write_chat, tmp_path):
     for strange in (STRANGE, CHATML, DEAF, ONE_WORD):
         assert is_one_line(cli("--model", write_chat(strange), *arguments), words)
     model = "--model", write_chat(HERMES)
-    words = "regex does not go with calls: a text has one constraint"
+    words = "regex does not go with tool_grammar: a text has one constraint"
     assert is_one_line(cli(*model, *arguments, "--regex", "a"), words)
     words = "--num-beams neither draws nor penalises tokens; leave out --tools"
     assert is_one_line(cli(*model, *arguments, "--num-beams", 2), words)
@@ -294,7 +296,9 @@ def test_items_are_separated_as_in_the_template(write_chat):
     dense = HERMES.replace("arguments | tojson", "arguments | tojson(separators=(',', ':'))")
     directory = write_chat(dense)
     encoding = load_encoding(directory, 4104)
-    held = Grammar("calls", grammar(directory, "required"), get_vocabulary(encoding, 4104, (4098,)))
+    held = Grammar(
+        "tool_grammar", grammar(directory, "required"), get_vocabulary(encoding, 4104, (4098,))
+    )
     for blank in ("", " "):
         arguments = f'{{"place":{blank}"sea","far":{blank}true}}'
         text = f'\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>'

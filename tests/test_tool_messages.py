@@ -141,15 +141,15 @@ WANTING = {
 @pytest.mark.parametrize("name", WANTING)
 def test_tools_are_tried_as_the_user_has_them(chat_pair, chat_encoding, name):
     """A template that wants more than another tool and another message would have."""
-    from loading.tools import find_form
+    from loading.tools import detect_tool_format
 
     template, tools, messages = WANTING[name]
     ours, tokenizer = chat_pair(template)
     chat = ours.with_tools(tools, messages)
     assert chat.render(messages) == theirs(tokenizer, messages, tokenize=False, tools=tools)
-    form = find_form(chat, chat_encoding, (4098,))
-    known = find_form(chat_pair(HERMES)[0].with_tools(tools), chat_encoding, (4098,))
-    assert form._replace(begin=form.begin.lstrip()) == known
+    tool_format = detect_tool_format(chat, chat_encoding, (4098,))
+    known = detect_tool_format(chat_pair(HERMES)[0].with_tools(tools), chat_encoding, (4098,))
+    assert tool_format._replace(begin=tool_format.begin.lstrip()) == known
 
 
 def test_a_template_that_has_a_place_for_some_tools_is_refused(chat_pair):
