@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic_core import to_json
 
 from errors import UserError
-from server.allowed import Allowed
+from server.allowed import AllowedTokensTracker
 from server.engine_thread import ConstraintFailed, EngineDead, QueueFull, Update
 from server.protocol import IGNORED_HEADER, APIError, GenerationRequest
 
@@ -112,7 +112,7 @@ class ResponseBuilder:
         self.updates = updates
         self.prompt_tokens = prompt_tokens
         self.completion_tokens = 0
-        self.allowed: Allowed | None = None  # if the client asks for what constraints allow
+        self.allowed_tracker: AllowedTokensTracker | None = None  # for show_allowed
         options = body.stream_options
         self.include_usage = bool(options and options.include_usage)
         self.continuous_usage = self.include_usage and options.continuous_usage_stats
@@ -178,9 +178,9 @@ class ResponseBuilder:
                 num_unfinished -= sum(
                     update.finish_reason is not None for update in updates.values()
                 )
-                if self.allowed:
+                if self.allowed_tracker:
                     try:
-                        await asyncio.to_thread(self.allowed.read, updates)
+                        await asyncio.to_thread(self.allowed_tracker.read, updates)
                     except BaseException:  # as when the client has left
                         await self.updates.aclose()
                         raise

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 
 from loading.tools import PROBE_ID, ToolCallDelta, ToolCallParser, ToolFormat
 from sampling import SamplingParams
-from server.allowed import Place
+from server.allowed import AllowedTokens
 from server.answers import ResponseBuilder, with_cancellation, with_ignored_fields
 from server.engine_thread import Update
 from server.forms import run_in_compile_pool
@@ -67,7 +67,7 @@ async def create_chat_completion(
         response_id, body, served, len(prompt), updates, tool_format
     )
     builder.params = params[0]
-    builder.allowed = served.allowed(body, params[0])
+    builder.allowed_tracker = served.allowed_tracker(body, params[0])
     return with_ignored_fields(await builder.to_response(), builder.ignored)
 
 
@@ -151,21 +151,21 @@ class ChatCompletionBuilder(ResponseBuilder):
                 for token, (logprob, top) in zip(update.tokens, update.logprobs)
             ]
             logprobs = {"content": content}
-            if self.allowed:
-                places, after = self.allowed.take(index)
-                for entry, place in zip(content, places, strict=True):
-                    entry["allowed"] = self.place(place)
-                logprobs["next_allowed"] = after and self.place(after)
+            if self.allowed_tracker:
+                positions, after = self.allowed_tracker.pop_positions(index)
+                for entry, allowed in zip(content, positions, strict=True):
+                    entry["allowed"] = self.allowed_entry(allowed)
+                logprobs["next_allowed"] = after and self.allowed_entry(after)
         return {"logprobs": logprobs, "finish_reason": reason}
 
     def entry(self, token: int, logprob: float) -> dict:
         data = self.served.token_bytes(token)
         return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
 
-    def place(self, place: Place) -> dict:
-        named = [self.served.token_bytes(token) for token in place.tokens]
+    def allowed_entry(self, allowed: AllowedTokens) -> dict:
+        named = [self.served.token_bytes(token) for token in allowed.tokens]
         tokens = [{"token": data.decode(errors="replace"), "bytes": list(data)} for data in named]
-        return {"count": place.count, "tokens": tokens}
+        return {"count": allowed.count, "tokens": tokens}
 
 
 def tool_call_delta(part: ToolCallDelta) -> dict:

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from loading.tokenizer import IncrementalDetokenizer
-from server.allowed import Place
+from server.allowed import AllowedTokens
 from server.answers import ResponseBuilder, with_cancellation, with_ignored_fields
 from server.engine_thread import Update
 from server.forms import run_in_compile_pool
@@ -48,7 +48,7 @@ async def create_completion(body: CompletionRequest, served: ServedModel) -> Res
     builder = CompletionBuilder(
         response_id, body, body.model or served.name, sum(map(len, prompts)), updates
     )
-    builder.allowed = served.allowed(body, params[0])
+    builder.allowed_tracker = served.allowed_tracker(body, params[0])
     if body.echo:
         echoed = [
             prompt if len(truncated) == len(whole) else truncated
@@ -93,10 +93,10 @@ class CompletionBuilder(ResponseBuilder):
         """The log-probabilities of what is new of a text."""
         table = self.logprob_tables[index]
         columns = table.add(update)
-        if self.allowed:
-            places, after = self.allowed.take(index)
-            columns["allowed"] = list(map(table.place, places))
-            columns["next_allowed"] = after and table.place(after)
+        if self.allowed_tracker:
+            positions, after = self.allowed_tracker.pop_positions(index)
+            columns["allowed"] = list(map(table.allowed_entry, positions))
+            columns["next_allowed"] = after and table.allowed_entry(after)
         return columns
 
 
@@ -127,8 +127,8 @@ class LogprobTable:
             "text_offset": offsets,
         }
 
-    def place(self, place: Place) -> dict:
-        return {"count": place.count, "tokens": list(map(self.name, place.tokens))}
+    def allowed_entry(self, allowed: AllowedTokens) -> dict:
+        return {"count": allowed.count, "tokens": list(map(self.name, allowed.tokens))}
 
     def name(self, token: int) -> str:
         """The text of a token, or, as OpenAI writes a part of a letter, "bytes:\\xf0\\x9f"."""

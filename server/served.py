@@ -15,7 +15,7 @@ from loading.load import Source
 from loading.tokenizer import IncrementalDetokenizer
 from loading.tools import ToolFormat, build_tool_grammar, check_tools, detect_tool_format
 from sampling import SamplingParams, check_token_ids
-from server.allowed import Allowed
+from server.allowed import AllowedTokensTracker
 from server.engine_thread import EngineThread
 from server.forms import TimedMatcher, compile_matcher
 from server.live import EngineMonitor
@@ -296,15 +296,17 @@ class ServedModel:
         with self.as_api_error(field):
             compile_matcher(params, self.thread.encoding, self.thread.config)
 
-    def allowed(self, body: GenerationRequest, params: SamplingParams) -> Allowed | None:
-        """What tells of the places of its texts, if a request asks for that."""
+    def allowed_tracker(
+        self, body: GenerationRequest, params: SamplingParams
+    ) -> AllowedTokensTracker | None:
+        """What tells which tokens its texts allow, if a request asks for that."""
         if body.show_allowed is None:
             return None
 
         def make() -> TimedMatcher:
             return TimedMatcher(make_matcher(params, self.thread.encoding, self.thread.config))
 
-        return Allowed(make, body.show_allowed)
+        return AllowedTokensTracker(make, body.show_allowed)
 
     def token_bytes(self, token: int) -> bytes:
         """What a token writes; nothing for one without text, as padded vocabularies have."""

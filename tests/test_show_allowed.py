@@ -223,11 +223,11 @@ def test_what_is_listed_counts_against_the_answer(client):
 
 def test_masks_are_made_in_another_thread(tiny_llama):
     """While one text's masks take long, the event loop answers, and other texts are written."""
-    from server.allowed import Allowed
+    from server.allowed import AllowedTokensTracker
 
     gate = threading.Event()
     threads = set()
-    read = Allowed.read
+    read = AllowedTokensTracker.read
 
     def slow(self, updates):
         threads.add(threading.current_thread())
@@ -236,7 +236,7 @@ def test_masks_are_made_in_another_thread(tiny_llama):
 
     body = ASKED[PATH] | {"response_format": NAMED, "show_allowed": 20, "stream": True}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Allowed, "read", slow)
+        patch.setattr(AllowedTokensTracker, "read", slow)
         with serving(lambda: small_engine(tiny_llama)) as client:
             connection = connect(client, request_of(PATH, body))
             until(lambda: threads)
@@ -250,7 +250,7 @@ def test_masks_are_made_in_another_thread(tiny_llama):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_while_masks_are_made_holds_nothing(tiny_llama, stream):
-    from server.allowed import Allowed
+    from server.allowed import AllowedTokensTracker
 
     gate = threading.Event()
     begun = threading.Event()
@@ -262,7 +262,7 @@ def test_a_client_that_leaves_while_masks_are_made_holds_nothing(tiny_llama, str
     asked = {"structured_outputs": {"regex": "a*"}, "show_allowed": 1, "max_tokens": 5000}
     body = ASKED[PATH] | asked | {"stream": stream, "logit_bias": {END: -100}}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Allowed, "read", slow)
+        patch.setattr(AllowedTokensTracker, "read", slow)
         with serving(lambda: small_engine(tiny_llama)) as client:
             connection = connect(client, request_of(PATH, body))
             assert begun.wait(60)
@@ -294,8 +294,8 @@ def test_many_texts_hold_up_nobody(tiny_llama, monkeypatch):
         async with EngineThread(lambda: small_engine(tiny_llama)) as thread:
             served = ServedModel(thread, "small", "nowhere", None)
             reply = ChatCompletionBuilder("name", body, served, 1, None)
-            reply.allowed = served.allowed(body, body.to_sampling_params(4, 3)[0])
-            reply.allowed.read(updates)
+            reply.allowed_tracker = served.allowed_tracker(body, body.to_sampling_params(4, 3)[0])
+            reply.allowed_tracker.read(updates)
             monkeypatch.setattr("constraints.GrammarMatcher.token_mask", None)  # it takes long
             return count_calls(lambda: found.append(reply.deltas(updates)))
 
