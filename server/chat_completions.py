@@ -15,9 +15,9 @@ from sampling import SamplingParams
 from server.allowed import AllowedTokens
 from server.answers import ResponseBuilder, with_cancellation, with_ignored_fields
 from server.engine_thread import Update
-from server.forms import run_in_compile_pool
 from server.protocol import ChatRequest
 from server.served import ServedModel
+from server.structured_output import run_in_compile_pool
 
 router = APIRouter()
 ID_ALPHABET = string.ascii_letters + string.digits

@@ -10,9 +10,9 @@ from loading.tokenizer import IncrementalDetokenizer
 from server.allowed import AllowedTokens
 from server.answers import ResponseBuilder, with_cancellation, with_ignored_fields
 from server.engine_thread import Update
-from server.forms import run_in_compile_pool
 from server.protocol import CompletionRequest
 from server.served import ServedModel
+from server.structured_output import run_in_compile_pool
 
 router = APIRouter()
 

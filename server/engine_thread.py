@@ -19,7 +19,7 @@ from errors import UserError
 from loading.tokenizer import Encoding
 from parallel.ranks import RankError
 from sampling import SamplingParams, TokenLogprob
-from server.forms import (
+from server.structured_output import (
     MaskTimeBudget,
     QueueFull,
     TimedMatcher,

@@ -16,10 +16,10 @@ from loading.tokenizer import load_encoding
 from sampling import SamplingParams
 from server.app import allowed_hosts, make_app
 from server.engine_thread import EngineDead, EngineThread, Update
-from server.forms import stall_reason
 from server.memory import freeze
 from server.metrics import Metrics
 from server.served import ServedModel, find_chat, served_name, server_defaults
+from server.structured_output import stall_reason
 
 
 class Replica:

@@ -17,10 +17,10 @@ from loading.tools import ToolFormat, build_tool_grammar, check_tools, detect_to
 from sampling import SamplingParams, check_token_ids
 from server.allowed import AllowedTokensTracker
 from server.engine_thread import EngineThread
-from server.forms import TimedMatcher, compile_matcher
 from server.live import EngineMonitor
 from server.metrics import Metrics
 from server.protocol import APIError, ChatRequest, GenerationRequest
+from server.structured_output import TimedMatcher, compile_matcher
 
 OTHER_MODEL = "serve a model that takes it: make smollm2, then python serve.py --model smollm2"
 PROBE = "xprobex"  # what no template has

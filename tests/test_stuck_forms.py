@@ -39,9 +39,9 @@ def gate():
 @pytest.fixture
 def impatient(monkeypatch, gate):
     """Deadlines of no seconds for what waits, and of a minute for all else."""
-    from server import forms
+    from server import structured_output
 
-    class Impatient(forms.Deadline):
+    class Impatient(structured_output.Deadline):
         def call(self, function, *args):
             self.seconds = 0 if waits(function, args) else 60
             return super().call(function, *args)
@@ -52,13 +52,13 @@ def impatient(monkeypatch, gate):
         return BLOCKED in str(args[0])
 
     slow = []
-    monkeypatch.setattr(forms, "COMPILER", Impatient(60))
-    monkeypatch.setattr(forms, "MASKS", Impatient(60))
+    monkeypatch.setattr(structured_output, "COMPILER", Impatient(60))
+    monkeypatch.setattr(structured_output, "MASKS", Impatient(60))
     return slow
 
 
 def test_a_call_that_is_late_is_given_up(gate):
-    from server.forms import MAX_TIMED_OUT, Deadline, QueueFull
+    from server.structured_output import MAX_TIMED_OUT, Deadline, QueueFull
 
     deadline = Deadline(60)
     assert deadline.call(max, 3, 4) == 4
@@ -144,7 +144,7 @@ def test_masks_of_a_request_share_a_budget():
 
     from constraints import compile_constraint, get_vocabulary
     from sampling import SamplingParams
-    from server.forms import FAIR_SECONDS, MaskTimeBudget, TimedMatcher
+    from server.structured_output import FAIR_SECONDS, MaskTimeBudget, TimedMatcher
 
     def matchers(seconds, count=2):
         now = itertools.count(0, seconds)
@@ -168,12 +168,12 @@ def test_masks_of_a_request_share_a_budget():
 
 
 def test_a_constraint_whose_masks_take_too_long_in_all_ends(tiny_llama, monkeypatch):
-    from server import engine_thread, forms
+    from server import engine_thread, structured_output
 
     now = itertools.count(0, 0.3)
 
     def budget():
-        return forms.MaskTimeBudget(lambda: next(now))
+        return structured_output.MaskTimeBudget(lambda: next(now))
 
     monkeypatch.setattr(engine_thread, "MaskTimeBudget", budget)
     body = {"structured_outputs": {"regex": "[ab]{9}"}, "max_tokens": 9, "stream": True, "n": 2}
@@ -181,7 +181,7 @@ def test_a_constraint_whose_masks_take_too_long_in_all_ends(tiny_llama, monkeypa
     with serving(lambda: small_engine(tiny_llama)) as client:
         *events, last = client.events(PATH, body)
         assert last == refusal(
-            f"regex: {forms.TOO_SLOW}", "structured_outputs", "constraint_failed"
+            f"regex: {structured_output.TOO_SLOW}", "structured_outputs", "constraint_failed"
         )
         assert events and round(next(now) / 0.3) == 8  # twice for each of four masks
         assert client.post(PATH, body | {"stream": False, "n": 1, "max_tokens": 3})[0] == 200
@@ -215,10 +215,12 @@ def test_masks_of_others_that_are_late_are_no_fault_of_a_constraint(
 ):
     from concurrent.futures import Future
 
-    from server import forms
+    from server import structured_output
 
-    monkeypatch.setattr(forms, "MASKS", forms.Deadline(60))
-    forms.MASKS.timed_out.update(Future() for _ in range(forms.MAX_TIMED_OUT))
+    monkeypatch.setattr(structured_output, "MASKS", structured_output.Deadline(60))
+    structured_output.MASKS.timed_out.update(
+        Future() for _ in range(structured_output.MAX_TIMED_OUT)
+    )
     body = {"structured_outputs": {"regex": "[ab]{9}"}, "max_tokens": 9, "stream": stream}
     with serving(lambda: small_engine(tiny_llama)) as client:
         if stream:
@@ -228,7 +230,7 @@ def test_masks_of_others_that_are_late_are_no_fault_of_a_constraint(
             assert status == 429
             error = answer["error"]
         assert (error["message"], error["code"]) == (BUSY, "rate_limit_exceeded")
-        forms.MASKS.timed_out.clear()
+        structured_output.MASKS.timed_out.clear()
         assert client.post(PATH, body | {"stream": False})[0] == 200
 
 
@@ -266,14 +268,14 @@ def test_waiting_texts_hold_few_bytes_of_constraints(tiny_llama, monkeypatch, ga
     import constraints
     from constraints import clear_constraint_cache, compiled_bytes, constraint_bytes
     from sampling import SamplingParams
-    from server import forms
+    from server import structured_output
     from server.engine_thread import QueueFull
 
     clear_constraint_cache()
     monkeypatch.setattr(constraints, "compiled", weakref.WeakValueDictionary())
     sources = [f"[ab]{{{count}}}" for count in range(10, 20)]
     room = 3 * constraint_bytes(sources[0])
-    monkeypatch.setattr(forms, "MAX_BYTES", room)
+    monkeypatch.setattr(structured_output, "MAX_BYTES", room)
 
     async def use(thread):
         thread.commands.put(gate.wait)
