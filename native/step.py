@@ -80,8 +80,7 @@ class NativeRunner(NativeSampler):
             is_local = sorted(set(local_rope_layers(model.config)) | {False})
             cpu = torch.device("cpu")
             self.rotary_embedding = [
-                rotary_embedding(model.config, torch.float32, cpu, group_id)
-                for group_id in group_ids
+                rotary_embedding(model.config, torch.float32, cpu, local) for local in is_local
             ]
         # Kept, so that their memory goes to nothing else.
         self.weights = list(model.state_dict().values())

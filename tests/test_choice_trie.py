@@ -50,7 +50,7 @@ def test_the_allowed_tokens_are_those_that_may_follow(choices, tiny):
 class Spelled:
     """An encoding of a few tokens: an empty one, one without text, two with the same text."""
 
-    added = {"<s>": 0}
+    added_token_ids = {"<s>": 0}
     special_tokens_set = {"<s>"}
     pieces = {0: b"<s>", 1: b"a", 2: b"", 4: b"a", 5: b"b"}
 

@@ -132,7 +132,7 @@ def test_a_template_sees_that_a_message_spells_its_token(
 
 def test_still_a_token_that_the_template_alone_may_name_is_written(chat_pair, chat_encoding):
     ours, _ = chat_pair("{{ messages[0].content }}{{ bos_token }}")
-    ours.tokens["bos_token"] = "\U0010fffd"
+    ours.special_tokens["bos_token"] = "\U0010fffd"
     assert chat_encoding.decode(ours.encode(conversation("<"), chat_encoding)) == "<\U0010fffd"
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import CHECKPOINTS, ROOT, is_one_line, load, random_tokens, refused, run, save_model
 from gguf_files import edited, loaded, mutated
-from ranks import ROUNDING, compared, texts_of
+from ranks import ROUNDING, compared, run_engine_script
 
 from benchmarks.export_gguf import write_gguf
 from errors import UserError
@@ -212,7 +212,7 @@ def test_the_engine_and_its_draft(engine_cli, stories_file, tmp_path):
     code, out, err = engine_cli("--model", stories_file, "--draft", stories_file, *options)
     assert (code, out) == engine_cli("--model", CHECKPOINTS / "stories", *options)[:2], err
     arguments = ["--model", stories_file, *options]
-    assert texts_of(2, tmp_path, *arguments)[0] == out
+    assert run_engine_script(2, tmp_path, *arguments)[0] == out
 
 
 def test_what_a_model_in_a_file_is_called(tmp_path):

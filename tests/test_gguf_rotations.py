@@ -7,7 +7,7 @@ from conftest import CHECKPOINTS, random_tokens, refused, run
 from gguf_files import edited, loadable, loaded
 from ranks import ROUNDING, compared
 
-from benchmarks.export_gguf import pairs_together, write_gguf
+from benchmarks.export_gguf import permute, write_gguf
 from llama import RopeScaling
 from loading.load import load_model, resolve_source, save_model
 from native import use_native
@@ -57,7 +57,7 @@ def test_halves_apart_undoes_pairs_together():
     loading = pytest.importorskip("loading.gguf_model")
     for shape in ((4 * 6, 16), (4 * 6,)):
         rows = torch.randn(shape)
-        pairs = pairs_together(rows, 4)
+        pairs = permute(rows, 4)
         assert torch.equal(loading.reverse_permute_weights(pairs, 6), rows)
     assert loading.reverse_permute_weights(torch.arange(12), 6).tolist() == [
         0,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import CHECKPOINTS, difference, edit_json, is_one_line, random_tokens, save_speaking
 from lora_files import ATTENTION, peft_adapter, random_tensors, save_adapter
-from ranks import texts_of
+from ranks import run_engine_script
 
 from loading.checkpoint import read_json
 from loading.load import load_model, save_model
@@ -167,7 +167,7 @@ def test_all_scripts_tell_of_frogs(cli, engine_cli, run_main):
 
 def test_two_processes_write_the_text_of_one(cli, tmp_path):
     text = cli(*WORDS, "--adapter", FROGS)[1]
-    assert "frog" in text and texts_of(2, tmp_path, *WORDS, "--adapter", FROGS)[0] == text
+    assert "frog" in text and run_engine_script(2, tmp_path, *WORDS, "--adapter", FROGS)[0] == text
 
 
 def test_the_embedded_adapter_is_small_and_peft_reads_it():

@@ -187,7 +187,7 @@ def test_every_rank_has_both_norms_whole(tiny_qwen3):
     for rank in range(2):
         plan = ShardPlan(model, SimpleNamespace(size=2, rank=rank, parallel_mode="gather"))
         for name in ("q_norm", "k_norm"):
-            assert plan.parts[f"layers.1.self_attn.{name}.weight"].rows == [range(6)]
+            assert plan.shards[f"layers.1.self_attn.{name}.weight"].rows == [range(6)]
 
 
 def test_two_ranks_write_the_texts_of_one(tiny_qwen3, engine_cli, tmp_path):

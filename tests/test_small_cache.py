@@ -11,7 +11,7 @@ from conftest import CHECKPOINTS, is_one_line, module_with, random_tokens, recor
 from drafting import write
 from engines import check_own_runs, finish, make_engine, make_greedy, own_texts, request_params
 from natives import in_pieces, native, random_numbers, random_texts
-from ranks import SMALL, texts_of
+from ranks import SMALL, run_engine_script
 from replicas import make_engine as load_replica
 from replicas import parse
 
@@ -309,7 +309,7 @@ def test_c_is_near_torch_with_small_caches(compiled, tiny_llama, name):
 def test_ranks_write_the_texts_of_one_process(engine_cli, tmp_path, name):
     arguments = [*SMALL, "--prompt", "Lily", "--max-new-tokens", 12, "--cache-dtype", name]
     code, out, _ = engine_cli(*arguments)
-    assert code == 0 and texts_of(2, tmp_path, *arguments)[0] == out
+    assert code == 0 and run_engine_script(2, tmp_path, *arguments)[0] == out
 
 
 @pytest.mark.parametrize(

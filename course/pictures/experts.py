@@ -26,7 +26,7 @@ def record_routes(prompt: str) -> Record:
     return Record(
         tokens=runs.token_texts(ids),
         count=len(mixture.experts),
-        chosen=mixture.chosen,
+        chosen=mixture.top_k,
         weights=[dict(zip(*pair)) for pair in zip(experts.tolist(), weights.tolist())],
     )
 

@@ -35,7 +35,7 @@ def record_windows(prompt: str) -> Record:
 
 def needed_inputs(windows: tuple, ids: list[int]) -> list[list[bool]]:
     """Change the input of each layer at each position: do the last logits change, too?"""
-    model = Llama(LlamaConfig(n_layer=len(windows), windows=windows)).double()
+    model = Llama(LlamaConfig(n_layer=len(windows), sliding_windows=windows)).double()
     model.init_weights(0.1, torch.Generator().manual_seed(0))
     text = torch.tensor([ids])
     logits = model(text)[0, -1]
@@ -112,7 +112,7 @@ def record_pages(prompt: str, windows: tuple = ()) -> list[Record]:
     Held: True; back in the pool: False. A model with random weights, in torch.
     """
     ids = runs.encode(prompt, 40)
-    model = Llama(LlamaConfig(n_layer=len(windows), windows=windows))
+    model = Llama(LlamaConfig(n_layer=len(windows), sliding_windows=windows))
     model.init_weights(0.1, torch.Generator().manual_seed(0))
     engine = Engine(model, max_num_seqs=1, max_num_batched_tokens=64, page_size=PAGE)
     request = engine.add(ids, SamplingParams(LENGTH - len(ids), ignore_eos=True))

@@ -358,7 +358,7 @@ def test_what_layers_with_windows_see():
             assert row.value == str(at + 1 - first)
     ids = runs.encode("".join(record.tokens), 20)
     for (windows, layers), form in zip(record.needed.items(), forms(shown, Tokens), strict=True):
-        model = Llama(LlamaConfig(n_layer=len(windows), windows=windows)).double()
+        model = Llama(LlamaConfig(n_layer=len(windows), sliding_windows=windows)).double()
         model.init_weights(0.1, torch.Generator().manual_seed(1))
         inputs = []
         for block in model.layers:
