@@ -52,8 +52,25 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action) if action.default not in (None, ()) else action.help
 
 
+RENAMED_OPTIONS = (  # old name, new name
+    ("--budget", "--max-num-batched-tokens"),
+    ("--decoding", "--decode-batch-size"),
+    ("--door", "--ingress"),
+    ("--draft-rows", "--draft-batch-size"),
+    ("--fields", "--extra-body"),
+    ("--leader", "--driver"),
+    ("--max-rows", "--max-num-seqs"),
+    ("--peers", "--gguf"),
+    ("--rate", "--request-rate"),
+    ("--reached", "--efficiency"),
+    ("--rows", "--batch-size"),
+    ("--rows", "--max-num-seqs"),
+    ("--texts", "--num-seqs"),
+)
+
+
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line."""
+    """An ArgumentParser whose errors are one line, and which refuses old names of options."""
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -63,6 +80,10 @@ class Parser(argparse.ArgumentParser):
             option, _, value = argument.partition("=")
             if option.startswith("--") and value == "--":  # argparse would make a list of it
                 self.error(f"argument {option}: expected one argument")
+            for old, new in RENAMED_OPTIONS:
+                names = self._option_string_actions
+                if option == old and old not in names and new in names:
+                    self.error(f"{old} is now {new}")
         return super().parse_known_args(args, namespace)
 
 

@@ -41,6 +41,8 @@ LINES = [
     ("--num-pages 0", "num_pages is 0; it must be an integer >= 1"),
     ("--num-pages 2 --page-size 4", " pages; there are 2 pages of 4"),
     (f"--num-pages {10**12}", f"{10**12} pages of 16 positions do not fit in memory"),
+    ("--max-rows 8", ": error: --max-rows is now --max-num-seqs"),
+    ("--budget=9", ": error: --budget is now --max-num-batched-tokens"),
     ("--max-num-batched-tokens 0", "max_num_batched_tokens is 0; it must be an integer >= 1"),
     ("--gamma 3", ": error: --gamma is for --draft only"),
     ("--draft lookup --gamma 0", "gamma is 0; it must be an integer from 1 to 16"),
