@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from loading.chat import environment  # noqa: E402
 from loading.load import resolve_source  # noqa: E402
+from loading.templates import compile_sandboxed, render_sandboxed  # noqa: E402
 from loading.tokenizer import load_encoding  # noqa: E402
 
 TEMPLATE = Path(__file__).with_name("smollm2-tools") / "chat_template.jinja"
@@ -475,7 +475,7 @@ def conversation(rng: random.Random) -> tuple[list[dict], list[dict]]:
 
 def encode(messages, tools, template, encoding) -> tuple[list[int], list[bool]]:
     """Token ids, and which of them a reply has, its end included."""
-    text = template.render(messages=messages, tools=tools)
+    text = str(render_sandboxed(template, {"messages": messages, "tools": tools}))
     ids = []
     is_reply = []
     head, *rest = text.split("<|im_start|>assistant\n")
@@ -530,12 +530,12 @@ def main(argv=None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--show", type=int, default=0, help="print conversations instead")
     args = parser.parse_args(argv)
-    template = environment().from_string(TEMPLATE.read_text())
+    template = compile_sandboxed(TEMPLATE.read_text())
     if args.show:
         rng = random.Random(args.seed)
         for _ in range(args.show):
             messages, tools = conversation(rng)
-            print(template.render(messages=messages, tools=tools))
+            print(render_sandboxed(template, {"messages": messages, "tools": tools}))
         return
 
     from peft import LoraConfig, get_peft_model

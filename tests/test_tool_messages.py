@@ -1,6 +1,7 @@
 """Lesson 151: a template writes tools, calls and results. Oracle: transformers."""
 
 import json
+import runpy
 
 import pytest
 from chats import (
@@ -15,7 +16,7 @@ from chats import (
     tool,
     used,
 )
-from conftest import is_one_line, refused
+from conftest import ROOT, is_one_line, refused
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -228,3 +229,9 @@ def test_what_no_tool_is_is_one_line(cli, write_chat, tmp_path, tools, words):
 def test_still_a_chat_without_tools(chat_pair):
     chat, tokenizer = chat_pair(CHATML)
     assert chat.render(conversation("x")) == theirs(tokenizer, conversation("x"), tokenize=False)
+
+
+def test_the_adapters_training_script_renders_its_template(capsys):
+    script = runpy.run_path(str(ROOT / "checkpoints/train_tools.py"))
+    script["main"](["--out", "unused", "--show", "1"])
+    assert "<tool_call>" in capsys.readouterr().out
