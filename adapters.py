@@ -1,4 +1,4 @@
-"""Several adapters of one model, none of them merged: each row of a pass may have its own.
+"""Unmerged LoRA adapters of one model, selected for each row of a batch.
 
 After Chen et al. 2023, "Punica: Multi-tenant LoRA serving" (2310.18547), and Sheng et al. 2023,
 "S-LoRA: Serving thousands of concurrent LoRA adapters" (2311.03285).
@@ -13,16 +13,16 @@ import torch.nn.functional as F
 
 from errors import UserError
 
-# Roles of layers that do not see each row of a pass once, in the order of the pass.
+# Roles of layers whose input rows are not the rows of the batch, each once and in order.
 MERGE_ONLY_ROLES = ("head", "expert_gate", "expert_up", "expert_down")
 
 
 class Adapters:
-    """Adapters by name: they add B @ A @ x to what layers of a model give, whatever these are.
+    """LoRA adapters by name, which add B @ A @ x to the outputs of layers of any type.
 
-    lora_weights: of each adapter, what `read_adapter` returns. rows: in the pass that is computed,
-    an adapter's name and the rows that have it; None: all of them. Raises UserError for layers of
-    which an adapter must be merged.
+    lora_weights: adapter name -> result of `read_adapter`. rows: for the current pass, pairs of an
+    adapter name and the indices of its rows (None: all rows). Raises UserError for layers whose
+    adapters must be merged.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Adapters:
         self.names = list(lora_weights)
         self.device = model.device
         self.rows: list[tuple[str, torch.Tensor | None]] = []
-        layers = self.layers = {}  # path of a layer -> name of an adapter -> A, B
+        layers = self.layers = {}  # layer path -> adapter name -> (A, B)
         for name, weights in lora_weights.items():
             for weight, weights_ab in weights.items():
                 path = weight.removesuffix(".weight")
@@ -42,7 +42,7 @@ class Adapters:
         self.attach(model)
 
     def attach(self, model) -> None:
-        """Add to what the layers give that the model has now, in its dtype, and to no others."""
+        """Move the hooks to the model's current layers, and the weights to its device and dtype."""
         for hook in self.hooks:
             hook.remove()
         self.hooks = []
@@ -54,7 +54,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def activate(self, names: list[str], row_ranges: list[range] | None) -> Iterator[None]:
-        """Do what `use_adapters` says, if one of the names is an adapter's."""
+        """Select adapters within the context; arguments as in `use_adapters`."""
         if len(set(names)) == 1:
             self.rows = [(names[0], None)]
         else:
@@ -70,9 +70,10 @@ class Adapters:
             self.rows = []
 
     def add_lora(self, lora_weights: dict, layer, inputs: tuple, y: torch.Tensor) -> torch.Tensor:
-        """A hook: what a layer gives with adapters. lora_weights: of this layer, by name.
+        """Return the output of a layer with its adapters added, as a forward hook.
 
-        inputs: x, (..., in_features). y: what the layer gives without, (..., out_features).
+        lora_weights: adapter name -> (A, B) of this layer. inputs: (x,), (..., in_features).
+        y: output of the base layer, (..., out_features).
         """
         (x,) = inputs
         for name, rows in self.rows:
@@ -81,21 +82,21 @@ class Adapters:
             a, b = lora_weights[name]
             if rows is None:
                 y = y + F.linear(F.linear(x, a), b)
-            else:  # the thin products are for these rows together
+            else:  # one pair of small products for all rows of an adapter
                 y = y.index_add(0, rows, F.linear(F.linear(x[rows], a), b))
         return y
 
 
 def use_adapters(model, names: list[str], row_ranges: list[range] | None = None):
-    """A context in which rows of a pass have adapters: those of row_ranges[i] have names[i].
+    """Return a context in which the rows row_ranges[i] of a pass use the adapter names[i].
 
-    "": none. row_ranges: None, if all rows of the pass have one name; else the pass is one of (N)
-    rows.
+    The name "" means no adapter. row_ranges may be None if all names are equal; otherwise the
+    tokens of the pass must be flattened, (N).
     """
     return model.adapters.activate(names, row_ranges) if any(names) else contextlib.nullcontext()
 
 
 def check_adapter(model, name: str) -> None:
-    """Raise UserError unless a model has an adapter of this name; "": none."""
+    """Raise UserError unless the model has an adapter of this name or the name is ""."""
     if name and name not in (names := model.adapters.names if model.adapters else []):
         raise UserError(f"there is no adapter {name!r}; there are: {', '.join(names) or 'none'}")

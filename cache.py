@@ -1,4 +1,4 @@
-"""Keys and values of past positions, so that a pass computes new tokens only."""
+"""KV cache of a static batch, so that a pass computes only new tokens."""
 
 import math
 from typing import NamedTuple
@@ -11,22 +11,22 @@ from int8 import quantize, rotate_channels, unrotate_channels
 
 
 class Span(NamedTuple):
-    """The positions of one text that a pass computes."""
+    """The consecutive positions of one sequence that a pass computes."""
 
-    pages: list[int]  # of the text's cache, from position 0 on
-    start: int  # the first position that is computed
-    tokens: list[int]  # at start, start + 1, ...
-    sliding_pages: list[int] | tuple = ()  # of layers with a window, where these have their own
-    adapter: str = ""  # that the model has for this text
+    pages: list[int]  # page table of the sequence, from position 0 on
+    start: int  # first computed position
+    tokens: list[int]  # at positions start, start + 1, ...
+    sliding_pages: list[int] | tuple = ()  # page table of the sliding-window group, if any
+    adapter: str = ""  # name of its LoRA adapter; "": none
 
 
 class KVCache:
-    """The keys and values of a batch of rows, of any lengths, in one tensor, allocated once.
+    """A contiguous KV cache for a batch of sequences of any lengths, allocated once.
 
     storage: (n_layer, 2, batch_size, n_kv_head, max_len, stored_head_dim of head_dim).
-    max_len: positions in a row; None: block_size. dtype: of the storage; None: the model's. tokens:
-    what each row holds, position 0 first; anything after them in the storage is stale. Raises
-    UserError if it does not fit in memory.
+    max_len: positions per sequence; None: block_size. dtype: of the storage; None: the model's.
+    tokens: the cached tokens of each sequence, from position 0 on. Later positions in the storage
+    are stale. Raises UserError if the storage does not fit in memory.
     """
 
     def __init__(
@@ -58,37 +58,38 @@ class KVCache:
 
     @property
     def storages(self) -> list[torch.Tensor]:
-        """Those of each kind of layers, as in `kv_cache_group_ids`: here one for all."""
+        """Return the storage of each KV cache group; here one group holds all layers."""
         return [self.storage]
 
     def reorder(self, rows: list[int]) -> None:
-        """Row i becomes a copy of what row rows[i] held.
+        """Replace cache row i by a copy of row rows[i], as beam search needs.
 
-        A row may be taken often or never, and their number may change.
+        A row may occur several times or not at all, and the batch size may change.
         """
         moved = [row for row, source in enumerate(rows) if row != source]
         if len(rows) != len(self.tokens):
             self.storage = self.storage[:, :, rows]
         elif moved:
-            # In place, and only what is in use: a decode step takes less time than a whole copy.
+            # In place and only used positions, because a whole copy costs more than a decode step.
             used = self.storage[..., : max(len(cached) for cached in self.tokens), :]
             used[:, :, moved] = used[:, :, [rows[row] for row in moved]]
-        # Each row gets a list of its own: `truncate_to_prefix` changes them.
+        # Copy each list, because `truncate_to_prefix` changes it in place.
         self.tokens = [list(self.tokens[row]) for row in rows]
 
     def truncate_to_prefix(self, windows: list[list[int]], keep: int = 1) -> list[int]:
-        """Keep what each row shares with its window, except the window's last `keep` tokens.
+        """Truncate each row to its common prefix with its window without the last `keep` tokens.
 
-        Returns how many positions are left in each row.
+        Returns the number of cached positions in each row.
         """
         for cached, tokens in zip(self.tokens, windows, strict=True):
             del cached[common_prefix_length(cached, tokens[:-keep]) :]
         return [len(cached) for cached in self.tokens]
 
     def spans(self, new: list[list[int]], rows: list[int] | None = None) -> list[Span]:
-        """What a pass computes that appends new tokens to these rows, None for all.
+        """Return the spans of a pass that appends new tokens to these rows (None: all rows).
 
-        A row is one page. Raises ValueError, before anything changes, if they do not fit.
+        A row is one page. Raises ValueError, before anything changes, if the tokens do not fit, a
+        row occurs twice, or a row gets no token.
         """
         rows = list(range(len(self.tokens))) if rows is None else rows
         starts = [len(self.tokens[row]) for row in rows]
@@ -102,11 +103,11 @@ class KVCache:
         return [Span([row], start, tokens) for row, start, tokens in zip(rows, starts, new)]
 
     def prepare(self, spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """Plan a pass: its tokens, (B, T), their positions, and where each span ends in them.
+        """Plan a pass and return its tokens, (B, T), their positions, and the end of each span.
 
-        T is the length of the longest span. A shorter one is padded with its last token, at that
-        token's position: it computes and writes the same again. The positions are (B, T), or (1, T)
-        for rows in step, and an end is a place in the flattened tokens.
+        T is the length of the longest span. A shorter span repeats its last token at the same
+        position, which writes the same values again. Positions are (B, T), or (1, T) if all rows
+        have the same length and start. An end is an index into the flattened tokens.
         """
         new = [span.tokens for span in spans]
         rows = [span.pages[0] for span in spans]
@@ -117,7 +118,7 @@ class KVCache:
         T = max(len(tokens) for tokens in new)
         device = self.storage.device
         in_step = rows == everything and len(set(starts)) == len(set(stops)) == 1
-        if in_step:  # such as a single row: a slice takes less time than an index
+        if in_step:  # a slice is faster than an index, e.g. for a single row
             positions = torch.arange(end - T, end, device=device)[None]  # (1, T)
             self.slot_mapping = slice(None), slice(end - T, end)
         else:
@@ -125,33 +126,33 @@ class KVCache:
             positions = torch.tensor(starts)[:, None] + torch.arange(T)
             positions = positions.minimum(last).to(device)  # (B, T)
             self.slot_mapping = torch.tensor(rows, device=device)[:, None], positions
-        self.kv_views = {}  # of each window: the first key that is read, and which keys are seen
+        self.kv_views = {}  # sliding window -> first key that is read, mask
         for sliding_window in set(self.sliding_windows):
             first = first_visible_position(min(starts), sliding_window)
-            mask = None  # (B or 1, 1, T, keys); one new token of rows in step sees all
+            mask = None  # (B or 1, 1, T, keys); None: all keys are visible
             if T > 1 or not in_step:
-                # Not is_causal: it would line up the first new query with the first key of all.
+                # is_causal would align the first new query with the very first key.
                 keys = torch.arange(first, end, device=device)
                 mask = make_causal_mask(positions[:, None, :, None], keys, sliding_window)
             self.kv_views[sliding_window] = first, mask
         self.batch_indices = (
             slice(None) if rows == everything else torch.tensor(rows, device=device)
         )
-        # Per layer: keys, then values.
+        # Alternating: keys, then values of each layer.
         self.keys_values = self.storage[..., :end, :].flatten(0, 1).unbind()
         tokens = [each + each[-1:] * (T - len(each)) for each in new]
         ends = [T * index + len(each) for index, each in enumerate(new)]
         return torch.tensor(tokens, device=device), positions, ends
 
     def commit(self) -> None:
-        """The pass of the last spans is complete: its keys and values are in the storage."""
+        """Record the tokens of the last `spans` as cached, after their pass is complete."""
         for row, tokens in self.pending:
             self.tokens[row] = self.tokens[row] + tokens
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Append keys and values, and attend to all up to each position.
+        """Append keys and values, and return causal attention over the cached ones.
 
-        All shapes are (B, T, heads, head_dim).
+        q, k, v and the result are (B, T, heads, head_dim).
         """
         keys, values = self.keys_values[2 * layer : 2 * layer + 2]
         keys.transpose(1, 2)[self.slot_mapping] = to_cache_dtype(k, keys.dtype)
@@ -163,17 +164,17 @@ class KVCache:
 
 
 def stored_head_dim(head_dim: int, dtype: torch.dtype) -> int:
-    """How many numbers of this dtype a key or value takes in a cache.
+    """Return the elements of this dtype that a key or value takes in a cache.
 
-    In int8 it is filled up to whole floats, and the last one is its scale.
+    In int8 head_dim is padded to a multiple of 4, and 4 more bytes hold the float32 scale.
     """
     return head_dim + -head_dim % 4 + 4 if dtype == torch.int8 else head_dim
 
 
 def to_cache_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Keys or values, (..., head_dim), as a cache of this dtype holds them.
+    """Convert keys or values, (..., head_dim), to (..., stored_head_dim) of a cache's dtype.
 
-    Each is rounded by itself; for int8 it is rotated first, because keys have outliers.
+    Each vector is rounded independently. For int8 it is rotated first, because keys have outliers.
     """
     if dtype != torch.int8:
         return x.to(dtype)
@@ -184,15 +185,15 @@ def to_cache_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def cached_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Attention to what `to_cache_dtype` made. q: (B, heads, T, head_dim), as the result.
+    """Return attention over keys and values from `to_cache_dtype`, (B, heads, T, head_dim) as q.
 
-    keys, values: (B, n_kv_head, S, stored_head_dim); neighbouring query heads share one.
+    keys, values: (B, n_kv_head, S, stored_head_dim). Consecutive query heads share a KV head.
     """
     D = q.shape[-1]
     is_rotated = keys.dtype == torch.int8
     queries = q
     if is_rotated:
-        # What both sides have rotated is 2**k times itself: queries, and later results, undo that.
+        # Unrotating q cancels the rotation of the keys, unrotating the output that of the values.
         queries = unrotate_channels(q.to(torch.promote_types(q.dtype, torch.float32)))
         keys, values = (
             stored[..., :D] * stored[..., -4:].view(torch.float32) for stored in (keys, values)
@@ -203,12 +204,15 @@ def cached_attention(
 
 
 def layer_sliding_windows(config) -> tuple[int | None, ...]:
-    """The window of each layer: how many positions one sees, itself included; None: all."""
+    """Return the sliding window of each layer in positions, the query included; None: no window."""
     return config.sliding_windows or (None,) * config.n_layer
 
 
 def kv_cache_group_ids(config, separate: bool) -> list[int]:
-    """The kind of each layer: 1 for one with a window, if these have pages of their own, else 0."""
+    """Return the KV cache group of each layer: 1 if it has a sliding window, else 0.
+
+    separate: whether sliding-window layers have their own pages; if not, all layers are in group 0.
+    """
     return [
         int(separate and sliding_window is not None)
         for sliding_window in layer_sliding_windows(config)
@@ -216,32 +220,35 @@ def kv_cache_group_ids(config, separate: bool) -> list[int]:
 
 
 def first_visible_position(position: int, sliding_window: int | None) -> int:
-    """The first position that one sees, in a layer with this window."""
+    """Return the first position visible from `position`; sliding_window None: 0."""
     return 0 if sliding_window is None else max(0, position - sliding_window + 1)
 
 
 def make_causal_mask(
     positions: torch.Tensor, keys: torch.Tensor, sliding_window: int | None
 ) -> torch.Tensor:
-    """Whether each position sees each key: itself and those before it.
+    """Return a causal mask, True where a position attends to a key position.
 
-    sliding_window: as of `layer_sliding_windows`. After Beltagy et al. 2020 (2004.05150),
-    "Longformer: The long-document transformer".
+    positions and keys broadcast. sliding_window: as in `layer_sliding_windows`. After Beltagy et
+    al. 2020 (2004.05150), "Longformer: The long-document transformer".
     """
     mask = keys <= positions
     return mask if sliding_window is None else mask & (keys > positions - sliding_window)
 
 
 def common_prefix_length(a: list[int], b: list[int]) -> int:
-    """How many tokens two lists have in common from the start on."""
+    """Return the length of the longest common prefix of two token lists."""
     length = min(len(a), len(b))
-    if a[:length] == b[:length]:  # nearly always, and 20 times as fast as a loop
+    if a[:length] == b[:length]:  # the common case, 20 times as fast as a loop
         return length
     return next(index for index, (x, y) in enumerate(zip(a, b)) if x != y)
 
 
 def check_stride(stride: int | None, block_size: int) -> int:
-    """The stride of a window; None is half of block_size. Raises UserError for one out of range."""
+    """Return the stride of context shifts in tokens; None: half of block_size.
+
+    Raises UserError unless it is an integer from 1 to block_size.
+    """
     if stride is None:
         return max(1, block_size // 2)
     if type(stride) is not int or not 1 <= stride <= block_size:
@@ -251,8 +258,8 @@ def check_stride(stride: int | None, block_size: int) -> int:
 
 
 def window_start(length: int, block_size: int, stride: int) -> int:
-    """Where the window on a text of `length` tokens begins.
+    """Return the start of the context window on a sequence of `length` tokens.
 
-    It moves by whole strides, and only when it must.
+    The window moves by whole strides, and only when the sequence no longer fits into block_size.
     """
     return max(0, math.ceil((length - block_size) / stride)) * stride

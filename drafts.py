@@ -1,4 +1,4 @@
-"""Guesses at the next tokens of a text, and what they need to be of use to another model."""
+"""Prompt-lookup drafting, and the vocabulary check of a draft model."""
 
 from errors import UserError
 
@@ -6,14 +6,14 @@ from errors import UserError
 def prompt_lookup(
     tokens: list[int], count: int, max_ngram_size: int = 3, min_ngram_size: int = 2
 ) -> list[int]:
-    """Up to count tokens that followed the newest earlier occurrence of the last `max_ngram_size`.
+    """Return up to `count` tokens that followed the latest earlier match of the trailing n-gram.
 
-    If they are new, one token less is tried, down to `min_ngram_size`; then there is no guess, [].
-    An occurrence may overlap the end of the text.
+    The longest n-gram that matches is used, from `max_ngram_size` down to `min_ngram_size` tokens;
+    [] if none matches. A match may overlap the trailing n-gram itself.
     """
     for size in range(max_ngram_size, min_ngram_size - 1, -1):
         newest = tokens[-size:]
-        # Not from the end of the text itself: nothing follows it.
+        # Skip the trailing n-gram itself: no token follows it.
         for start in range(len(tokens) - size - 1, -1, -1):
             if tokens[start : start + size] == newest:
                 return tokens[start + size : start + size + count]
@@ -21,7 +21,7 @@ def prompt_lookup(
 
 
 def check_vocabularies(target, draft) -> None:
-    """Raise UserError if two configurations differ in the number of tokens, or in their EOS."""
+    """Raise UserError if two configurations differ in vocabulary size or EOS tokens."""
     size = target.vocab_size
     eos = set(target.eos_token_ids)
     draft_size = draft.vocab_size

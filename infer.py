@@ -70,28 +70,28 @@ def generate(
     counts: Counter | None = None,
     adapter: str = "",
 ) -> Iterator[list[int | None]]:
-    """Continue all prompts together, one token each a step.
+    """Generate for all prompts in a static batch, one token per sequence and step.
 
-    prompts: token ids, one list a prompt, of any lengths; an empty one is the BOS token.
-    params: for all prompts, or one for each. generator: of the random numbers for rows without a
-    seed, on the model's device; torch's global one if None.
-    use_cache: keep the keys and values of past positions; without, each step computes all again.
-    stride: how far the window moves when the text has outgrown it, from 1 to block_size; None is
-    half of block_size.
-    cache_dtype: of keys and values: float16 and int8 take half and about a quarter of float32's
-    memory; None is the model's dtype. Each key and value is rounded by itself, by `to_cache_dtype`.
-    encoding: the text that each token stands for; params that ask for a constraint need it.
-    counts: gets the number of "passes". A step in which each row has only one token that its
-    constraint allows needs none, and draws nothing. adapter: the name of one that the model has for
-    these texts; "": none. The batch is static: a finished row is computed until the last one ends.
-    Yields, at most the largest `max_new_tokens` times, the next token of each prompt, what ends its
-    text included, and None after that. Greedy or with a seed, a row has the text of its own run, up
-    to rounding; without a seed it depends on its batch, which shares the generator. With int8
-    weights or a small cache rounding may change a text, as int8.py says, unless C computes the
-    whole pass. Raises UserError if there is no prompt, stride is out of range, params have an id
-    that the model lacks, it lacks the adapter, the cache does not fit in memory, the logits are not
-    finite, as `make_matcher`, or if the constraint of a text leaves no token; ValueError if params
-    are not as many as prompts.
+    prompts: token ids, one list per prompt, of any lengths; an empty one becomes the BOS token.
+    params: for all prompts, or one for each. generator: random generator on the model's device for
+    params without a seed; None: torch's global one.
+    use_cache: use a KV cache; if False, each step recomputes all positions.
+    stride: tokens by which a context shift moves the window, from 1 to block_size; None: half of
+    block_size.
+    cache_dtype: of keys and values. float16 takes half of float32's memory, int8 about a quarter;
+    None: the model's dtype. `to_cache_dtype` rounds each key and value independently.
+    encoding: tokenizer; params with a constraint need it.
+    counts: receives the number of "passes". A step needs no pass, and draws nothing, if every
+    sequence has a single allowed token. adapter: name of an adapter of the model; "": none.
+    Finished sequences are computed until the last one ends.
+    Yields, at most the largest `max_new_tokens` times, the next token of each sequence, its EOS or
+    stop token included, and None after that. Greedy or with a seed, a sequence equals that of its
+    own run, up to rounding. Without a seed it depends on the batch, which shares the generator.
+    With int8 weights or a quantised KV cache, rounding may change the output unless C computes the
+    whole pass; see int8.py. Raises UserError if prompts is empty, stride is out of range, params
+    have an id outside the vocabulary, the model lacks the adapter, the cache does not fit in
+    memory, the logits are not finite, a constraint allows no token, or as `make_matcher`. Raises
+    ValueError if params and prompts differ in number.
     """
     sequences = [list(prompt) or [model.config.bos_token_id] for prompt in prompts]
     if not sequences:
@@ -109,7 +109,7 @@ def generate(
     lengths = [
         length + row_params.max_new_tokens for length, row_params in zip(prompt_lengths, each)
     ]
-    # The last token is not passed, but a prompt is, also for a row that wants no token.
+    # The last token needs no pass, but every prompt is computed, even with max_new_tokens 0.
     longest = max(max(prompt_lengths), max(lengths) - 1)
     cache = None
     if use_cache:
@@ -123,8 +123,8 @@ def generate(
             )
         ]
         next_tokens = [single_allowed_token(mask) for mask in token_masks]
-        # Where each row has one way to go on, the model has no say. Its next pass computes several
-        # positions.
+        # Jump-forward: if each sequence has a single allowed token, skip the pass. The next pass
+        # computes these positions too.
         if any(token is None and not done for token, done in zip(next_tokens, finished)):
             starts = [window_start(len(sequence), block_size, stride) for sequence in sequences]
             windows = [sequence[start:] for sequence, start in zip(sequences, starts)]
@@ -137,25 +137,25 @@ def generate(
         step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step
         for row, token in enumerate(step):
-            # Only a token that was generated ends a text: a prompt may well end in EOS.
+            # Only a generated EOS ends a sequence, because a prompt may end in EOS.
             ends = token in all_stop_token_ids(each[row], eos)
             if ends or len(sequences[row]) + 1 == lengths[row]:
                 finished[row] = True
-            if not finished[row]:  # a finished row computes one position again, and none reads it
+            if not finished[row]:  # a finished one recomputes its last position
                 sequences[row].append(token)
 
 
-BEAM_LIMITS = {  # argument of beam_search: its type, which values are valid, how to say that
+BEAM_LIMITS = {  # argument of beam_search: type, validity check, description of valid values
     "num_beams": (int, lambda v: 1 <= v <= 2**16, "an integer from 1 to 65536"),
     "length_penalty": (int | float, lambda v: -10 <= v <= 10, "a number in [-10, 10]"),
 }
 
 
 class Beam(NamedTuple):
-    """A text that beam search has found."""
+    """A hypothesis of beam search."""
 
-    tokens: list[int]  # generated ones, EOS included
-    score: float  # the sum of their log-probabilities / len(tokens) ** length_penalty
+    tokens: list[int]  # generated tokens, EOS included
+    score: float  # sum of log-probabilities / len(tokens) ** length_penalty
 
 
 @torch.inference_mode()
@@ -170,35 +170,35 @@ def beam_search(
     length_penalty: float = 0.0,
     cache_dtype: torch.dtype | None = None,
 ) -> list[Beam]:
-    """Search for probable continuations of a prompt.
+    """Return the best continuations of a prompt by beam search.
 
-    Each step extends all texts by each token and keeps the best.
-    num_beams: how many to keep, 1 to 65536. length_penalty: -10 to 10; above 0 favours long texts.
-    The rest: as in `generate`.
-    Returns at most num_beams finished texts, best first: they end in EOS or have max_new_tokens
-    tokens; for 0 there is none. The search ends when no running text can get among them any more,
-    as in transformers with early_stopping="never".
+    Each step extends all running beams by each token and keeps the best.
+    num_beams: 1 to 65536. length_penalty: -10 to 10; above 0 favours long sequences. Other
+    arguments: as in `generate`.
+    Returns at most num_beams finished beams, best first. They end in EOS or have max_new_tokens
+    tokens; with max_new_tokens 0 the list is empty. The search ends when no running beam can still
+    enter the list, as in transformers with early_stopping="never".
     Raises UserError for a value out of range, and where `generate` does.
     """
-    SamplingParams(max_new_tokens, ignore_eos)  # checks them
+    SamplingParams(max_new_tokens, ignore_eos)  # validates both
     check_limits(BEAM_LIMITS, num_beams=num_beams, length_penalty=length_penalty)
     prompt = list(prompt) or [model.config.bos_token_id]
     eos = () if ignore_eos else model.config.eos_token_ids
     block_size = model.config.block_size
     stride = check_stride(stride, block_size)
-    longest = len(prompt) + max_new_tokens - 1  # the last token is not passed
+    longest = len(prompt) + max_new_tokens - 1  # the last token needs no pass
     cache = KVCache(model, 1, min(longest, block_size), cache_dtype) if use_cache else None
-    running = [Beam([], 0.0)]  # best first; the score of a running text is its sum
+    running = [Beam([], 0.0)]  # best first; score: sum of log-probabilities
     finished = []
     for length in range(1, max_new_tokens + 1):
         start = window_start(len(prompt) + length - 1, block_size, stride)
         windows = [(prompt + tokens)[start:] for tokens, _ in running]
         logits = next_logits(model, windows, cache)[:, 0]
-        # float64, because many terms are added; on the CPU, because MPS has no float64.
+        # float64 for long sums; on the CPU, because MPS has no float64.
         logprobs = logits.cpu().double().log_softmax(dim=-1)
         sums = torch.tensor([score for _, score in running], dtype=torch.float64)
         sums = (sums[:, None] + logprobs).flatten()  # (running * vocab_size)
-        # Enough for num_beams to go on even if each row has all its EOS tokens among them.
+        # Enough for num_beams to continue even if each beam's EOS tokens are all among them.
         best = sums.topk(min(num_beams * (1 + len(eos)), len(sums)))
         parents = []
         candidates = []
@@ -208,13 +208,13 @@ def beam_search(
             if token not in eos and length < max_new_tokens:
                 parents.append(row)
                 candidates.append(Beam(tokens, total))
-            elif rank < num_beams:  # the candidates after these are there to go on, not to end
+            elif rank < num_beams:  # lower ranks may only continue
                 finished.append(Beam(tokens, total / length**length_penalty))
         running = candidates[:num_beams]
         finished = sorted(finished, key=lambda beam: beam.score, reverse=True)[:num_beams]
         full = len(finished) == num_beams
-        # A sum can only fall. The longest text has the best divisor, or with a penalty below 0 the
-        # next one. No run comes to 2**53 tokens, and larger powers would overflow.
+        # A sum can only fall, so the best divisor bounds the score: that of the longest sequence,
+        # or of the next length if length_penalty <= 0. Powers of more than 2**53 would overflow.
         best_length = min(max_new_tokens, 2**53) if length_penalty > 0 else length + 1
         if not running or (
             full and running[0].score / best_length**length_penalty <= finished[-1].score
@@ -229,18 +229,17 @@ def beam_search(
 def next_logits(
     model: Model, windows: list[list[int]], cache: KVCache | None, keep: int = 1, adapter: str = ""
 ) -> torch.Tensor:
-    """The logits at the last `keep` positions of each window, (B, keep, vocab_size).
+    """Return float32 logits at the last `keep` positions of each window, (B, keep, vocab_size).
 
-    They are float32 for any weights.
-    The cache, None for none, saves computing what its rows share with the windows.
+    Positions that the windows share with the rows of the cache, if any, are not recomputed.
     Raises UserError if the logits are not finite, ValueError if a window is shorter than keep.
     """
     if min(len(window) for window in windows) < keep:
         raise ValueError(f"a window is shorter than the {keep} positions to keep")
     num_cached = [0] * len(windows) if cache is None else cache.truncate_to_prefix(windows, keep)
     new = [window[length:] for window, length in zip(windows, num_cached)]
-    # A row with many new tokens, a prompt or a context shift, does not make the others as long
-    # as itself.
+    # Prefill and decode run as separate passes, so that a prompt or a context shift adds no padding
+    # to decode rows.
     decode = [row for row, tokens in enumerate(new) if len(tokens) == keep]
     prefill = [row for row, tokens in enumerate(new) if len(tokens) > keep]
     passes = [rows for rows in (decode, prefill) if rows]
@@ -264,9 +263,9 @@ def pass_logits(
     keep: int,
     adapter: str = "",
 ) -> torch.Tensor:
-    """The logits at the last `keep` new tokens of these rows, from one pass: (B, keep, vocab_size).
+    """Run one pass and return logits at the last `keep` new tokens, (B, keep, vocab_size).
 
-    Without a cache shorter rows are padded on the right.
+    rows: their cache rows. Without a cache shorter sequences are padded on the right.
     """
     if cache is not None:
         spans = [span._replace(adapter=adapter) for span in cache.spans(new, rows)]
@@ -305,7 +304,7 @@ def main(argv=None) -> None:
 
 
 def run(args) -> None:
-    """Do what the command line asks for: text to stdout, statistics to stderr.
+    """Run the command line, with text on stdout and statistics on stderr.
 
     Raises UserError for bad input.
     """
@@ -315,7 +314,7 @@ def run(args) -> None:
     if args.no_cache and cache_dtype:
         raise UserError("--cache-dtype is for a cache; leave out --no-cache")
     source = resolve_source(args.model)
-    # Beams are no draws.
+    # Beam search does not sample.
     defaults = {} if args.num_beams else chat_sampling_defaults(args, source)
     params = sampling_params(args, defaults)
     prompts = read_prompts(args)
@@ -355,7 +354,7 @@ def run(args) -> None:
 
 
 def check_beam_options(args) -> None:
-    """Raise UserError for options that do not go together with or without --num-beams."""
+    """Raise UserError for options that conflict with --num-beams, or need it."""
     if args.num_beams is None:
         if args.length_penalty is not None:
             raise UserError("--length-penalty is for --num-beams only")
@@ -372,7 +371,7 @@ def check_beam_options(args) -> None:
 
 
 def print_beams(args, model: Model, prompts: list[list[int]], output: OutputWriter) -> None:
-    """Search for each prompt by itself: the best text to stdout, how it scored to stderr."""
+    """Run beam search for each prompt, with the best text on stdout and its score on stderr."""
     options = {"ignore_eos": args.ignore_eos, "use_cache": not args.no_cache, "stride": args.stride}
     options["cache_dtype"] = CACHE_DTYPES[args.cache_dtype]
     penalty = 0.0 if args.length_penalty is None else args.length_penalty

@@ -1,4 +1,4 @@
-"""Generate texts with the engine: python infer_engine.py --prompt "One day" --prompt "Tom"."""
+"""Generate text with the engine: python infer_engine.py --prompt "One day" --prompt "Tom"."""
 
 import os
 import sys
@@ -66,7 +66,7 @@ def main(argv=None) -> None:
 
 
 def run(args) -> None:
-    """Do what the command line asks for: text to stdout, statistics to stderr.
+    """Run the command line, with text on stdout and statistics on stderr.
 
     Raises UserError for bad input.
     """
@@ -78,7 +78,10 @@ def run(args) -> None:
 
 
 def write_all(args, tp_group: TensorParallelGroup | None) -> None:
-    """Write a text for each prompt, with the processes that compute the model. Raises UserError."""
+    """Generate for each prompt, with the tensor-parallel group if any.
+
+    Raises UserError for bad input.
+    """
     check_chat_options(args)
     check_engine_options(args)
     if args.lora_modules and is_interactive(args):
@@ -101,7 +104,7 @@ def write_all(args, tp_group: TensorParallelGroup | None) -> None:
 
     def write(tokens: list[list[int]], echoed: list[str]) -> list[str]:
         warn_long_prompts(tokens, engine.model.config.block_size, args.stride)
-        # Each prompt without an adapter, then with each.
+        # Each prompt without an adapter, then with each one.
         texts = [text for text in echoed for _ in adapters]
         output = OutputWriter(texts, encoding, seed=seed if params.temperature else None)
         request_args = zip(tokens, with_request_seeds(params, seed, len(tokens)))
@@ -114,11 +117,11 @@ def write_all(args, tp_group: TensorParallelGroup | None) -> None:
 
 
 def run_engine(engine: Engine, request_args: list[tuple], output: OutputWriter) -> None:
-    """Write these texts. request_args: of each, the arguments of `Engine.add`.
+    """Run requests to completion. request_args: arguments of `Engine.add` for each.
 
-    Raises UserError for those that failed, after all others are written.
+    Raises UserError for failed requests, after the output of all others.
     """
-    total = ", in all" if engine.steps else ""  # it has written replies before this one
+    total = ", in all" if engine.steps else ""  # counters include earlier chat replies
     errors = []
     echoed = list(output.texts)
     with output:
@@ -132,12 +135,12 @@ def run_engine(engine: Engine, request_args: list[tuple], output: OutputWriter) 
                     output.replace(row, echoed[row] + event.request.text, len(event.tokens))
                     if event.error:
                         errors.append(f"text {row + 1}: {event.error}")
-                # Not after a chunk: it would count as the first token.
+                # Skip prefill chunks, which would count as the first token.
                 if any(event.tokens for event in events):
                     output.end_step()
-            if errors and not output.count:  # there is nothing to show but what went wrong
+            if errors and not output.count:  # only errors to show
                 raise UserError("; ".join(errors))
-        finally:  # after Ctrl-C there is text that no event brought, and text that is held back
+        finally:  # after Ctrl-C some text is held back or came without an event
             for row, request in enumerate(requests):
                 output.texts[row] = echoed[row] + request.text + request.stream.end()
     hits = engine.scheduler.prefix_cache_hits
@@ -163,9 +166,9 @@ def run_engine(engine: Engine, request_args: list[tuple], output: OutputWriter) 
 
 
 def print_logprobs(encoding, requests: list[Request]) -> None:
-    """Write each token of these texts to stderr, with its log-probability.
+    """Print each output token with its log-probability to stderr.
 
-    Then come those of the most likely tokens in its place.
+    The most likely tokens at its position follow on the same line.
     """
 
     def quoted(token: int) -> str:

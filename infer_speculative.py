@@ -1,4 +1,4 @@
-"""One model drafts, another one verifies: python infer_speculative.py --prompt "One day"."""
+"""Speculative decoding: python infer_speculative.py --prompt "One day"."""
 
 import os
 import sys
@@ -48,17 +48,17 @@ from sampling import (
     sampling_probs,
 )
 
-# argument of generate_speculative: its type, which values are valid, how to say that
+# argument of generate_speculative: type, validity check, description of valid values
 LIMITS = {"gamma": (int, lambda value: 1 <= value <= 16, "an integer from 1 to 16")}
 
 
 class SpeculativeStep(NamedTuple):
-    """What one pass of the target gave."""
+    """Output of one target pass."""
 
-    # Added to the text: accepted drafts, then one token of the target's; nothing after its end.
+    # New tokens: accepted drafts, then one sampled from the target; cut after EOS or a stop token.
     tokens: list[int]
-    drafts: list[int]  # proposed by the drafter
-    # How many of them the target accepted; one among them may end the text earlier.
+    drafts: list[int]  # proposed draft tokens
+    # Number of drafts that the target accepted; `tokens` may have fewer if one ends the sequence.
     accepted: int
 
 
@@ -74,16 +74,16 @@ def generate_speculative(
     cache_dtype: torch.dtype | None = None,
     encoding: Encoding | None = None,
 ) -> Iterator[SpeculativeStep]:
-    """Continue a prompt as `infer.generate` does with the target alone.
+    """Continue a prompt by speculative decoding, as `infer.generate` does with the target alone.
 
-    A greedy text is equal, a sampled one has the same distribution, up to rounding.
-    The drafter proposes up to gamma tokens, 1 to 16, and the target judges them in one pass.
-    draft: a model, or a function that proposes, as `ModelDrafter.propose` and
-    `propose_prompt_lookup` do. generator, stride, cache_dtype, encoding: as in `infer.generate`,
-    but params.seed is not used; the draft model's window moves by half of its own block_size, and
-    its cache has that dtype, too. Yields passes, of `params.max_new_tokens` tokens in all at most.
-    Raises UserError if gamma is out of range, the models differ in vocabulary, or as
-    `infer.generate` does.
+    Greedy output is equal and sampled output has the same distribution, up to rounding.
+    The drafter proposes up to gamma tokens, 1 to 16, and the target verifies them in one pass.
+    draft: a model, or a function with the signature of `ModelDrafter.propose`, such as
+    `propose_prompt_lookup`. generator, stride, cache_dtype, encoding: as in `infer.generate`, but
+    params.seed is not used. The draft model's context shifts by half of its own block_size, and its
+    cache has cache_dtype too. Yields one step per target pass, with at most `params.max_new_tokens`
+    tokens in all. Raises UserError if gamma is out of range, the models differ in vocabulary, or as
+    `infer.generate`.
     """
     check_limits(LIMITS, gamma=gamma)
     check_engine_only_params([params])
@@ -104,19 +104,18 @@ def generate_speculative(
         propose = drafter.propose
     while len(sequence) < end:
         start = window_start(len(sequence), config.block_size, stride)
-        # All positions of a pass see this window: none crosses a context shift.
+        # No pass crosses a context shift: all its positions share this window.
         window_left = start + config.block_size - len(sequence)
         count = min(gamma, window_left, end - len(sequence) - 1)
         drafts, q = propose(sequence, count, prompt_length)
-        # No cache is rolled back: `truncate_to_prefix` forgets refused drafts when it meets the
-        # next window.
+        # The cache needs no rollback: `truncate_to_prefix` drops rejected drafts in the next pass.
         logits = next_logits(target, [sequence[start:] + drafts], cache, keep=len(drafts) + 1)[0]
         texts = [sequence + drafts[:index] for index in range(len(drafts) + 1)]
         lengths = [prompt_length] * len(texts)
         logits = apply_logits_processors(
             logits, [params] * len(texts), texts, lengths, config.eos_token_ids
         )
-        dead_ends = []  # the drafts after which no token may follow
+        dead_ends = []  # numbers of drafts after which no token is allowed
         if matcher:
             masks = [matcher.token_mask(text[prompt_length:]) for text in texts]
             dead_ends = [index for index, mask in enumerate(masks) if not mask.any()]
@@ -137,9 +136,9 @@ def generate_speculative(
 
 
 class ModelDrafter:
-    """A model that drafts for one text, of at most max_len tokens when it drafts.
+    """A draft model for one sequence, with its own KV cache.
 
-    It has a cache of its own.
+    max_len: maximum sequence length when drafting, in tokens.
     """
 
     def __init__(
@@ -163,9 +162,10 @@ class ModelDrafter:
     def propose(
         self, sequence: list[int], count: int, prompt_length: int
     ) -> tuple[list[int], torch.Tensor]:
-        """Up to count drafts to follow the text, and q: what each of them was drawn from.
+        """Return up to `count` drafts and q, the distribution that each was sampled from.
 
-        q: (drafts, vocab_size). prompt_length: how much of the text is its prompt, for penalties.
+        q: (drafts, vocab_size). prompt_length: prompt tokens in `sequence`, for penalties and the
+        constraint.
         """
         drafts = []
         q = torch.empty(count, self.model.config.vocab_size, device=self.model.device)
@@ -179,11 +179,11 @@ class ModelDrafter:
             if self.matcher:
                 mask = self.matcher.token_mask(text[prompt_length:])
                 if not mask.any():
-                    break  # the target may refuse the draft before
+                    break  # the target may reject an earlier draft
                 logits = apply_token_mask(logits, [mask])
             logits = logits[0]  # (vocab_size,)
             q[index] = sampling_probs(logits, self.params)
-            if self.params.temperature == 0:  # the draw is known, and looking it up is faster
+            if self.params.temperature == 0:  # argmax is faster than a draw from one-hot q
                 drawn = logits.argmax()
             else:
                 drawn = torch.multinomial(q[index], 1, generator=self.generator)
@@ -194,9 +194,9 @@ class ModelDrafter:
 def propose_prompt_lookup(
     sequence: list[int], count: int, prompt_length: int
 ) -> tuple[list[int], None]:
-    """Drafts from the text itself, by `prompt_lookup`; arguments as of `ModelDrafter.propose`.
+    """Return drafts by `prompt_lookup`, and None for q; arguments as in `ModelDrafter.propose`.
 
-    None: nothing is drawn, so all of q is on the drafts. Saxena 2023, "Prompt Lookup Decoding".
+    The drafts are deterministic, so q is one-hot. After Saxena 2023, "Prompt Lookup Decoding".
     """
     return prompt_lookup(sequence, count), None
 
@@ -204,11 +204,11 @@ def propose_prompt_lookup(
 def verify(
     p: torch.Tensor, q: torch.Tensor, drafts: list[int], generator: torch.Generator | None = None
 ) -> tuple[int, int]:
-    """Accept drafts from the left as long as chance allows, and draw one token to follow.
+    """Accept a prefix of the drafts by rejection sampling, and sample the token after it.
 
-    p: (n + 1, vocab_size), the target's distributions at the n drafts and after the last of them.
-    q: (n, vocab_size), those that the drafts were drawn from. Returns how many are accepted, and
-    the token. The tokens that result, n + 1 at most, are distributed as draws from p.
+    p: (n + 1, vocab_size), the target's distributions at the n drafts and after the last one.
+    q: (n, vocab_size), the draft distributions. Returns the number of accepted drafts, and the
+    token. These n + 1 tokens at most are distributed as samples from p.
     Leviathan et al. 2022 (2211.17192), Chen et al. 2023 (2302.01318).
     """
     draft_ids = torch.tensor(drafts, dtype=torch.int64, device=p.device)[:, None]  # (n, 1)
@@ -220,14 +220,14 @@ def verify(
 
 
 def acceptance(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """The chance to accept a token: min(1, p / q), its probabilities in target and draft; q > 0."""
+    """Return the probability of accepting a draft token, min(1, p / q) with q > 0."""
     return (p / q).clamp(max=1)
 
 
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """What to draw from after a refusal: max(p - q, 0), normalised. p, q: (..., vocab_size).
+    """Return the distribution after a rejection, max(p - q, 0) normalised, (..., vocab_size).
 
-    It is p itself where nothing is left. Then p = q, and a refusal can only come from rounding.
+    Where that is zero, the result is p: then p = q, and only rounding can cause a rejection.
     """
     rest = (p - q).clamp(min=0)
     mass = rest.sum(dim=-1, keepdim=True)
@@ -235,12 +235,15 @@ def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def first_false(flags: list[bool]) -> int:
-    """The index of the first False, or the length."""
+    """Return the index of the first False, or the length if there is none."""
     return flags.index(False) if False in flags else len(flags)
 
 
 class DraftOutput(OutputWriter):
-    """The output of passes. colours: accepted drafts in green, the target's tokens in magenta."""
+    """Output of speculative decoding.
+
+    colours: show accepted drafts in green, the target's tokens in magenta.
+    """
 
     def __init__(self, *args, colours: bool):
         super().__init__(*args)
@@ -248,7 +251,7 @@ class DraftOutput(OutputWriter):
         self.colours = colours
 
     def add_step(self, row: int, step: SpeculativeStep) -> None:
-        """Put the tokens of a pass at the end of a row's text, and end the step."""
+        """Append the tokens of a target pass to the text of a prompt, and end the step."""
         self.passes.append(step)
         for index, token in enumerate(step.tokens):
             text = self.texts[row]
@@ -260,7 +263,7 @@ class DraftOutput(OutputWriter):
         self.end_step()
 
     def statistics(self) -> str:
-        """Acceptance, then the speed of the run."""
+        """Return acceptance statistics, then the speed of the run."""
         drafts = sum(len(step.drafts) for step in self.passes)
         counts = [step.accepted for step in self.passes]
         accepted = sum(counts)
@@ -290,7 +293,7 @@ def main(argv=None) -> None:
 
 
 def run(args) -> None:
-    """Do what the command line asks for: text to stdout, statistics to stderr.
+    """Run the command line, with text on stdout and statistics on stderr.
 
     Raises UserError for bad input.
     """
@@ -309,7 +312,7 @@ def run(args) -> None:
     encoded = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
     warn_long_prompts(encoded, target.config.block_size, args.stride)
     shown_seed = seed if params.temperature else None
-    # no-color.org: who sets NO_COLOR to anything wants none.
+    # no-color.org: any non-empty NO_COLOR turns colours off.
     colours = args.show and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     written = [[] for _ in prompts]
     with DraftOutput(prompts, encoding, skip, shown_seed, colours=colours) as output:

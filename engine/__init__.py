@@ -1,1 +1,1 @@
-"""Many texts at once: each request has the text of its own run in `generate`."""
+"""Continuous batching in which each request gets the output of its own run of `generate`."""

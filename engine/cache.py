@@ -1,4 +1,4 @@
-"""Keys and values of many texts in one pool of pages, and attention for tokens of all of them."""
+"""Paged KV cache of many sequences, and attention over it."""
 
 import math
 
@@ -19,12 +19,12 @@ from errors import UserError
 
 
 class PagedCache:
-    """Pages of keys and values. A text's positions lie in pages anywhere; `prepare` is told which.
+    """Pages of keys and values, and attention over them; spans bring the page tables.
 
     storage: (n_layer, 2, num_pages, n_kv_head, page_size, stored_head_dim of head_dim).
-    num_sliding_pages: the pages that layers with a window have of their own, in a second of
-    `storages`; None: all layers share one. dtype: of the storages; None: the model's. Raises
-    UserError if they do not fit in memory. After Kwon et al. 2023 (2309.06180), "Efficient memory
+    num_sliding_pages: pages of the second storage, for sliding-window layers; None: all layers
+    share one storage. dtype: of the storages; None: the model's. Raises UserError if the storages
+    do not fit in memory. After Kwon et al. 2023 (2309.06180), "Efficient memory
     management for large language model serving with PagedAttention".
     """
 
@@ -53,22 +53,23 @@ class PagedCache:
                 f" {sum(map(math.prod, shapes)) * dtype.itemsize:,} bytes"
             ) from None
         self.storage = self.storages[0]
-        # The keys and values of each layer, and the same cut into units: what one page holds for
-        # one head. n_layer times (2, num_pages * n_kv_head, page_size * width)
+        # Views of each layer's storage: (2, num_pages, n_kv_head, page_size, width) in `layers`,
+        # (2, num_pages * n_kv_head, page_size * width) in `head_pages`.
         parts = [iter(storage.unbind()) for storage in self.storages]
         self.layers = [next(parts[group_id]) for group_id in self.group_ids]
         self.head_pages = [layer.flatten(3).flatten(1, 2) for layer in self.layers]
         self.scratch = self.storage.new_empty(2, 0, self.head_pages[0].shape[2])
 
     def prepare(self, spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """Plan a pass: its tokens and their positions, both (N,), and where each span ends in them.
+        """Plan a pass and return its tokens and positions, both (N,), and the end of each span.
 
-        Spans of one length lie side by side, and attention takes those of similar pasts together.
+        Spans with equal token counts and similar numbers of pages form one attention batch and are
+        adjacent in N. An end is an index into the N tokens.
         """
         device = self.storage.device
         size = self.storage.shape[4]
         batches = {}
-        new_pages = [[] for _ in self.storages]  # pages that get their first position
+        new_pages = [[] for _ in self.storages]  # pages about to get their first position
         for index, span in enumerate(spans):
             used = page_count(span.start + len(span.tokens), size)
             tables = [table[:used] for table in (span.pages, span.sliding_pages)]
@@ -102,7 +103,7 @@ class PagedCache:
         )
         if largest > self.scratch.shape[1]:
             self.scratch = self.scratch.new_empty(2, largest, self.scratch.shape[2])
-        # What the last text left in a page may be NaN, and no mask hides that: 0 * NaN is NaN.
+        # A reused page may hold NaN, and no mask hides it: 0 * NaN is NaN.
         for storage, new in zip(self.storages, new_pages):
             storage[:, :, new] = 0
         position_ids = torch.tensor(positions, device=device)
@@ -114,16 +115,17 @@ class PagedCache:
     def kv_view(
         self, starts: list[int], count: int, tables: list[list[int]], sliding_window: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `count` tokens of each text read in a layer with this window, and what they see.
+        """Return the pages that `count` tokens of each of G sequences read, and the mask.
 
-        That is the units of its pages, for all heads, and a mask, (G, 1, count, positions).
+        The pages are flat indices into `head_pages` of a layer with this sliding window, ordered
+        (G, heads, pages). The mask is (G, 1, count, positions).
         """
         device = self.storage.device
         heads, size, _ = self.storage.shape[3:]
         skipped_pages = [first_visible_position(start, sliding_window) // size for start in starts]
         tables = [table[skipped:] for table, skipped in zip(tables, skipped_pages)]
         width = max(map(len, tables))
-        # A shorter table repeats its own last page: another text's could hold NaN.
+        # Pad with the sequence's own last page, because a page of another one could hold NaN.
         tables = [table + table[-1:] * (width - len(table)) for table in tables]
         own = torch.arange(heads, device=device)[:, None]
         head_pages = torch.tensor(tables, device=device)[:, None] * heads + own  # (G, heads, pages)
@@ -135,9 +137,9 @@ class PagedCache:
         return head_pages.flatten(), make_causal_mask(positions, keys, sliding_window)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Write keys and values, and attend to all up to each position.
+        """Write keys and values, and return causal attention over the cached ones.
 
-        All shapes are (N, heads, head_dim).
+        q, k, v and the result are (N, heads, head_dim).
         """
         pages, offsets = self.slot_mappings[self.group_ids[layer]]
         for stored, new in zip(self.layers[layer], (k, v)):
@@ -146,7 +148,7 @@ class PagedCache:
         for part, kv_views in self.batches:
             head_pages, mask = kv_views[self.sliding_windows[layer]]
             G, _, T, S = mask.shape
-            # Into room that is there already: to get new memory takes longer than to copy.
+            # Into the scratch buffer, because allocating memory takes longer than copying.
             keys, values = (
                 torch.index_select(stored, 0, head_pages, out=scratch[: len(head_pages)])
                 for stored, scratch in zip(self.head_pages[layer], self.scratch)

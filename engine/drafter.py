@@ -1,4 +1,4 @@
-"""Guesses at the next tokens of texts, for an engine, and whether they pay."""
+"""Drafters for the engine, and adaptive speculation."""
 
 import statistics
 import time
@@ -19,22 +19,22 @@ from sampling import zero_nonfinite_rows
 
 
 class Drafter(Protocol):
-    """What an engine asks for drafts. Drafts change no text, with three exceptions.
+    """Interface of a drafter. Drafts do not change the output, with three exceptions.
 
-    A pass with drafts has another shape, so it may round in another way. It is larger, so memory
-    may run out in it. A text ends with an error if the logits behind a draft are not finite, which
-    would go unseen without drafts.
+    A pass with drafts has another shape, so it may round differently. It is larger, so it may run
+    out of memory. A request fails if the logits after a draft token are not finite, even if the
+    draft would be rejected.
     """
 
     def propose(self, requests: list[Request], counts: list[int]) -> list[list[int]]:
-        """Up to counts[i] tokens to follow the text of request i: ids of the target's vocabulary.
+        """Return up to counts[i] draft tokens for request i, ids of the target's vocabulary.
 
-        If it has no memory there are no drafts in this step; other errors leave `Engine.step`.
+        If it runs out of memory, the step has no drafts. Other errors propagate from `Engine.step`.
         """
 
 
 class PromptLookupDrafter:
-    """Drafts from each text itself, by `prompt_lookup`."""
+    """Prompt-lookup drafts from each sequence itself."""
 
     def propose(self, requests: list[Request], counts: list[int]) -> list[list[int]]:
         return [
@@ -44,19 +44,19 @@ class PromptLookupDrafter:
 
 
 class DraftState(NamedTuple):
-    """What a drafter has in its cache of a text."""
+    """Cached tokens of a sequence in the draft model, and their page table."""
 
     tokens: list[int]
     pages: list[int]
 
 
 class PagedModelDrafter:
-    """A smaller model that writes drafts for all texts together, with pages of its own.
+    """A smaller model that drafts for all requests in batches, with its own paged KV cache.
 
-    It draws with the random numbers that the target uses at the same position. So the more their
-    distributions agree, the more often the draws are the same (Daliri et al. 2024, 2408.07978).
-    max_num_seqs: how many of the texts that it is asked for get drafts, the first ones; the cache
-    has a whole window for each. cache_dtype: as in `generate`. Raises UserError for a value out of
+    It samples with the random numbers that the target uses at the same position. The closer their
+    distributions, the more often both draw the same token (Daliri et al. 2024, 2408.07978).
+    max_num_seqs: only this many requests, the first ones, get drafts. The cache holds a whole
+    context window for each. cache_dtype: as in `generate`. Raises UserError for a value out of
     range, if the vocabularies differ, or if the cache does not fit in memory.
     """
 
@@ -108,13 +108,14 @@ class PagedModelDrafter:
                     drafts[row].append(token)
                 else:
                     self.free(requests[row])
-                    wanted[row] = 0  # no more
+                    wanted[row] = 0  # stop drafting
         return drafts
 
     def prepare_span(self, request: Request, text: list[int]) -> Span:
-        """Make room for a text; returns what is not computed yet of the draft model's window on it.
+        """Allocate pages for the draft model's context window on `text`.
 
-        Only what the window shares with the state of the request is kept.
+        Returns the span of its uncomputed tokens. Cached tokens after the common prefix of the
+        window and the request's state are dropped.
         """
         state = self.states.setdefault(request, DraftState([], []))
         window = text[window_start(len(text), self.block_size, self.stride) :]
@@ -124,35 +125,35 @@ class PagedModelDrafter:
         return Span(state.pages, num_cached, window[num_cached:])
 
     def free(self, request: Request) -> None:
-        """Give back the pages of a request."""
+        """Free the pages of a request."""
         self.pool.free_after(self.states.pop(request).pages, 0)
 
 
-TRIAL_STEPS = 16  # steps of each way; after as many more it is decided again
-COMMIT_STEPS = 256  # steps of the faster one, before both are tried again
-MAX_SAMPLES = 64  # steps of each way that count, the newest
+TRIAL_STEPS = 16  # steps with drafts, then without; then steps between decisions
+COMMIT_STEPS = 256  # steps of the faster mode before the next trial
+MAX_SAMPLES = 64  # most recent steps of each mode that count
 
 
 class SpeculationTrial:
-    """Steps with drafts, then as many without, then those of the way that makes more tokens/s.
+    """Trial of TRIAL_STEPS steps with drafts and as many without, then COMMIT_STEPS of the faster.
 
-    What was measured before counts in the next trial, too, and steps of the term count: a few of
-    one text say little.
+    Samples carry over to the next trial, and committed steps add samples too, because a few steps
+    of one sequence are too noisy.
     """
 
     def __init__(self):
-        self.steps = 0  # of a trial and the term after it
+        self.steps = 0  # of the trial and the committed steps after it
         self.drafting_pays = True
         self.tokens = {drafts: deque(maxlen=MAX_SAMPLES) for drafts in (True, False)}  # per step
         self.seconds = {drafts: deque(maxlen=MAX_SAMPLES) for drafts in (True, False)}
 
     @property
     def should_draft(self) -> bool:
-        """Whether the next step has drafts."""
+        """Return whether the next step has drafts."""
         return self.drafting_pays if self.steps >= 2 * TRIAL_STEPS else self.steps < TRIAL_STEPS
 
     def record_step(self, drafts: bool, tokens: int, seconds: float) -> None:
-        """Count a step with what it made and took."""
+        """Record the tokens and seconds of a step, and decide again when due."""
         self.tokens[drafts].append(tokens)
         self.seconds[drafts].append(seconds)
         self.steps = (self.steps + 1) % (2 * TRIAL_STEPS + COMMIT_STEPS)
@@ -160,23 +161,23 @@ class SpeculationTrial:
             self.drafting_pays = self.throughput(True) > self.throughput(False)
 
     def throughput(self, drafts: bool) -> float:
-        """Tokens/s: the mean of tokens by the median of seconds, which no single pause moves."""
+        """Return tokens/s as mean tokens by median seconds, which a single pause does not move."""
         return statistics.mean(self.tokens[drafts]) / statistics.median(self.seconds[drafts])
 
 
 class AdaptiveSpeculation:
-    """For an engine: in which of its steps drafts pay.
+    """Speculation only in steps where it raises the engine's throughput.
 
-    A pass over more tokens takes little longer for one row and much longer for many, so each number
-    of rows has a trial of its own; in powers of two: 1, 2 to 3, 4 to 7, ...
+    More tokens per sequence cost little in a batch of one and much in a large batch. Therefore each
+    batch size has its own trial, in powers of two: 1, 2 to 3, 4 to 7, ...
     """
 
     def __init__(self):
         self.trials: dict[int, SpeculationTrial] = {}
-        self.drafted_before = False  # in the last step that only decoded
+        self.drafted_before = False  # whether the last decode-only step had drafts
 
     def should_draft(self, num_seqs: int) -> bool:
-        """Whether to ask for drafts in a step of `num_seqs` sequences that begins now."""
+        """Start timing a step of `num_seqs` sequences, and return whether it should have drafts."""
         self.start_time = time.perf_counter()
         self.num_seqs = num_seqs
         self.trial = self.trials.setdefault(num_seqs.bit_length(), SpeculationTrial())
@@ -184,10 +185,10 @@ class AdaptiveSpeculation:
         return self.drafting
 
     def record_step(self, scheduled: list[ScheduledRequest], tokens: int) -> None:
-        """The step that began has computed these requests, and chosen `tokens` tokens.
+        """Record the step that `should_draft` started: its requests and number of sampled tokens.
 
-        A step in which a text comes in or a prompt is read does not count. Nor does the first one
-        with drafts: in it a draft model reads all that was written without it.
+        A step that admits a request or computes a prompt does not count. Nor does the first step
+        with drafts, in which a draft model catches up on the tokens generated without it.
         """
         seconds = time.perf_counter() - self.start_time
         decodes = all(len(entry.tokens) == len(entry.drafts) + 1 for entry in scheduled)

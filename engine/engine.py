@@ -1,4 +1,4 @@
-"""The engine: requests in, events out."""
+"""Engine with continuous batching: requests in, events out."""
 
 import itertools
 from typing import NamedTuple
@@ -24,28 +24,27 @@ from sampling import (
     zero_nonfinite_rows,
 )
 
-MAX_JUMP_FORWARD = 64  # tokens that a text gets in one step without a pass
+MAX_JUMP_FORWARD = 64  # jump-forward tokens per request and step
 
 
 class SamplerOutput(NamedTuple):
-    """What a pass gives for one scheduled request: a token to follow each of its texts."""
+    """Sampled tokens of one scheduled request: one for each entry of its `texts`."""
 
     tokens: list[int]
-    logits: torch.Tensor  # (len(tokens), vocab_size): what each was chosen from
+    logits: torch.Tensor  # (len(tokens), vocab_size)
 
 
 class Engine:
-    """Writes many texts together, each the one that `generate` writes, up to rounding.
+    """Continuous batching of requests, each with the output of `generate`, up to rounding.
 
-    With int8 weights rounding may change a text where torch attends, as int8.py says. Where C
-    computes the whole pass, all texts are those of `generate` bit for bit.
-    max_num_seqs: how many are computed in one step, at most. num_pages: the cache, in pages of
-    page_size positions; None: as `default_num_pages`. Where some layers have a window and others
-    see all, those with a window have pages of their own, `sliding_page_count` if these are fewer.
-    max_num_batched_tokens: tokens in one step, at most. stride, cache_dtype: as in `generate`.
-    drafter: proposes up to gamma tokens, 1 to 16, to follow each text. adaptive_speculation:
-    decides in which steps, by what they took; None: in each. encoding: makes text of tokens; None
-    if only tokens are wanted. Only one thread at a time may use it. Raises UserError for a value
+    With int8 weights and attention in torch, rounding may change the output; see int8.py. Where C
+    computes the whole pass, the output equals that of `generate` bit for bit.
+    max_num_seqs, max_num_batched_tokens: maximum sequences and tokens per step. num_pages: cache
+    size in pages of page_size positions; None: `default_num_pages`. If only some layers have a
+    sliding window, these get `sliding_page_count` pages of their own where that is fewer.
+    stride, cache_dtype: as in `generate`. drafter: proposes up to gamma draft tokens, 1 to 16, for
+    each request. adaptive_speculation: decides from measured times which steps have drafts; None:
+    all. encoding: for text output; None: tokens only. Not thread-safe. Raises UserError for a value
     out of range, or if the cache does not fit in memory. After Yu et al. 2022, "Orca: A distributed
     serving system for transformer-based generative models".
     """
@@ -79,7 +78,7 @@ class Engine:
         self.model = model
         sliding_windows = layer_sliding_windows(model.config)
         sliding_window = max(filter(None, sliding_windows), default=None)
-        num_sliding_pages = None  # of layers with a window, if these need fewer
+        num_sliding_pages = None  # of the sliding-window group, if it needs fewer
         if sliding_window and None in sliding_windows:
             num_sliding_pages = sliding_page_count(
                 max_num_seqs, max_num_batched_tokens, sliding_window, page_size
@@ -103,25 +102,25 @@ class Engine:
         self.gamma = gamma
         self.adaptive_speculation = adaptive_speculation if drafter else None
         self.encoding = encoding
-        self.scheduled: list[ScheduledRequest] = []  # what the last step computed
-        self.steps = 0  # so far
-        self.num_computed_tokens = 0  # computed so far
+        self.scheduled: list[ScheduledRequest] = []  # in the last step
+        self.steps = 0
+        self.num_computed_tokens = 0
         self.num_draft_tokens = 0
-        self.num_accepted_tokens = 0  # of these
-        self.num_sampled_tokens = 0  # from passes; those that had to follow came without one
+        self.num_accepted_tokens = 0  # of the draft tokens
+        self.num_sampled_tokens = 0  # without jump-forward tokens
 
     def add(
         self, prompt: list[int], params: SamplingParams, cache_salt: str = "", adapter: str = ""
     ) -> Request:
-        """Queue a text: token ids, of which none means the BOS token.
+        """Queue a request for a prompt of token ids; an empty prompt becomes the BOS token.
 
-        cache_salt: computed prefixes are shared among requests of one cache_salt only; the time to
-        the first token tells whether somebody else had the same. adapter: the name of one that the
-        model has for this text; with another one keys and values are others, so they are not
-        shared. Draws without a seed get a random one. A request for no new tokens is over at once,
-        without an event. Raises UserError for an id out of range, a cache_salt that is no string,
-        an unknown adapter, stop strings or a constraint without an encoding, as `make_matcher`, and
-        if the text can never fit into the cache.
+        cache_salt: prefix caching is limited to requests with the same cache_salt, because the time
+        to first token reveals a cached prefix. adapter: name of an adapter of the model. Keys and
+        values depend on it, so prefixes are not shared between adapters. params without a seed get
+        a random one. A request for no new tokens finishes at once, without an event. Raises
+        UserError for an id out of range, a cache_salt that is no string, an unknown adapter, stop
+        strings without an encoding, as `make_matcher`, or if the sequence cannot fit into the
+        cache.
         """
         if not isinstance(cache_salt, str):
             raise UserError(f"cache_salt is {cache_salt!r}; it must be a string")
@@ -144,25 +143,25 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to compute."""
+        """Return whether any request is running or waiting."""
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def abort(self, request: Request) -> None:
-        """End a request now; it has no further event, and text that is held back is lost.
+        """Abort a request; it emits no further event, and held-back text is lost.
 
-        Raises ValueError if it is over, or of another engine.
+        Raises ValueError if it has finished, or belongs to another engine.
         """
         self.scheduler.finish(request, "abort")
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """One pass: an event for each request that got tokens, or that failed.
+        """Run one pass and return an event for each request that got tokens or failed.
 
-        A pass without memory ends its requests. Logits that are not finite, and any error in the
-        work for one request alone, end that one. Waiting ones go on. Any other exception, such as
-        KeyboardInterrupt, leaves `step`: its events are lost, but no text is wrong, and the next
-        step goes on from there. With several ranks there is no next step, also without memory:
-        some ranks would be inside a pass that others have left.
+        A pass that runs out of memory fails all its requests. Logits that are not finite, or an
+        error in the work for one request, fail only that request. Waiting requests go on. Any other
+        exception, such as KeyboardInterrupt, propagates. Its events are lost, but the state stays
+        consistent, and the next step continues from it. With several ranks no step may follow such
+        an exception or lack of memory, because some ranks may still be inside the pass.
         """
         self.scheduled = []
         sampled = self.num_sampled_tokens
@@ -176,18 +175,18 @@ class Engine:
         except UserError as error:
             return [self.fail(entry.request, str(error)) for entry in scheduled]
         events = [self.update(entry, output) for entry, output in zip(scheduled, outputs)]
-        events = [event for event in events if event]  # a chunk has none
+        events = [event for event in events if event]  # a prefill chunk has none
         if self.adaptive_speculation:
             self.adaptive_speculation.record_step(scheduled, self.num_sampled_tokens - sampled)
         return events
 
     def propose_drafts(self) -> None:
-        """Ask for drafts for requests that lack nothing but their newest token, where they pay."""
+        """Request drafts for fully prefilled requests, if speculation is on in this step."""
         if self.drafter is None:
             return
         running = self.scheduler.running
         for request in running:
-            request.drafts = []  # those of a step that was interrupted
+            request.drafts = []  # left by an interrupted step
         if self.adaptive_speculation and not self.adaptive_speculation.should_draft(len(running)):
             return
         asking = [request for request in running if len(request.uncomputed_tokens) == 1]
@@ -196,9 +195,9 @@ class Engine:
                 self.gamma,
                 # Each running request gets a token, so their number never exceeds the budget.
                 self.scheduler.token_budget - len(running),
-                # No pass crosses a context shift: all of its positions see one window.
+                # No pass crosses a context shift: all its positions share one context window.
                 self.scheduler.block_size - request.length,
-                # The last token comes without a draft.
+                # The pass samples the last token itself.
                 request.params.max_new_tokens - len(request.output) - 1,
             )
             for request in asking
@@ -213,9 +212,10 @@ class Engine:
             request.drafts = request.validate_drafts(tokens[:count])
 
     def compute(self, scheduled: list[ScheduledRequest]) -> list[SamplerOutput | UserError | None]:
-        """Run one pass and choose.
+        """Run one pass and sample, with one output for each scheduled request.
 
-        None where logits are not finite, the error where no token may follow.
+        An output is None where logits are not finite, a UserError where the constraint allows no
+        token.
         """
         spans = [entry.span for entry in scheduled]
         keep = [len(entry.drafts) + 1 for entry in scheduled]
@@ -244,10 +244,10 @@ class Engine:
     def update(
         self, entry: ScheduledRequest, output: SamplerOutput | UserError | None
     ) -> Event | None:
-        """Give a request what was chosen for it; a chunk has no event.
+        """Apply an output to its request and return its event; a prefill chunk has none.
 
-        None ends the request, also in a chunk: the pages that it wrote would be shared. An error
-        in the work for this text alone ends it too.
+        An output of None fails the request, even in a chunk, because prefix caching would share its
+        pages. An error in the work for this request fails it too.
         """
         request = entry.request
         try:
@@ -259,20 +259,20 @@ class Engine:
                 return self.extend(entry, output)
             self.scheduler.advance(entry, [])
             return None
-        except Exception as error:  # of this text alone: the encoding is the caller's
+        except Exception as error:  # of this request only, e.g. in the caller's encoding
             return self.fail(request, f"{type(error).__name__}: {error}")
 
     def extend(self, entry: ScheduledRequest, output: SamplerOutput) -> Event:
-        """Add to a text what follows it, and while that was drafted what follows the draft.
+        """Append accepted drafts, the next sampled token and jump-forward tokens to a request.
 
-        Tokens that must follow come without a pass: the next one computes their positions, too.
-        There are at most MAX_JUMP_FORWARD of them, because all other texts wait for them.
+        The next pass computes the positions of jump-forward tokens. A step adds at most
+        MAX_JUMP_FORWARD of them, because all other requests wait meanwhile.
         """
         request = entry.request
         following, logits = output
         num_accepted = common_prefix_length(following, entry.drafts)
         self.num_draft_tokens += len(entry.drafts)
-        self.num_accepted_tokens += num_accepted  # also where the text ends earlier
+        self.num_accepted_tokens += num_accepted  # even if the sequence ends earlier
         tokens = []
         text = ""
         stream = request.stream.copy() if request.stream else None
@@ -306,12 +306,12 @@ class Engine:
         return Event(request, tokens, reason)
 
     def fail(self, request: Request, error: str, constraint_failed: bool = False) -> Event:
-        """End a request that could not be computed. constraint_failed: as in Event."""
+        """End a request with an error. constraint_failed: as in Event."""
         self.end(request, "error")
         return Event(request, [], "error", error, constraint_failed)
 
     def end(self, request: Request, reason: str) -> None:
-        """A request is over, and text that was held back is certain."""
+        """Finish a request and flush its held-back text."""
         self.scheduler.finish(request, reason)
         if request.stream:
             request.text += request.stream.end()

@@ -1,4 +1,4 @@
-"""The options of an engine, and the engine that a command line asks for."""
+"""Engine options of the command line, and an engine from them."""
 
 import argparse
 import contextlib
@@ -19,7 +19,7 @@ from parallel.shards import load_shard, parallelize_vocabulary
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """An engine's options, without those of the model and --stride."""
+    """Add the engine options to a parser, except the model's and --stride."""
     parser.add_argument("--max-num-seqs", type=int, default=32, help="how many texts run at once")
     pages_help = "pages in the cache; not given: max-num-seqs windows, or 65,536 positions if fewer"
     pages_help += " (131,072 with --cache-dtype float16, 262,144 with int8)"
@@ -40,16 +40,16 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_engine_options(args) -> None:
-    """Raise UserError for options that do not go together."""
+    """Raise UserError for engine options that are invalid or cannot be combined."""
     if args.gamma is not None and args.draft is None:
         raise UserError("--gamma is for --draft only")
     parse_adapters(args.lora_modules)
 
 
 def parse_adapters(given: list[str]) -> dict[str, str]:
-    """The directories of adapters by name, from NAME=DIR of each.
+    """Parse NAME=DIR arguments into adapter name -> directory.
 
-    Raises UserError for anything else, and a name that is there twice.
+    Raises UserError for any other syntax, or a duplicate name.
     """
     directories = {}
     for each in given:
@@ -64,9 +64,9 @@ def parse_adapters(given: list[str]) -> dict[str, str]:
 
 
 def load_adapters(model: Model, directories: dict[str, str]) -> None:
-    """Let rows of a model's passes have these adapters, not merged.
+    """Load unmerged adapters into a model. directories: adapter name -> directory.
 
-    Raises UserError for what `read_adapter` refuses and layers whose adapters must be merged.
+    Raises UserError as `read_adapter`, and for layers whose adapters must be merged.
     """
     empty = empty_model(model.config)
     lora_weights = {name: read_adapter(directory, empty) for name, directory in directories.items()}
@@ -77,16 +77,16 @@ def load_adapters(model: Model, directories: dict[str, str]) -> None:
 def load_engine(
     args, source: Source, device: str, tp_group: TensorParallelGroup | None = None
 ) -> Engine:
-    """The engine of a command line, with its models, adapters and encoding. Raises UserError.
+    """Load the engine of a command line with its models, adapters and encoding.
 
-    On a rank above 0 it is for its model and its cache only.
+    On a rank above 0 only its model and cache are used. Raises UserError for bad options or files.
     """
     is_driver = tp_group is None or tp_group.rank == 0
     directories = parse_adapters(args.lora_modules)
-    if tp_group and directories:  # not where all ranks could fail at once, and any be the first
+    if tp_group and directories:  # before any rank loads: else all could fail at once, in any order
         raise UserError("--lora-modules is for one process; --adapter is for several, too")
     if tp_group and is_driver:
-        tp_group.broadcast()  # now the others load, too
+        tp_group.broadcast()  # start loading on the workers
     has_draft = is_driver and args.draft not in (None, "lookup")
     names = [source, args.draft] if has_draft else [source]
     load_first = functools.partial(load_shard, tp_group=tp_group) if tp_group else None
@@ -113,7 +113,7 @@ def load_engine(
 def make_drafter(
     args, model: Model, drafts: list[Model]
 ) -> PromptLookupDrafter | PagedModelDrafter | None:
-    """What a command line asks for. drafts: the draft model, if there is one."""
+    """Return the drafter of a command line. drafts: the draft model, or empty."""
     if drafts:
         cache_dtype = CACHE_DTYPES[args.cache_dtype]
         return PagedModelDrafter(drafts[0], model, args.max_num_seqs, args.page_size, cache_dtype)
@@ -122,9 +122,9 @@ def make_drafter(
 
 @contextlib.contextmanager
 def driver_group(args) -> Iterator[TensorParallelGroup | None]:
-    """The processes that torchrun has started, for a block that only rank 0 runs.
+    """Yield the tensor-parallel group that torchrun started, for a block that only rank 0 runs.
 
-    It is None without torchrun. The workers end with the block.
+    Yields None without torchrun. The workers exit at the end of the block.
     """
     if not is_distributed():
         yield None
@@ -138,8 +138,8 @@ def driver_group(args) -> Iterator[TensorParallelGroup | None]:
 
 
 def run_worker(args) -> None:
-    """Compute a part of the model, on a rank above 0, until the block of rank 0 ends."""
+    """Run a worker, a rank above 0, until the `driver_group` block of rank 0 ends."""
     with TensorParallelGroup(args.join) as tp_group:
-        tp_group.broadcast()  # not before rank 0 has read, which says what is wrong
+        tp_group.broadcast()  # wait until rank 0 has checked the options, so that it reports errors
         engine = load_engine(args, resolve_source(args.model), "cpu", tp_group)
         engine.model.runner.run_worker_loop(engine.model, engine.cache)

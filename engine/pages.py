@@ -1,4 +1,4 @@
-"""Which pages of the cache are free, and what those hold that have been used."""
+"""Page pool with reference counts and prefix caching."""
 
 import array
 import hashlib
@@ -6,43 +6,44 @@ from collections import OrderedDict
 
 from cache import first_visible_position
 
-MAX_POSITIONS = 2**16  # in the pages of an engine, if nobody asks for more
+MAX_POSITIONS = 2**16  # positions of 4 bytes per element, default cache size
 
 
 class PagePool:
-    """Pages by number, each free or in the tables of one or more requests.
+    """Reference-counted pages by number, with prefix caching.
 
-    A table names the pages of a text in order; None stands for one that nothing reads any more.
+    A page table lists the pages of a sequence in order. None is a null page, freed because no
+    position reads it any more.
 
-    A free page that was cached can be found until it is taken. Free pages without a hash are
-    reused first, then the least recently released.
+    A free cached page can be found until it is reused. Free pages without a hash are reused first,
+    then the least recently freed.
 
-    Nothing is kept of a page that was never taken, so memory grows with the pages used.
+    A page that was never allocated has no record, so memory grows with the pages used.
     """
 
     def __init__(self, num_pages: int, page_size: int):
         self.num_pages = num_pages
         self.page_size = page_size
-        self.first_unused = 0  # pages from this number on were never taken
-        # Those of the others that are free: a dict, because any of them can leave it at once.
+        self.first_unused = 0  # pages from this number on were never allocated
+        # Other free pages in order of reuse: a dict, to remove any page in constant time.
         self.free_pages: OrderedDict[int, None] = OrderedDict()
-        self.ref_counts: dict[int, int] = {}  # page -> how many tables it is in
-        self.hash_to_page: dict[bytes, int] = {}  # hash -> page
-        self.page_to_hash: dict[int, bytes] = {}  # page -> hash
+        self.ref_counts: dict[int, int] = {}  # page -> number of page tables that list it
+        self.hash_to_page: dict[bytes, int] = {}
+        self.page_to_hash: dict[int, bytes] = {}
 
     @property
     def num_free_pages(self) -> int:
-        """How many pages are free."""
+        """Return the number of free pages."""
         return self.num_pages - self.first_unused + len(self.free_pages)
 
     def page_count(self, length: int) -> int:
-        """Pages needed for `length` positions."""
+        """Return the number of pages for `length` positions."""
         return page_count(length, self.page_size)
 
     def allocate(self, pages: list[int], length: int) -> bool:
-        """Add pages to a table, so that `length` positions have room.
+        """Append pages to a page table until it holds `length` positions.
 
-        Returns False, and adds nothing, if too few are free.
+        Returns False, and appends nothing, if too few pages are free.
         """
         needed = self.page_count(length) - len(pages)
         if needed > self.num_free_pages:
@@ -54,7 +55,7 @@ class PagePool:
         return True
 
     def pop_free_page(self) -> int:
-        """A page that is free; there must be one. A cached page loses its hash."""
+        """Return a free page, of which there must be one; a cached page loses its hash."""
         first = next(iter(self.free_pages), None)
         if self.first_unused < self.num_pages and (first is None or first in self.page_to_hash):
             self.first_unused += 1
@@ -64,15 +65,15 @@ class PagePool:
         return first
 
     def acquire(self, pages: list[int]) -> None:
-        """Count one more table for each page."""
+        """Add one reference to each page."""
         for page in pages:
             self.free_pages.pop(page, None)
             self.ref_counts[page] = self.ref_counts.get(page, 0) + 1
 
     def free_after(self, pages: list[int], length: int) -> None:
-        """Give back the pages of a table behind `length` positions.
+        """Free the pages of a table after the first `length` positions, last page first.
 
-        The last one first, so that it is taken first: what comes before it is found without it.
+        So the last page is reused first, and the prefix before it can still be found.
         """
         while len(pages) > self.page_count(length):
             page = pages.pop()
@@ -80,13 +81,13 @@ class PagePool:
                 self.free(page)
 
     def free_before(self, pages: list[int | None], length: int) -> None:
-        """Give back the whole pages of the first `length` positions, which nothing reads again."""
+        """Free the full pages among the first `length` positions, and set them to None."""
         for index in range(pages.count(None), length // self.page_size):
             self.free(pages[index])
             pages[index] = None
 
     def free(self, page: int) -> None:
-        """Count one table less for a page."""
+        """Drop one reference to a page."""
         self.ref_counts[page] -= 1
         if self.ref_counts[page]:
             return
@@ -98,9 +99,10 @@ class PagePool:
     def cache_pages(
         self, pages: list[int], page_hashes: list[bytes], tokens: list[int], cache_salt: str
     ) -> None:
-        """Let others find the pages that these computed tokens fill.
+        """Register the pages that these computed tokens fill for prefix caching.
 
-        page_hashes: of those that were cached before, and afterwards of all.
+        page_hashes: hashes of the pages cached before; extended in place to all full pages. A page
+        that duplicates a cached one is freed and replaced by it in `pages`.
         """
         for index in range(len(page_hashes), len(tokens) // self.page_size):
             parent_hash = page_hashes[-1] if page_hashes else root_hash(cache_salt)
@@ -110,7 +112,7 @@ class PagePool:
                 continue
             page = self.hash_to_page.setdefault(page_hash, pages[index])
             self.page_to_hash[page] = page_hash
-            if page != pages[index]:  # somebody was faster: one copy is enough
+            if page != pages[index]:  # another request cached it first: keep one copy
                 self.acquire([page])
                 self.free(pages[index])
                 pages[index] = page
@@ -118,15 +120,15 @@ class PagePool:
     def find_cached(
         self, tokens: list[int], cache_salt: str, sliding_window: int | None = None
     ) -> list[int | None]:
-        """The cached pages that hold the longest prefix of these tokens.
+        """Return the cached pages of the longest cached prefix of these tokens.
 
-        sliding_window: how many positions a token sees, itself included; None: all. Pages that the
-        token after the prefix does not see need not be there; they are None.
+        sliding_window: positions visible to a token, itself included; None: all. Pages outside the
+        sliding window of the token after the prefix need not be cached; they are None.
         """
         found = []
-        run_length = 0  # how many of the last ones are there
-        end = 0  # of the longest prefix
-        num_skipped = 0  # pages before what the token after it sees
+        run_length = 0  # consecutive cached pages up to here
+        end = 0  # pages of the longest prefix
+        num_skipped = 0  # of these, before the sliding window of the next token
         page_hash = root_hash(cache_salt)
         for count in range(1, len(tokens) // self.page_size + 1):
             page_hash = hash_page(page_hash, self.page_tokens(tokens, count - 1))
@@ -141,19 +143,20 @@ class PagePool:
         return [None] * num_skipped + found[num_skipped:end]
 
     def page_tokens(self, tokens: list[int], index: int) -> list[int]:
-        """The tokens of a page."""
+        """Return the tokens of page number `index` of a sequence."""
         return tokens[index * self.page_size : (index + 1) * self.page_size]
 
 
 def page_count(length: int, page_size: int) -> int:
-    """Pages needed for `length` positions."""
+    """Return the number of pages for `length` positions."""
     return -(-length // page_size)
 
 
 def default_num_pages(max_num_seqs: int, block_size: int, page_size: int, itemsize: int = 4) -> int:
-    """Pages for max_num_seqs whole windows, but for one, or MAX_POSITIONS, where these are more.
+    """Return the default cache size: pages for max_num_seqs context windows, with a limit.
 
-    itemsize: bytes of a number in the cache; with fewer than 4 there are more positions.
+    The limit is MAX_POSITIONS, but at least one context window. itemsize: bytes of a cached
+    element. With fewer than 4 the limit rises, so that its bytes stay the same.
     """
     per_sequence = page_count(block_size, page_size)
     most = MAX_POSITIONS * 4 // itemsize
@@ -163,10 +166,10 @@ def default_num_pages(max_num_seqs: int, block_size: int, page_size: int, itemsi
 def sliding_page_count(
     max_num_seqs: int, max_num_batched_tokens: int, sliding_window: int, page_size: int
 ) -> int:
-    """Return enough pages for what max_num_seqs texts see in a window, with a step's tokens.
+    """Return enough pages for the sliding windows of max_num_seqs sequences and a step's tokens.
 
-    n positions lie in at most (n + 2 * page_size - 2) // page_size pages. Of each text that is its
-    share of the budget and window - 1 before it.
+    n positions lie in at most (n + 2 * page_size - 2) // page_size pages. For each sequence, n is
+    its share of max_num_batched_tokens plus sliding_window - 1.
     """
     return (
         max_num_batched_tokens + max_num_seqs * (sliding_window - 1 + 2 * page_size - 2)
@@ -174,21 +177,21 @@ def sliding_page_count(
 
 
 def salt_with_adapter(cache_salt: str, adapter: str) -> str:
-    """The cache_salt of a text that the model has this adapter for, whose name has no NUL.
+    """Return the cache_salt combined with an adapter's name, which must not contain NUL.
 
-    No two pairs have the same: keys and values depend on the adapter.
+    No two pairs give the same result, because keys and values depend on the adapter.
     """
     return f"\0{adapter}\0{cache_salt}" if adapter or cache_salt.startswith("\0") else cache_salt
 
 
 def root_hash(cache_salt: str) -> bytes:
-    """The parent of a text's first page."""
+    """Return the parent hash of a sequence's first page."""
     return hashlib.sha256(cache_salt.encode(errors="surrogatepass")).digest()
 
 
 def hash_page(parent_hash: bytes, tokens: list[int]) -> bytes:
-    """A full page's name: a hash of its tokens and, by the parent's name, of all tokens before.
+    """Return the hash of a full page: of its tokens and, through parent_hash, all tokens before.
 
-    SHA-256, so that two pages of one name hold the same: no two inputs of one hash are known.
+    SHA-256 has no known collision, so pages with equal hashes hold equal tokens.
     """
     return hashlib.sha256(parent_hash + array.array("q", tokens).tobytes()).digest()

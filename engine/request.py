@@ -1,4 +1,4 @@
-"""A text that the engine writes, and what a step did to it."""
+"""Requests, and the events that a step emits."""
 
 import secrets
 from dataclasses import dataclass, field, replace
@@ -12,44 +12,43 @@ from loading.tokenizer import StopStringDetokenizer
 from sampling import SamplingParams, TokenLogprob, check_token_ids
 
 
-@dataclass(eq=False)  # two requests are never the same one
+@dataclass(eq=False)  # compare and hash by identity
 class Request:
-    """A prompt and what follows it. Read it at any time, but do not change it."""
+    """A prompt, its output and its state in the engine; read-only for callers."""
 
-    tokens: list[int]  # the prompt, then what was generated
+    tokens: list[int]  # prompt, then output
     prompt_length: int
     params: SamplingParams
-    adapter: str = ""  # that the model has for it
-    cache_salt: str = ""  # it shares pages with requests of the same cache_salt only
-    finish_reason: str | None = None  # "stop", "length", "abort" or "error", once it is over
-    start: int = 0  # the window on its text begins here
-    # How many positions of the window have their keys and values in the cache;
-    # as in vLLM.
-    num_computed_tokens: int = 0
-    # Where they are, page after page; that is its page table. None: before all windows.
+    adapter: str = ""  # name of its LoRA adapter; "": none
+    cache_salt: str = ""  # limits prefix caching to requests with the same one
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error" when finished
+    start: int = 0  # of the context window in tokens
+    num_computed_tokens: int = 0  # positions of the context window in the KV cache
+    # Page table; None: a null page, before all sliding windows.
     pages: list[int | None] = field(default_factory=list)
-    # The same of layers with a window, if these have pages of their own.
+    # Page table of the sliding-window group, if there is one.
     sliding_pages: list[int | None] = field(default_factory=list)
-    page_hashes: list[bytes] = field(default_factory=list)  # of its cached pages
-    drafts: list[int] = field(default_factory=list)  # guesses at its next tokens
-    matcher: Matcher | None = None  # says which tokens may follow; None: all may
-    last_mask: tuple = ([], None)  # the last text that it was asked for, and what it said
-    # The output as text, up to what may yet become a stop string; and what makes it of tokens,
-    # None for an engine without an encoding: then there is no text.
+    page_hashes: list[bytes] = field(default_factory=list)  # of its full pages
+    drafts: list[int] = field(default_factory=list)  # draft tokens for the next step
+    matcher: Matcher | None = None  # of its constraint; None: unconstrained
+    last_mask: tuple = ([], None)  # tokens and result of the last `token_mask` call
+    # Output text without a held-back possible stop string, and its detokenizer; "" and None if the
+    # engine has no encoding.
     text: str = ""
     stream: StopStringDetokenizer | None = None
-    # One for each token of the output, if params ask for them.
+    # One per output token, if params.logprobs is set.
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
     def output(self) -> list[int]:
-        """What was generated, EOS included."""
+        """Return the generated tokens, EOS included."""
         return self.tokens[self.prompt_length :]
 
     def token_mask(self, text: list[int]) -> torch.Tensor | UserError | None:
-        """Which tokens may follow a text that begins with its prompt, (vocab_size,) bools.
+        """Return the constraint's mask of allowed next tokens after `text`, (vocab_size,) bools.
 
-        None: all may. The error if none may.
+        `text` is the prompt and output tokens. None: no constraint. A UserError, returned rather
+        than raised, if no token is allowed.
         """
         if self.matcher is None:
             return None
@@ -62,9 +61,9 @@ class Request:
         return self.last_mask[1]
 
     def jump_forward_token(self, text: list[int]) -> int | None:
-        """The token that must follow a text that begins with its prompt; None if not one must.
+        """Return the only token allowed after `text`, prompt and output; None if not exactly one.
 
-        None where log-probabilities are asked for, because these need a pass.
+        None if log-probabilities are requested, because these need a pass.
         """
         if self.matcher is None or self.params.logprobs is not None:
             return None
@@ -72,7 +71,7 @@ class Request:
         return None if isinstance(token_mask, UserError) else single_allowed_token(token_mask)
 
     def validate_drafts(self, drafts: list[int]) -> list[int]:
-        """The drafts before the first that may not follow the text, or after which none may."""
+        """Cut drafts before the first one that the constraint rejects or that is a dead end."""
         if self.matcher is None:
             return drafts
         fits = 0
@@ -87,39 +86,39 @@ class Request:
 
     @property
     def page_tables(self) -> tuple[list[int | None], ...]:
-        """Its page tables, for each KV cache group."""
+        """Return the page table of each KV cache group."""
         return self.pages, self.sliding_pages
 
     @property
     def context_window(self) -> list[int]:
-        """What the model sees."""
+        """Return the tokens of the context window."""
         return self.tokens[self.start :]
 
     @property
     def length(self) -> int:
-        """Tokens in the window."""
+        """Return the number of tokens in the context window."""
         return len(self.tokens) - self.start
 
     @property
     def uncomputed_tokens(self) -> list[int]:
-        """What is not computed of the window."""
+        """Return the tokens of the context window that are not computed yet."""
         return self.tokens[self.start + self.num_computed_tokens :]
 
 
 class Event(NamedTuple):
-    """What a step did to a request."""
+    """New tokens of a request in a step, or its end."""
 
     request: Request
-    tokens: list[int]  # new ones, EOS included
-    finish_reason: str | None  # of the request, if this is its last event
-    error: str | None = None  # what went wrong, if that is "error"
-    constraint_failed: bool = False  # whether the request's constraint is why
+    tokens: list[int]  # new tokens, EOS included
+    finish_reason: str | None  # set in the last event of a request
+    error: str | None = None  # message, if finish_reason is "error"
+    constraint_failed: bool = False  # whether the constraint caused the error
 
 
 def make_request(prompt: list[int], params: SamplingParams, config) -> Request:
-    """A request to continue a prompt: token ids, of which none means the BOS token.
+    """Return a request for a prompt of token ids; an empty prompt becomes the BOS token.
 
-    Draws without a seed get a random one. Raises UserError for an id that the model does not have.
+    params without a seed get a random one. Raises UserError for an id outside the vocabulary.
     """
     tokens = list(prompt) or [config.bos_token_id]
     size = config.vocab_size

@@ -1,4 +1,4 @@
-"""Which tokens of which requests the next step computes."""
+"""Scheduler: selects the requests and tokens that the next step computes."""
 
 from collections import deque
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from engine.pages import PagePool
 from engine.request import Request
 from errors import UserError
 
-LIMITS = {  # argument of an engine: its type, which values are valid, how to say that
+LIMITS = {  # argument of Engine: type, validity check, description of valid values
     "max_num_seqs": (int, lambda value: value >= 1, "an integer >= 1"),
     "num_pages": (int, lambda value: value >= 1, "an integer >= 1"),
     "page_size": (int, lambda value: value >= 1, "an integer >= 1"),
@@ -20,15 +20,15 @@ LIMITS = {  # argument of an engine: its type, which values are valid, how to sa
 
 
 class ScheduledRequest(NamedTuple):
-    """What a step computes of a request: tokens from `request.num_computed_tokens` on."""
+    """Tokens of a request that a step computes, from `request.num_computed_tokens` on."""
 
     request: Request
     tokens: list[int]
-    drafts: list[int]  # the last of them
+    drafts: list[int]  # the last of the tokens
 
     @property
     def complete(self) -> bool:
-        """Whether they reach the newest token, so that another one follows."""
+        """Return whether the step reaches the newest token, so that it samples the next one."""
         return (
             self.request.num_computed_tokens + len(self.tokens) - len(self.drafts)
             == self.request.length
@@ -36,7 +36,7 @@ class ScheduledRequest(NamedTuple):
 
     @property
     def span(self) -> Span:
-        """Where they stand in the cache."""
+        """Return the tokens with their place in the KV cache."""
         pages, sliding_pages = map(fill_null_pages, self.request.page_tables)
         return Span(
             pages,
@@ -47,31 +47,30 @@ class ScheduledRequest(NamedTuple):
         )
 
     def token_masks(self) -> list[torch.Tensor | UserError | None]:
-        """Which tokens may follow each of its texts, (vocab_size,); None for all.
+        """Return `Request.token_mask` for each of `texts`.
 
-        The error where none may. None for a chunk, whose token is not used.
+        None for a prefill chunk, whose sampled token is not used.
         """
         return [self.request.token_mask(text) if self.complete else None for text in self.texts]
 
     @property
     def texts(self) -> list[list[int]]:
-        """The text, and the text with one draft more each: a token is chosen to follow each."""
+        """Return the sequences to sample after: the request's tokens with 0, 1, ... all drafts."""
         tokens = self.request.tokens
         return [tokens + self.drafts[:count] for count in range(len(self.drafts) + 1)]
 
 
 class Scheduler:
-    """First come, first served.
+    """FIFO scheduler with chunked prefill and preemption.
 
-    A waiting request runs when fewer than max_num_seqs do, and there are pages for its window.
-    Running requests take pages as they grow. Where none is free, the youngest gives all of its
-    pages back.
-    There is no prefill and no decode phase. A request has tokens and a count of those computed,
-    and in each step some catch up, under one budget of tokens. A scheduler knows no model: call
-    `schedule`, compute, then `advance` or `finish` each request.
-    sliding_window: how many positions a token sees in any layer, itself included; None: all in some
-    layer. Pages before it are given back. sliding_pool: pages of layers with this window, if these
-    have their own; those of `pool` are then of layers that see all.
+    A waiting request is admitted when fewer than max_num_seqs run and its context window has pages.
+    Running requests allocate pages as they grow. If none is free, the youngest is preempted.
+    There are no separate prefill and decode phases. A request has tokens and a count of computed
+    ones, and each step computes some of the rest within token_budget. The scheduler knows no model:
+    call `schedule`, compute, then `advance` or `finish` each request.
+    sliding_window: the largest of the layers in positions, the query included. Pages before it are
+    freed. None: a layer without one shares the pages. sliding_pool: pages of sliding-window layers,
+    if these have their own; then `pool` is for the other layers.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Scheduler:
     ):
         self.pool = pool
         self.sliding_pool = sliding_pool
-        # Of each KV cache group: their pages, and how many positions they see.
+        # Pool and sliding window of each KV cache group.
         self.kv_cache_groups = (
             [(pool, None), (sliding_pool, sliding_window)]
             if sliding_pool
@@ -98,15 +97,15 @@ class Scheduler:
         self.stride = stride
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.preempted: list[Request] = []  # by the last step; they may be running again
+        self.preempted: list[Request] = []  # in the last step; may be running again
         self.num_preemptions = 0
-        self.prefix_cache_queries = 0  # positions of requests when they begin to run
-        self.prefix_cache_hits = 0  # of these, those found instead of computed
+        self.prefix_cache_queries = 0  # positions of requests at admission
+        self.prefix_cache_hits = 0  # of these, positions found in the cache
 
     def add(self, request: Request) -> None:
-        """Queue a request; one for no new tokens is over at once.
+        """Queue a request; one for no new tokens finishes at once.
 
-        Raises UserError if its longest window may not fit.
+        Raises UserError if its longest context window exceeds the pool.
         """
         if request.params.max_new_tokens == 0:
             request.finish_reason = "length"
@@ -121,7 +120,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> list[ScheduledRequest]:
-        """What to compute next: what running requests lack, the oldest first, then waiting ones."""
+        """Schedule uncomputed tokens of running requests, oldest first, then admit waiting ones."""
         self.preempted = []
         scheduled = []
         token_budget = self.token_budget
@@ -130,7 +129,7 @@ class Scheduler:
             younger = len(self.running) - len(scheduled) - 1
             tokens = request.uncomputed_tokens[: token_budget - younger]  # leave each a token
             if not self.allocate(request, len(tokens)):
-                # Perhaps the request itself, but never the oldest: it fits alone.
+                # May be the request itself, but never the oldest, which fits alone.
                 self.preempt(self.running[-1])
                 continue
             scheduled.append(ScheduledRequest(request, tokens, []))
@@ -148,7 +147,7 @@ class Scheduler:
     def schedule_drafts(
         self, scheduled: list[ScheduledRequest], token_budget: int
     ) -> list[ScheduledRequest]:
-        """Add the drafts that fit into the rest of the budget and the pages."""
+        """Add the drafts that fit into the remaining token budget and the free pages."""
         result = []
         for request, tokens, _ in scheduled:
             drafts = request.drafts[:token_budget]
@@ -159,9 +158,10 @@ class Scheduler:
         return result
 
     def allocate(self, request: Request, count: int, drafts: int = 0) -> bool:
-        """Take pages for the window of a request and drafts; False if too few are free.
+        """Allocate pages for the context window of a request and its drafts.
 
-        Layers with pages of their own take those of the next `count` positions.
+        The sliding-window group, if any, gets pages only for the next `count` positions. Returns
+        False if too few pages are free.
         """
         if not self.pool.allocate(request.pages, request.length + drafts):
             return False
@@ -170,11 +170,11 @@ class Scheduler:
         )
 
     def admit(self, request: Request, token_budget: int) -> bool:
-        """Give a waiting request pages for its window; False if too few are free.
+        """Allocate pages for the context window of a waiting request, with prefix caching.
 
-        Those of its longest computed prefix are found, and the others taken.
+        Returns False if too few pages are free.
         """
-        tokens = request.context_window[:-1]  # not the last: its logits are wanted
+        tokens = request.context_window[:-1]  # without the last token, whose logits are needed
         cached = []
         for pool, sliding_window in self.kv_cache_groups:
             cached.append(pool.find_cached(tokens, request.cache_salt, sliding_window))
@@ -183,7 +183,7 @@ class Scheduler:
         ends = request.length, len(tokens) + count
         for (pool, _), found, end in zip(self.kv_cache_groups, cached, ends):
             del found[len(cached[-1]) :]
-            # Found pages that are free do not count as free.
+            # Cached pages that are free must not count as free.
             free = pool.num_free_pages - sum(page in pool.free_pages for page in found)
             if pool.page_count(end) - len(found) > free:
                 return False
@@ -196,7 +196,7 @@ class Scheduler:
         return self.allocate(request, count)
 
     def preempt(self, request: Request) -> None:
-        """Take all pages of a running request; it is the first to run again, and computed anew."""
+        """Free all pages of a running request, and put it first in the queue for recomputation."""
         self.preempted.append(request)
         self.num_preemptions += 1
         self.free(request)
@@ -204,7 +204,7 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def free(self, request: Request) -> None:
-        """Give back the pages of a request, with all that was computed."""
+        """Free the pages of a request, and reset its computed tokens and drafts."""
         for (pool, _), table in zip(self.kv_cache_groups, request.page_tables):
             pool.free_after(table, 0)
         request.num_computed_tokens = 0
@@ -212,10 +212,10 @@ class Scheduler:
         request.drafts = []
 
     def advance(self, entry: ScheduledRequest, tokens: list[int], num_accepted: int = 0) -> None:
-        """A scheduled request is computed.
+        """Record that a scheduled request was computed, and append its new tokens.
 
-        tokens: those that follow; none if it was not complete. num_accepted: how many of them were
-        drafts, whose positions are computed; they are the first.
+        tokens: empty if the entry was not complete. num_accepted: number of accepted drafts, which
+        are the first of tokens, and whose positions are computed.
         """
         request = entry.request
         request.num_computed_tokens += len(entry.tokens) - len(entry.drafts) + num_accepted
@@ -224,11 +224,11 @@ class Scheduler:
         known = request.page_hashes
         filled = request.num_computed_tokens // self.pool.page_size > len(known)
         for (pool, sliding_window), table in zip(self.kv_cache_groups, request.page_tables):
-            if filled:  # a page
+            if filled:  # at least one new full page
                 request.page_hashes = known[:]
                 computed = request.context_window[: request.num_computed_tokens]
                 pool.cache_pages(table, request.page_hashes, computed, request.cache_salt)
-            pool.free_after(table, request.length)  # refused drafts may have taken more
+            pool.free_after(table, request.length)  # rejected drafts may have allocated more
             if sliding_window is not None:
                 pool.free_before(
                     table, first_visible_position(request.num_computed_tokens, sliding_window)
@@ -236,14 +236,14 @@ class Scheduler:
         self.shift_context(request)
 
     def shift_context(self, request: Request) -> None:
-        """Cut a text that has outgrown its window: all positions change, so none is computed."""
+        """Shift the context window of a sequence that outgrew it; all positions are recomputed."""
         start = window_start(len(request.tokens), self.block_size, self.stride)
         if start != request.start:
             request.start = start
             self.free(request)
 
     def finish(self, request: Request, reason: str) -> None:
-        """End a request. Raises ValueError if it is over, or not one of this scheduler's."""
+        """Finish a request. Raises ValueError if it has finished, or is of another scheduler."""
         if request.finish_reason:
             past = request.finish_reason
             raise ValueError(f"this request is over already, with the reason {past!r}")
@@ -258,7 +258,7 @@ class Scheduler:
 
 
 def fill_null_pages(pages: list[int | None]) -> list[int]:
-    """A page table in which any page stands for one that nothing reads."""
+    """Replace null pages of a page table by page 0, which no position reads through it."""
     if pages and pages[0] is None:
         return [0 if page is None else page for page in pages]
     return pages
