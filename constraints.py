@@ -1,4 +1,4 @@
-"""Constrained decoding: which tokens may come next, so that a text satisfies its constraint."""
+"""Constrained decoding: masks of the tokens that keep a sequence within its constraint."""
 
 import contextlib
 import decimal
@@ -21,11 +21,11 @@ from sampling import SamplingParams
 
 
 class Vocabulary:
-    """What each token writes.
+    """Token ids and their bytes, for constraints.
 
-    pieces: the bytes of each id; None for special tokens, those that end a text, and ids without
-    text, because no text is made of them, even where a name spells one. ids: of each piece.
-    eos_token_ids: the ids that end a text. Raises UserError if there is none.
+    pieces: bytes of each id; None for special tokens, EOS and ids without text, because constrained
+    output never contains them, even if their names spell it. ids: token ids of each piece.
+    eos_token_ids: ids that end a sequence. Raises UserError if there is none.
     """
 
     def __init__(self, encoding, vocab_size: int, eos_token_ids: tuple[int, ...]):
@@ -43,25 +43,25 @@ class Vocabulary:
                 piece = encoding.decode_single_token_bytes(token)
             except KeyError:  # a padded vocabulary has ids without text
                 continue
-            if piece:  # an empty one could follow itself for ever
+            if piece:  # an empty piece could repeat for ever
                 self.pieces[token] = piece
                 self.ids.setdefault(piece, []).append(token)
         self.longest = max(map(len, self.ids), default=0)  # bytes
 
     @functools.cached_property
     def usable_tokens(self) -> numpy.ndarray:
-        """A bit for each token: whether a text may have it, or it ends one. Whole int32s."""
+        """Return a bitmask, padded to int32, of EOS and all tokens with bytes."""
         texts = [token for token, piece in enumerate(self.pieces) if piece is not None]
         return self.bitmask(texts + self.eos_token_ids)
 
     @functools.cached_property
     def usable_tokens_in_tool_calls(self) -> numpy.ndarray:
-        """The same with added tokens, which the grammar of a reply with calls names."""
+        """Return `usable_tokens` plus the added tokens, which tool-call grammars name."""
         return self.usable_tokens | self.bitmask([*self.added_tokens.values()])
 
     @functools.cached_property
     def added_tokens(self) -> dict[str, int]:
-        """Added tokens that end no text, by their names."""
+        """Return the ids of added tokens by name, without EOS."""
         named = {
             name: self.encoding.added_token_ids[name] for name in self.encoding.special_tokens_set
         }
@@ -69,18 +69,19 @@ class Vocabulary:
 
     @functools.cached_property
     def tokenizer(self):
-        """What llguidance knows of this vocabulary."""
+        """Return this vocabulary as a tokenizer of llguidance."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
         adapter = TokenizerAdapter(self, [piece or b"" for piece in self.pieces])
-        for name, token in self.added_tokens.items():  # without a name none is told from others
+        for name, token in self.added_tokens.items():  # llguidance tells them apart by name
             adapter.tokens[token] = name.encode()
         return LLTokenizer(TokenizerWrapper(adapter), len(self.pieces), self.eos_token_ids)
 
     def tokenize(self, text: str) -> list[int]:
-        """The tokens that the tokenizer writes for a text, without SentencePiece's first blank.
+        """Tokenize a text without SentencePiece's leading blank.
 
-        Where it writes another text, as without a byte that it lacks: the longest tokens first.
+        Falls back to the longest tokens first if the tokenizer does not reproduce the text, for
+        example because it lacks a byte.
         """
         data = text.encode()
         try:
@@ -90,12 +91,12 @@ class Vocabulary:
                 return tokens
             if b"".join(pieces) == b" " + data:
                 return self.tokenize_longest_first(pieces[0][1:]) + tokens[1:]
-        except (UserError, TypeError):  # the tokenizer gives up, or an EOS is a piece of the text
+        except (UserError, TypeError):  # the tokenizer fails, or emits a token without a piece
             pass
         return self.tokenize_longest_first(data)
 
     def tokenize_longest_first(self, data: bytes) -> list[int]:
-        """Tokens for these bytes, the longest first. It stops at one that the vocabulary lacks."""
+        """Tokenize bytes greedily, the longest token first; stop at a byte the vocabulary lacks."""
         tokens = []
         while data:
             sizes = range(min(self.longest, len(data)), 0, -1)
@@ -107,12 +108,12 @@ class Vocabulary:
         return tokens
 
     def bitmask(self, ids: list[int]) -> numpy.ndarray:
-        """A bit for each token: whether it is among these. Whole int32s."""
+        """Return a bitmask with the bits of these ids set, one bit per token, padded to int32."""
         token_mask = torch.nn.functional.pad(self.token_mask(ids), (0, -len(self.pieces) % 32))
         return numpy.packbits(token_mask.numpy(), bitorder="little")
 
     def token_mask(self, ids: list[int] | slice) -> torch.Tensor:
-        """(vocab_size,) bools: which tokens are among these."""
+        """Return (vocab_size,) bools: true for these ids."""
         token_mask = torch.zeros(len(self.pieces), dtype=torch.bool)
         token_mask[ids] = True
         return token_mask
@@ -122,29 +123,29 @@ MAX_TOKENIZED = 2**9  # characters; a schema can force 65,536, a grammar more
 
 
 class TokenizerAdapter:
-    """A vocabulary with the names that llguidance asks for."""
+    """Vocabulary under the attribute names that llguidance expects."""
 
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary, pieces: list[bytes]):
-        self.tokenize = functools.lru_cache(2**10)(vocabulary.tokenize)  # rows ask for the same
+        self.tokenize = functools.lru_cache(2**10)(vocabulary.tokenize)  # sequences share texts
         self.tokens = pieces
         self.eos_token_id = vocabulary.eos_token_ids[0]
         self.special_token_ids = [token for token, piece in enumerate(pieces) if not piece]
 
     def __call__(self, text: str | bytes) -> list[int]:
         text = text if isinstance(text, str) else text.decode("utf-8", "replace")
-        # Asked for all that must follow, before each token. Only the first of these counts.
+        # llguidance passes the whole forced text before each token, and needs only its first token.
         return self.tokenize(text[:MAX_TOKENIZED])
 
 
-END_OF_CHOICE = None  # the key in a node of the trie that says: a choice ends here
+END_OF_CHOICE = None  # key in a trie node where a choice ends
 
 
 class ChoiceTrie:
-    """Texts as a trie: a node maps each byte that may come next to the node after it.
+    """Byte trie of choices; a node maps each byte that may come next to the child node.
 
-    Raises UserError for a choice with bytes that no token is: a text could get stuck before one.
+    Raises UserError if a byte of a choice is no token, because decoding could get stuck before it.
     """
 
     def __init__(self, texts: tuple[str, ...], vocabulary: Vocabulary):
@@ -164,16 +165,16 @@ class ChoiceTrie:
         return ChoiceMatcher(self)
 
     def advance(self, node: dict | None, token: int) -> dict | None:
-        """The node that a token leads to; None: no choice begins like this."""
+        """Return the node after a token; None if no choice has this prefix."""
         piece = self.vocabulary.pieces[token]
         for byte in piece or ():
             node = node.get(byte) if node else None
         return node if piece else None
 
     def next_token_ids(self, node: dict) -> list[int]:
-        """The tokens that may come next: each string that follows is looked up in the vocabulary.
+        """Return the allowed token ids by looking up each string that may follow.
 
-        A scan of the vocabulary would read 50,000 tokens; the strings are hardly ever as many.
+        A scan of the vocabulary would read 50,000 tokens; the strings are usually far fewer.
         """
         ids = list(self.vocabulary.eos_token_ids) if END_OF_CHOICE in node else []
         stack = [(node, b"")]
@@ -188,35 +189,35 @@ class ChoiceTrie:
 
 
 class Matcher:
-    """Says which tokens may follow a text under a constraint."""
+    """Constraint state of one sequence, and the token masks it allows."""
 
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
-        self.tokens: list[int] = []  # the output that the state stands behind
+        self.tokens: list[int] = []  # output tokens that the state has consumed
 
     def token_mask(self, output: list[int]) -> torch.Tensor:
-        """Which tokens may follow this output of a text, (vocab_size,) bools.
+        """Return (vocab_size,) bools: true for tokens that may follow this output.
 
-        It may be any output: what it shares with that of the last call is not read again. After
-        one that has left the constraint all are allowed: a draft that will be refused, or an EOS.
-        No token is allowed where this vocabulary cannot complete the constraint.
+        The output may be any; the prefix shared with the last call is not read again. All tokens
+        are allowed after an output that left the constraint, by EOS or by a draft token that will
+        be rejected. No token is allowed if this vocabulary cannot complete the constraint.
         """
         raise NotImplementedError
 
     def reason(self) -> str:
-        """Why no token is allowed."""
+        """Return why no token is allowed."""
         return "the constraint allows nothing, or nothing that this vocabulary can write"
 
     def checked_token_mask(self, output: list[int]) -> torch.Tensor:
-        """`token_mask`. Raises UserError if no token is."""
+        """Return `token_mask`. Raises UserError if it allows no token."""
         token_mask = self.token_mask(output)
-        if not token_mask.numpy().any():  # it ends at the first, where torch looks at all
+        if not token_mask.numpy().any():  # numpy stops at the first true, torch does not
             where = f"after {len(output)} token{'s' * (len(output) != 1)} of the text"
             raise UserError(f"no token may follow {where}: {self.reason()}")
         return token_mask
 
     def is_accepting(self, output: list[int]) -> bool:
-        """Whether an output has ended, or may end where it is cut."""
+        """Return whether an output ends with EOS, or EOS may follow it."""
         eos_token_ids = self.vocabulary.eos_token_ids
         return (
             output[-1:] in [[end] for end in eos_token_ids]
@@ -225,7 +226,7 @@ class Matcher:
 
 
 class ChoiceMatcher(Matcher):
-    """Keeps a node for each token of a text, so it can go back."""
+    """Matcher of a ChoiceTrie; keeps the node after each token, so that it can roll back."""
 
     def __init__(self, choices: ChoiceTrie):
         super().__init__(choices.vocabulary)
@@ -247,7 +248,7 @@ class ChoiceMatcher(Matcher):
 
 @contextlib.contextmanager
 def interruptible():
-    """Let Ctrl-C end a script inside the block, where Python's own handler would not be called."""
+    """Let Ctrl-C end a script in the block, where native calls delay Python's own handler."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -259,30 +260,30 @@ def interruptible():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Budgets of llguidance. Its parser has a row for each lexeme of a text, with an item for each way
-# to go on. One of 600 alternatives has 601, an object with 400 optional properties 1,607. Ambiguous
-# rows take time with the cube of their items, up to 0.3 s: a server has a budget of time, too.
+# Budgets of llguidance. Its Earley parser has a row for each lexeme, with an item for each
+# continuation: 601 for 600 alternatives, 1,607 for an object with 400 optional properties.
+# Ambiguous rows take time cubic in their items, up to 0.3 s, so a server limits time, too.
 MAX_ITEMS = 2000
-MAX_STATES = 2**16  # of the lexer, beside two for each byte of the source; up to 14 MB
-# Expressions of the lexer, beside two for each byte of the source. Terminals that each have another
-# one twice double them: 65,536 take up to 12 MB, llguidance's own limit of a million 90 MB.
+MAX_STATES = 2**16  # of the lexer, plus two per source byte; up to 14 MB
+# Expressions of the lexer, plus two per source byte. They grow exponentially if each terminal uses
+# another one twice: 65,536 take up to 12 MB, llguidance's own limit of a million 90 MB.
 MAX_EXPRESSIONS = 2**16
-MAX_MULTIPLES = 10**6  # of a schema with multipleOf, whose remainders are counted, too
-MAX_FORCED_PREFIX = 32  # tokens that must come first
-# How JSON is written. A model may write blanks for ever. Without \u a character has one spelling:
-# llguidance compares names as they are written, and takes "\u0061" for another name than "a".
+MAX_MULTIPLES = 10**6  # expressions of a schema with multipleOf, including remainders
+MAX_FORCED_PREFIX = 32  # forced tokens that are checked at compile time
+# Flexible whitespace would let a model write blanks for ever. \u is off, because llguidance
+# compares names as written, so "\u0061" and "a" would be different names.
 JSON_OPTIONS = {"whitespace_flexible": False, "json_allowed_escapes": 'nrbtf\\"'}
 
 
 class Grammar:
-    """A JSON schema, a regular expression or a grammar, which llguidance compiles.
+    """JSON schema, regular expression or grammar, compiled by llguidance.
 
-    constraint_field: the field of SamplingParams that the source is from. Raises UserError for what
-    is wrong with it, and if no text satisfies it.
+    constraint_field: SamplingParams field of the source. Raises UserError if the source is invalid,
+    or if no output satisfies it.
     """
 
     def __init__(self, constraint_field: str, source: str, vocabulary: Vocabulary):
-        from llguidance import LLMatcher, LLParserLimits  # takes 0.04 s, and few texts need it
+        from llguidance import LLMatcher, LLParserLimits  # takes 0.04 s, and few requests need it
 
         self.vocabulary = vocabulary
         self.usable_tokens = vocabulary.usable_tokens
@@ -309,7 +310,7 @@ class Grammar:
                 initial_lexer_fuel=limit + 2 * len(source),
                 max_lexer_states=MAX_STATES + 2 * len(source),
             )
-            # Nothing is ever written to it: each matcher has a copy, which shares what is compiled.
+            # Never mutated: each matcher has a copy, which shares the compiled grammar.
             with interruptible():
                 self.initial_state = LLMatcher(
                     vocabulary.tokenizer, text, log_level=0, limits=limits
@@ -329,9 +330,9 @@ class Grammar:
         return GrammarMatcher(self)
 
     def check_initial_state(self) -> None:
-        """Raise UserError if no token may come first, or follow the tokens that must come first.
+        """Raise UserError if no token may come first, or none may follow the forced prefix.
 
-        A required property that needs itself, for example, allows "{" and then nothing.
+        For example, a required property that requires itself allows "{" and then nothing.
         """
         matcher = self.matcher()
         output = []
@@ -342,11 +343,11 @@ class Grammar:
             output.append(token)
 
 
-LLGUIDANCE_ADVICE = "consider making your grammar"  # llguidance's, to whoever writes rules
+LLGUIDANCE_ADVICE = "consider making your grammar"  # in llguidance's errors, for authors of rules
 
 
 class GrammarMatcher(Matcher):
-    """A state of llguidance's parser."""
+    """Matcher of a Grammar; wraps the state of llguidance's parser."""
 
     def __init__(self, grammar: Grammar):
         super().__init__(grammar.vocabulary)
@@ -360,7 +361,7 @@ class GrammarMatcher(Matcher):
         self.state.rollback(len(self.tokens) - known)
         del self.tokens[known:]
         eos_token_ids = self.vocabulary.eos_token_ids
-        # Not an EOS: after it everything is allowed.
+        # Stop before EOS, after which all tokens are allowed.
         text = list(itertools.takewhile(lambda token: token not in eos_token_ids, output[known:]))
         with interruptible():
             self.tokens += text[: self.state.try_consume_tokens(text)]
@@ -368,11 +369,11 @@ class GrammarMatcher(Matcher):
                 return self.vocabulary.token_mask(slice(None))
             self.state.unsafe_compute_mask_ptr(self.bitmask.ctypes.data, len(self.bitmask))
         self.error = self.state.get_error()
-        if self.error:  # there is no way back from one
+        if self.error:  # an error is final, so restart
             self.state = self.grammar.initial_state.deep_copy()
             self.tokens = []
             return self.vocabulary.token_mask([])
-        # A grammar from outside can name special tokens, which are no text.
+        # A user's grammar may name special tokens, which must not be generated.
         self.bitmask &= self.grammar.usable_tokens
         token_mask = numpy.unpackbits(
             self.bitmask, count=len(self.vocabulary.pieces), bitorder="little"
@@ -391,7 +392,7 @@ class GrammarMatcher(Matcher):
         return reason
 
 
-# The lexemes of llguidance's Lark. No two of them begin with the same character and the next one.
+# Lexemes of llguidance's Lark. No two types begin with the same two characters.
 LEXEME = re.compile(
     r"""(?P<string>"(?:\\.|[^"\\\n])*"i?)
     |(?P<comment>(?:\#|//)[^\n]*)
@@ -408,10 +409,10 @@ LARK_OPTIONS = {"lazy"}
 
 
 def check_lark(source: str) -> None:
-    """Raise UserError for what llguidance's Lark has beside rules, terminals and regexes.
+    """Raise UserError for features of llguidance's Lark other than rules, terminals and regexes.
 
-    Parametric rules can recurse for ever. Options change how a text is drawn or taken back, and
-    special tokens are no text. See docs/syntax.md and docs/parametric.md of llguidance.
+    Parametric rules can recurse for ever, options change sampling or backtracking, and special
+    tokens must not be generated. See docs/syntax.md and docs/parametric.md of llguidance.
     """
     code = ""
     for found in LEXEME.finditer(source):
@@ -437,14 +438,14 @@ def check_lark(source: str) -> None:
 
 
 def single_allowed_token(token_mask: torch.Tensor | None) -> int | None:
-    """The token of a mask that allows one; None for other masks, and without one."""
+    """Return the token if the mask allows exactly one; None for other masks or no mask."""
     if token_mask is None or numpy.count_nonzero(token_mask.numpy()) != 1:
         return None
     return int(token_mask.numpy().argmax())
 
 
 def tool_error(grammar: str, error: str) -> str:
-    """What an error of llguidance says of a grammar of calls, whose text no client has seen."""
+    """Return an llguidance error on a tool grammar by tool name; clients never see the grammar."""
     position, _, reason = re.split(r"\n +\d+ \| ", error)[0].partition(": ")
     line = re.match(r"at (\d+)", position)
     rule = grammar.splitlines()[int(line[1]) - 1] if line else ""
@@ -452,19 +453,19 @@ def tool_error(grammar: str, error: str) -> str:
     return f"{name[1]}: {short_error(reason)}" if name else short_error(error)
 
 
-ONE_OF_ADVICE = (  # for llguidance's advice of an option that no client can set
+ONE_OF_ADVICE = (  # replaces llguidance's advice to set an option that clients cannot set
     "oneOf needs schemas of which no two allow the same value, told apart by type or by a required "
     "property with another const in each; anyOf needs neither"
 )
 
 
 def short_error(error: str) -> str:
-    """What an error of llguidance says, in one line, without the state of its parser."""
+    """Return an error of llguidance in one line of up to 300 characters, without parser state."""
     line = " ".join(re.split(r"<backtrace>|<non-verbose/>", error)[0].split())[:300]
     return ONE_OF_ADVICE if line.startswith("oneOf constraints are not supported") else line
 
 
-# Keywords that ask for nothing: with any value, or with one of these.
+# Keywords that constrain nothing: with any value, or with one of these values.
 IGNORED_KEYWORDS = {"contentEncoding", "contentMediaType", "contentSchema"}
 IGNORED_KEYWORDS |= {"example", "externalDocs", "xml"}  # OpenAPI's
 NEUTRAL_VALUES = {
@@ -477,8 +478,8 @@ NEUTRAL_VALUES = {
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
 }
-# Formats that llguidance knows, by their shape; and others that JSON Schema defines. Any further
-# name is a note: JSON Schema leaves its meaning to whoever reads it.
+# Formats whose syntax llguidance enforces, and other formats of JSON Schema. Any further name is an
+# annotation in JSON Schema, and is ignored.
 FORMATS = {"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6"}
 FORMATS |= {"uri", "uuid"}
 UNSUPPORTED_FORMATS = {"idn-email", "idn-hostname", "iri", "iri-reference", "uri-reference"}
@@ -494,24 +495,24 @@ SUPPORTED_KEYWORDS = {
     *("$schema", "$id", "$comment", "discriminator"),
     *IGNORED_KEYWORDS,
 }
-MAX_SCHEMA_DEPTH = 32  # schemas inside each other
+MAX_SCHEMA_DEPTH = 32  # levels of nested schemas
 MAX_SCHEMAS = 1000
-MAX_VALUES = 5000  # of all enums
-MAX_PATTERN = 2**12  # characters of all patterns
-MAX_INTERSECTED = 8  # that hold beside another: 16 patterns take 1.4 s, each more doubles it
-MAX_REMAINDERS = 5 * 10**4  # of all multipleOf: llguidance has a state for each
-ANNOTATION_KEYWORDS = {  # keywords that say nothing of a text by themselves
+MAX_VALUES = 5000  # total of all enums
+MAX_PATTERN = 2**12  # total characters of all patterns
+MAX_INTERSECTED = 8  # intersected schemas: 16 patterns take 1.4 s, each more doubles it
+MAX_REMAINDERS = 5 * 10**4  # total of all multipleOf: llguidance has a state for each
+ANNOTATION_KEYWORDS = {  # keywords that alone constrain no output
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
     *("$defs", "definitions", "$schema", "$id", "$comment", *IGNORED_KEYWORDS),
-    "discriminator",  # OpenAPI's: which schema of oneOf holds, where its own tag says so, too
+    "discriminator",  # OpenAPI: selects a schema of oneOf by a tag, which that schema requires, too
 }
 IN_PLACE_APPLICATORS = {"allOf", "anyOf", "oneOf", "$ref"}
 
 
 def parse_schema(source: str) -> dict:
-    """Return a schema without what asks for nothing.
+    """Parse a JSON schema and strip the keywords that constrain nothing.
 
-    Raises UserError for one that is not JSON, and as `check_schemas`.
+    Raises UserError for invalid JSON, and as `check_schemas`.
     """
     try:
         schema = json.loads(source)
@@ -526,7 +527,7 @@ def parse_schema(source: str) -> dict:
 
 
 def strip_ignored_keywords(schema: Any) -> Any:
-    """Return a schema that `check_schemas` has passed, without what asks for nothing."""
+    """Return a schema, checked by `check_schemas`, without the keywords that constrain nothing."""
     if not isinstance(schema, dict):
         return schema
     plain = {}
@@ -546,11 +547,11 @@ def strip_ignored_keywords(schema: Any) -> Any:
 
 
 def check_schemas(schemas: dict[str, dict]) -> None:
-    """Raise UserError for schemas, by their paths, that are too large, or with unknown keywords.
+    """Raise UserError for schemas, given by path, that are too large or use unknown keywords.
 
-    llguidance ignores keywords that it has never heard of; a text would not be what they ask for.
+    llguidance ignores unknown keywords, so the output could violate them.
     """
-    stack = [(path, schema, 1) for path, schema in schemas.items()]  # and how deep
+    stack = [(path, schema, 1) for path, schema in schemas.items()]  # (path, schema, depth)
     count = values = pattern = intersected = 0
     multiples = []
     while stack:
@@ -617,7 +618,7 @@ def check_schemas(schemas: dict[str, dict]) -> None:
         raise UserError(f"more than {MAX_REMAINDERS:,} remainders of multipleOf")
 
 
-# Characters that JSON writes with \u only, and what a regular expression writes for one.
+# Characters that JSON can only write with \u, and their escapes in a regular expression.
 CONTROL_CHARACTER = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 ESCAPED_CONTROL_CHARACTER = re.compile(
     r"\\(x(0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])|u00(0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])|v)"
@@ -626,9 +627,10 @@ CONTROL_ADVICE = r"of control characters a string may have \b, \f, \n, \r and \t
 
 
 def check_values(path: str, value: Any) -> None:
-    """Raise UserError for a string with a character of CONTROL_CHARACTER, anywhere in a value.
+    """Raise UserError if a string anywhere in a value has a character of CONTROL_CHARACTER.
 
-    llguidance leaves such a character out: a text would have another value. Names keep theirs.
+    llguidance omits such a character, so the output would have another value. Property names are
+    not affected.
     """
     stack = [value]
     while stack:
@@ -642,8 +644,8 @@ def check_values(path: str, value: Any) -> None:
 
 
 def check_patterns(path: str, patterns: Any) -> None:
-    """Raise UserError as `check_values`, for a character of a pattern outside of [brackets]."""
-    if sum(len(str(pattern)) for pattern in patterns) > MAX_PATTERN:  # refused for that
+    """Raise UserError as `check_values` does, for characters of a pattern outside [brackets]."""
+    if sum(len(str(pattern)) for pattern in patterns) > MAX_PATTERN:  # refused later
         return
     for pattern in patterns:
         bare = re.sub(r"\[(?:\\.|[^\]\\])*\]|\\\\", "", str(pattern), flags=re.DOTALL)
@@ -652,12 +654,12 @@ def check_patterns(path: str, patterns: Any) -> None:
 
 
 def json_equal(value: Any, other: Any) -> bool:
-    """Return whether two values are the same JSON, in which true is not 1."""
+    """Return whether two JSON values are equal; true is not 1."""
     return type(value) is type(other) and value == other
 
 
 def check_min_properties(path: str, schema: dict) -> None:
-    """Raise UserError for a minProperties that a text could reach with one name twice.
+    """Raise UserError for a minProperties that an output could reach by repeating a name.
 
     llguidance counts additional properties, but does not compare their names.
     """
@@ -673,9 +675,9 @@ def check_min_properties(path: str, schema: dict) -> None:
 
 
 def count_remainders(multiples: list[decimal.Decimal]) -> int:
-    """How many remainders a parser may have to tell apart for these values of multipleOf.
+    """Return an upper bound on the remainders that a parser tracks for these multipleOf values.
 
-    One number may have to be a multiple of all of them: their least common multiple counts.
+    One number may have to be a multiple of all of them, so their least common multiple counts.
     """
     if not multiples:
         return 0
@@ -684,7 +686,7 @@ def count_remainders(multiples: list[decimal.Decimal]) -> int:
 
 
 def leads_to_schema(reference: str) -> bool:
-    """Whether it leads to where `parse_schema` looks, and not, say, into a default."""
+    """Return whether a $ref leads to a schema that `check_schemas` visits, not to a default."""
     parts = iter(reference.split("/")[1:])
     return all(
         part in SCHEMA_KEYWORDS
@@ -695,56 +697,56 @@ def leads_to_schema(reference: str) -> bool:
 
 @functools.lru_cache(4)
 def get_vocabulary(encoding, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
-    """The Vocabulary of an encoding, made once."""
+    """Return the Vocabulary of an encoding, cached."""
     return Vocabulary(encoding, vocab_size, eos_token_ids)
 
 
-compiled = weakref.WeakValueDictionary()  # constraints that something holds: a matcher does
+compiled = weakref.WeakValueDictionary()  # constraints in use, for example by a matcher
 
 
-@functools.lru_cache(8)  # holds the last ones: a client often has one constraint for all requests
+@functools.lru_cache(8)  # keeps recent constraints, which clients often reuse
 def compile_source(constraint_field: str, source, vocabulary: Vocabulary) -> ChoiceTrie | Grammar:
-    """What a field of SamplingParams asks for, compiled unless something still holds it."""
+    """Compile the source of a SamplingParams field, or return its constraint if still in use."""
     key = constraint_field, source, vocabulary
     found = compiled.get(key)
     if found is None:
         found = ChoiceTrie(source, vocabulary) if constraint_field == "choices" else Grammar(*key)
-        found = compiled.setdefault(key, found)  # another thread may have been first
+        found = compiled.setdefault(key, found)  # another thread may have been faster
     return found
 
 
 @functools.lru_cache(1)
 def compile_large_source(*key) -> ChoiceTrie | Grammar:
-    """`compile_source`, for a constraint of which eight would take too much memory."""
+    """Compile a constraint that is too large to keep eight of, as `compile_source` does."""
     return compile_source.__wrapped__(*key)
 
 
 def clear_constraint_cache() -> None:
-    """Drop the constraints that are kept for later requests."""
+    """Drop the constraints that the cache keeps for later requests."""
     compile_source.cache_clear()
     compile_large_source.cache_clear()
 
 
-CONSTRAINT_BYTES = 2**18  # that a constraint takes at least
-SOURCE_BYTES = 2**9  # beside these for each byte of its source; an enum of objects takes 300
-LARGE_BYTES = 2**23
+CONSTRAINT_BYTES = 2**18  # minimum memory of a constraint
+SOURCE_BYTES = 2**9  # additional memory per source byte; an enum of objects takes 300
+LARGE_BYTES = 2**23  # above this, cache one constraint instead of eight
 
 
 def constraint_bytes(source: str | tuple[str, ...]) -> int:
-    """Estimate the bytes of a constraint by its source. Texts that it holds take more."""
+    """Estimate the bytes of a constraint from its source. Its sequences take additional memory."""
     texts = [source] if isinstance(source, str) else source
     return CONSTRAINT_BYTES + SOURCE_BYTES * sum(len(text.encode()) for text in texts)
 
 
 def compiled_bytes() -> int:
-    """Estimate the memory of all compiled constraints that something holds, in bytes."""
+    """Estimate the memory of all compiled constraints in use, in bytes."""
     return sum(constraint_bytes(source) for _, source, _ in compiled.copy())
 
 
 def compile_constraint(
     params: SamplingParams, vocabulary: Vocabulary
 ) -> ChoiceTrie | Grammar | None:
-    """The constraint that these parameters ask for; None for any.
+    """Return the compiled constraint of these parameters; None if unconstrained.
 
     Raises UserError as `ChoiceTrie` and `Grammar`.
     """
@@ -757,9 +759,10 @@ def compile_constraint(
 
 
 def make_matcher(params: SamplingParams, encoding, config) -> Matcher | None:
-    """A matcher for a text with these parameters; None if it may be any text.
+    """Return a matcher for a sequence with these parameters; None if unconstrained.
 
-    config: of the model. Raises UserError as `compile_constraint`, and if there is no encoding.
+    config: the model's configuration. Raises UserError as `compile_constraint`, and if encoding is
+    None.
     """
     if params.constraint_field is None:
         return None

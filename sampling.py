@@ -1,4 +1,4 @@
-"""From logits to tokens: parameters of a text, penalties, filters and draws."""
+"""Sampling: parameters of a request, logits processors, filters and draws."""
 
 import dataclasses
 import math
@@ -15,33 +15,33 @@ from errors import UserError, check_limits
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How to choose the next tokens; the defaults are greedy decoding.
+    """Sampling parameters of a request; the defaults are greedy decoding.
 
     Raises UserError for a value out of range.
     """
 
     max_new_tokens: int = 220
-    ignore_eos: bool = False  # go on after an EOS token
-    temperature: float = 0.0  # divides the logits before the softmax; 0: the most likely token
-    top_k: int = 0  # draw from the k most likely tokens; 0: from all
-    top_p: float = 1.0  # draw from the fewest tokens that hold this mass; 1: from all
-    min_p: float = 0.0  # the share of the largest probability that a token needs; 0: off
-    presence_penalty: float = 0.0  # taken from the logit of each token in the output
-    frequency_penalty: float = 0.0  # taken from it once for each time it is there
+    ignore_eos: bool = False  # continue after an EOS token
+    temperature: float = 0.0  # divides the logits before the softmax; 0: greedy
+    top_k: int = 0  # sample from the k most likely tokens; 0: off
+    top_p: float = 1.0  # sample from the fewest tokens that hold this mass; 1: off
+    min_p: float = 0.0  # minimum probability, relative to the most likely token; 0: off
+    presence_penalty: float = 0.0  # subtracted once from the logit of each token in the output
+    frequency_penalty: float = 0.0  # subtracted for each occurrence in the output
     repetition_penalty: float = 1.0  # lowers the logits of tokens in prompt and output; 1: off
-    # Token ids and what is added to their logits, before all else. A mapping is taken, too.
+    # (token id, bias) pairs, or a mapping; added to the logits before any other processing.
     logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int | None = None  # of the draws; None: they come from a generator
-    stop: tuple[str, ...] = ()  # the text ends before the first of these strings
-    stop_token_ids: tuple[int, ...] = ()  # it ends with the first of these, as with an EOS token
-    skip_token_ids: tuple[int, ...] = ()  # tokens that an engine leaves out of the text
-    min_tokens: int = 0  # no token and no string ends it among the first of this number
-    logprobs: int | None = None  # report the N most likely tokens at each place; None: nothing
-    choices: tuple[str, ...] = ()  # the text is one of these; (): any
-    json_schema: str | None = None  # the text is JSON that this schema, as JSON, allows; None: any
-    regex: str | None = None  # the whole text matches this expression; None: any
-    grammar: str | None = None  # the text is of this grammar, in llguidance's Lark; None: any
-    tool_grammar: str | None = None  # the grammar of a reply that may call tools; None: any
+    seed: int | None = None  # of the draws; None: use a shared generator
+    stop: tuple[str, ...] = ()  # strings; the text is cut before the first one
+    stop_token_ids: tuple[int, ...] = ()  # token ids that end the sequence, as EOS does
+    skip_token_ids: tuple[int, ...] = ()  # token ids that the engine omits from the text
+    min_tokens: int = 0  # new tokens before EOS, a stop token or a stop string may end it
+    logprobs: int | None = None  # report the N most likely tokens per position; None: off
+    choices: tuple[str, ...] = ()  # the output is one of these; (): unconstrained
+    json_schema: str | None = None  # JSON source of a schema that the output satisfies
+    regex: str | None = None  # regular expression that the whole output matches
+    grammar: str | None = None  # llguidance Lark grammar that the output follows
+    tool_grammar: str | None = None  # grammar of a reply that may call tools
 
     def __post_init__(self):
         if isinstance(self.logit_bias, Mapping):
@@ -54,24 +54,24 @@ class SamplingParams:
         pairs = sorted((token, float(bias)) for token, bias in self.logit_bias)
         object.__setattr__(self, "logit_bias", tuple(pairs))
         for field in dataclasses.fields(self):
-            if field.type is float:  # torch takes no integer above 2**64 - 1
+            if field.type is float:  # torch accepts no integer above 2**64 - 1
                 object.__setattr__(self, field.name, float(getattr(self, field.name)))
 
     @property
     def constraint_field(self) -> str | None:
-        """The field that constrains the text; None: it may be any."""
+        """Return the name of the field that holds the constraint; None if there is none."""
         return next(
             (name for name in CONSTRAINT_FIELDS if getattr(self, name) not in ((), None)), None
         )
 
 
 MAX_FLOAT = sys.float_info.max
-MAX_CHOICES = 2**14  # bytes in all, because each takes a node of a trie
+MAX_CHOICES = 2**14  # total bytes, because each byte takes a trie node
 CONSTRAINT_FIELDS = ("choices", "json_schema", "regex", "grammar", "tool_grammar")
 
 
 def source_limit(size: int) -> tuple:
-    """The limit of a field that holds the source of a constraint: so many bytes at most."""
+    """Return the LIMITS entry of a constraint source of at most `size` bytes."""
     return (
         str | None,
         lambda v: v is None or utf8_size((v,)) <= size,
@@ -80,25 +80,25 @@ def source_limit(size: int) -> tuple:
 
 
 def is_token_id(value) -> bool:
-    """Whether a value may be a token's id."""
+    """Return whether a value is a valid token id."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def is_logit_bias(value) -> bool:
-    """Whether a value may be added to a logit. OpenAI's API has this range."""
+    """Return whether a value is a valid logit bias, in the range of OpenAI's API."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and -100 <= value <= 100
 
 
 def are_logit_biases(pairs: tuple) -> bool:
-    """Whether these are pairs of ids and biases, with no id twice."""
+    """Return whether these are (token id, bias) pairs with distinct ids."""
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         return False
     good = all(is_token_id(token) and is_logit_bias(bias) for token, bias in pairs)
     return good and len(dict(pairs)) == len(pairs)
 
 
-LIMITS = {  # field of SamplingParams: its type, which values are valid, how to say that
+LIMITS = {  # field of SamplingParams: type, predicate for valid values, their description
     "max_new_tokens": (int, lambda v: v >= 0, "an integer >= 0"),
     "ignore_eos": (bool, lambda v: True, "True or False"),
     "temperature": (int | float, lambda v: 0 <= v <= MAX_FLOAT, "a finite number >= 0"),
@@ -136,7 +136,7 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
         lambda v: all(isinstance(string, str) for string in v) and utf8_size(v) <= MAX_CHOICES,
         "a tuple of texts, of 16,384 bytes of UTF-8 at most",
     ),
-    # Longer ones may keep llguidance busy for seconds, or a chain of rules overflow its stack.
+    # Longer sources may take llguidance seconds, or overflow its stack by a chain of rules.
     "json_schema": source_limit(2**16),
     "regex": source_limit(2**12),
     "grammar": source_limit(2**13),
@@ -148,7 +148,7 @@ NOT_FINITE = (
 
 
 def utf8_size(strings: tuple[str, ...]) -> float:
-    """How many bytes strings have in UTF-8; infinity for one that it cannot write."""
+    """Return the total UTF-8 bytes of strings; infinity if UTF-8 cannot encode one."""
     try:
         return sum(len(string.encode()) for string in strings)
     except UnicodeEncodeError:
@@ -156,7 +156,7 @@ def utf8_size(strings: tuple[str, ...]) -> float:
 
 
 def check_constraint(params: SamplingParams) -> None:
-    """Raise UserError for two constraints, or if a text may not end where one says so."""
+    """Raise UserError for two constraints, or for a field that conflicts with the constraint."""
     constraint_field, *others = [
         name for name in CONSTRAINT_FIELDS if getattr(params, name) not in ((), None)
     ] or [None]
@@ -175,7 +175,10 @@ def check_constraint(params: SamplingParams) -> None:
 def params_per_prompt(
     params: SamplingParams | list[SamplingParams], count: int
 ) -> list[SamplingParams]:
-    """The params of each of `count` prompts. Raises ValueError for a list of another length."""
+    """Return a list of `count` params, one per prompt.
+
+    Raises ValueError for a list of another length.
+    """
     params_list = [params] * count if isinstance(params, SamplingParams) else list(params)
     if len(params_list) != count:
         raise ValueError(f"{len(params_list)} params for {count} prompts")
@@ -183,15 +186,15 @@ def params_per_prompt(
 
 
 def check_engine_only_params(params_list: list[SamplingParams]) -> None:
-    """Raise UserError for parameters that ask for more than tokens, which only an engine gives."""
+    """Raise UserError for parameters that only the engine supports."""
     if any(params.stop or params.logprobs is not None for params in params_list):
         raise UserError("stop and logprobs are for the engine alone")
 
 
 def check_token_ids(params: SamplingParams, config) -> None:
-    """Raise UserError for an id in the parameters that a model of this configuration lacks.
+    """Raise UserError for a token id outside the model's vocabulary.
 
-    And for min_tokens where no token could come first.
+    Also raises for min_tokens > 0 if every token of the vocabulary ends a sequence.
     """
     size = config.vocab_size
     biased = [token for token, _ in params.logit_bias]
@@ -206,18 +209,18 @@ def check_token_ids(params: SamplingParams, config) -> None:
 
 
 def all_stop_token_ids(params: SamplingParams, eos: tuple[int, ...]) -> tuple[int, ...]:
-    """The tokens that end a text. eos: the EOS tokens of its model."""
+    """Return the token ids that end a sequence. eos: EOS tokens of the model."""
     return params.stop_token_ids if params.ignore_eos else params.stop_token_ids + eos
 
 
-# What rows must have in common for torch to penalise them together, and to draw them together.
+# Torch batches penalties and draws over sequences for which these fields are equal.
 PENALTY_FIELDS = operator.attrgetter("presence_penalty", "frequency_penalty", "repetition_penalty")
 SAMPLING_FIELDS = operator.attrgetter("temperature", "top_k", "top_p", "min_p")
-NATIVE = "in C"  # the rows that C draws need nothing in common
+NATIVE = "in C"  # C draws every sequence by its own parameters
 
 
 class RowSampler(Protocol):
-    """What draws in C on a CPU."""
+    """Sampler implemented in C, for the CPU."""
 
     def draw(
         self,
@@ -226,20 +229,21 @@ class RowSampler(Protocol):
         positions: list[int],
         token_masks: list[torch.Tensor | None],
     ) -> list[int]:
-        """Choose a token for each row as `sample` does, greedily or with a seed, up to rounding.
+        """Sample a token for each sequence as `sample` does, greedily or seeded, up to rounding.
 
-        logits: (B, vocab_size), contiguous. token_masks: as in `sample_batch`, B.
+        logits: (B, vocab_size), contiguous. token_masks: B masks, as in `sample_batch`.
         """
 
 
 def zero_nonfinite_rows(logits: torch.Tensor) -> list[bool]:
-    """Which rows of logits (B, vocab_size) are finite.
+    """Zero the rows of logits (B, vocab_size) that hold NaN or infinity, in place.
 
-    The others are set to 0: something can be chosen there, which is not to be used.
+    Sampling then works on every row; callers discard tokens of zeroed rows. Returns B bools: true
+    for finite rows.
     """
-    finite = logits.abs().amax(dim=-1).isfinite()  # NaN in a row is its amax
+    finite = logits.abs().amax(dim=-1).isfinite()  # amax propagates NaN
     rows = finite.tolist()
-    if not all(rows):  # hardly ever, and a mask takes a while
+    if not all(rows):  # rare, and masked assignment is slow
         logits[~finite] = 0
     return rows
 
@@ -254,21 +258,21 @@ def sample_batch(
     native: RowSampler | None = None,
     token_masks: list[torch.Tensor | None] | None = None,
 ) -> list[int]:
-    """The next token of each text, by parameters of its own. logits: (B, vocab_size).
+    """Sample the next token of each sequence by its own parameters. logits: (B, vocab_size).
 
-    prompt_lengths: how many tokens of each text are its prompt, which penalties tell from output.
-    generator: of the random numbers for those without a seed. eos: the model's EOS tokens, which
-    min_tokens bans. native: draws for all others. token_masks: for each text which tokens may be
-    chosen, (vocab_size,) bools; None: all.
+    prompt_lengths: prompt tokens of each sequence; penalties distinguish prompt and output.
+    generator: random numbers for sequences without a seed. eos: EOS tokens of the model, which
+    min_tokens bans. native: sampler for greedy and seeded sequences on a CPU. token_masks: allowed
+    tokens of each sequence, (vocab_size,) bools; None: all.
     """
     logits = apply_logits_processors(logits, params, sequences, prompt_lengths, eos)
     token_masks = token_masks or [None] * len(params)
     use_native = (
         native is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
     )
-    groups = {}  # rows that are chosen together
+    groups = {}  # rows that are sampled together
     for row, row_params in enumerate(params):
-        seeded = row_params.temperature == 0 or row_params.seed is not None  # no generator
+        seeded = row_params.temperature == 0 or row_params.seed is not None  # needs no generator
         group = (
             NATIVE
             if use_native and seeded
@@ -284,7 +288,7 @@ def sample_batch(
         if group == NATIVE:
             tokens = native.draw(selected.contiguous(), params_list, positions, masks)
         else:
-            selected = apply_token_mask(selected, masks)  # last: penalties make -inf finite
+            selected = apply_token_mask(selected, masks)  # last, because penalties make -inf finite
             rng_keys = None
             if params_list[0].seed is not None:
                 rng_keys = [
@@ -300,15 +304,15 @@ def sample_batch(
 
 
 def select_rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """These rows in a tensor of their own, or the same one if they are all there are."""
+    """Return these rows in a new tensor, or `logits` itself if they are all of its rows."""
     return logits if len(rows) == len(logits) else logits[rows]
 
 
 def apply_token_mask(logits: torch.Tensor, token_masks: list[torch.Tensor | None]) -> torch.Tensor:
-    """Set the logits of all tokens that are not allowed to -inf.
+    """Set the logits of disallowed tokens to -inf.
 
-    logits: (B, vocab_size). token_masks: as in `sample_batch`, B. Returns new logits, or the same
-    ones if everything is allowed.
+    logits: (B, vocab_size). token_masks: B masks, as in `sample_batch`. Returns new logits, or
+    `logits` itself if there is no mask.
     """
     rows = [row for row, mask in enumerate(token_masks) if mask is not None]
     if not rows:
@@ -320,25 +324,25 @@ def apply_token_mask(logits: torch.Tensor, token_masks: list[torch.Tensor | None
 
 
 class TokenLogprob(NamedTuple):
-    """The log-probability of a token, and of the most likely ones in its place.
+    """Log-probabilities of a token and of the most likely tokens at its position.
 
-    It is the model's own: of the softmax of its logits, before biases, penalties, temperature and
+    They are the log-softmax of the model's raw logits, before biases, penalties, temperature and
     filters.
     """
 
-    logprob: float  # a natural logarithm
-    top: list[tuple[int, float]]  # ids and their log-probabilities, best first, then by id
+    logprob: float  # natural logarithm
+    top: list[tuple[int, float]]  # (id, log-probability), best first, ties by id
 
 
 def token_logprob(logits: torch.Tensor, token: int, count: int) -> TokenLogprob:
-    """The log-probability of this token, and the `count` most likely ones or all.
+    """Return the log-probability of a token and of the `count` most likely tokens.
 
-    logits: (vocab_size), finite.
+    logits: (vocab_size,), finite. A count above vocab_size returns all tokens.
     """
-    logits = logits.cpu()  # because MPS has no float64
+    logits = logits.cpu()  # MPS has no float64
     logprobs = logits.double().log_softmax(dim=-1)
     least = logits.topk(min(max(count, 1), len(logits))).values[-1]
-    # With all that equal the last one: topk takes any of these.
+    # Break ties by token id; torch.topk breaks them arbitrarily.
     ids = (logits >= least).nonzero()[:, 0]
     ids = ids[logits[ids].argsort(descending=True, stable=True)][:count]
     return TokenLogprob(logprobs[token].item(), list(zip(ids.tolist(), logprobs[ids].tolist())))
@@ -351,10 +355,9 @@ def apply_logits_processors(
     prompt_lengths: list[int],
     eos: tuple[int, ...] = (),
 ) -> torch.Tensor:
-    """What parameters do to logits before a temperature: biases, penalties, bans, row by row.
+    """Apply biases, penalties and min_tokens bans, which come before the temperature.
 
-    The arguments are those of `sample_batch`. Returns new logits, or the same ones if nothing is
-    on.
+    Arguments as in `sample_batch`. Returns new logits, or `logits` itself if nothing applies.
     """
     logits = apply_all_penalties(
         apply_logit_bias(logits, params), params, sequences, prompt_lengths
@@ -363,11 +366,11 @@ def apply_logits_processors(
 
 
 def apply_logit_bias(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """Add to the logits (B, vocab_size) of each row its biases, OpenAI's `logit_bias`.
+    """Add the biases of each sequence, OpenAI's `logit_bias`, to its logits (B, vocab_size).
 
-    Returns new logits, or the same ones if there is no bias.
+    Returns new logits, or `logits` itself if there is no bias.
     """
-    groups = {}  # rows with the same biases, as texts of one request have
+    groups = {}  # rows with equal biases, such as the sequences of one request
     for row, row_params in enumerate(params):
         if row_params.logit_bias:
             groups.setdefault(row_params.logit_bias, []).append(row)
@@ -388,12 +391,12 @@ def apply_min_tokens(
     prompt_lengths: list[int],
     eos: tuple[int, ...],
 ) -> torch.Tensor:
-    """Set to -inf what would end a text that has fewer than its min_tokens.
+    """Ban EOS and stop tokens of sequences with fewer than min_tokens output tokens.
 
-    The arguments are those of `sample_batch`. Returns new logits, or the same ones if there is no
-    ban.
+    Their logits become -inf. Arguments as in `sample_batch`. Returns new logits, or `logits` itself
+    if nothing is banned.
     """
-    # After the penalties, because that on repetition would make a finite number of -inf.
+    # Runs after the penalties, because the repetition penalty would make -inf finite.
     indices = [
         (row, token)
         for row, (row_params, sequence, length) in enumerate(zip(params, sequences, prompt_lengths))
@@ -414,9 +417,9 @@ def apply_all_penalties(
     sequences: list[list[int]],
     prompt_lengths: list[int],
 ) -> torch.Tensor:
-    """Penalise each row by parameters of its own; see `apply_penalties`.
+    """Apply the penalties of each sequence to its logits; see `apply_penalties`.
 
-    Returns new logits, or the same ones if no penalty is on.
+    Returns new logits, or `logits` itself if no penalty is on.
     """
     groups = {}
     for row, row_params in enumerate(params):
@@ -439,30 +442,30 @@ def apply_penalties(
     sequences: list[list[int]],
     prompt_lengths: list[int],
 ) -> torch.Tensor:
-    """Apply the penalties that are on to the logits after each text.
+    """Apply repetition, frequency and presence penalties, in vLLM's order.
 
-    logits: (B, vocab_size). sequences: B lists of token ids, prompt and output, none of them empty;
-    prompt_lengths: how many of each are its prompt. Returns new logits, or the same ones if no
-    penalty is on. vLLM has this order.
+    logits: (B, vocab_size). sequences: B lists of token ids, prompt and output, none of them empty.
+    prompt_lengths: prompt tokens of each sequence. Returns new logits, or `logits` itself if no
+    penalty is on.
     """
     in_output = params.frequency_penalty or params.presence_penalty
     if params.repetition_penalty == 1 and not in_output:
         return logits
-    # Only the tokens of a text: it has far fewer different ones than a vocabulary.
+    # Gather the distinct tokens of each sequence; they are far fewer than the vocabulary.
     seen = [list(set(sequence)) for sequence in sequences]
     longest = max(len(row) for row in seen)
-    # Shorter rows have one id several times, which then gets the same logit several times.
+    # Pad shorter rows with a repeated id: scatter then writes the same logit several times.
     seen = [row + row[:1] * (longest - len(row)) for row in seen]
     ids = torch.tensor(seen, device=logits.device)
     selected = logits.gather(-1, ids)
     if params.repetition_penalty != 1:
-        every = torch.ones_like(ids, dtype=torch.bool)  # all of these tokens were seen
+        every = torch.ones_like(ids, dtype=torch.bool)  # every gathered token was seen
         selected = apply_repetition_penalty(selected, every, params.repetition_penalty)
     if in_output:
         outputs = [
             Counter(sequence[length:]) for sequence, length in zip(sequences, prompt_lengths)
         ]
-        # Integers, because a count in bfloat16 would stop at 256.
+        # Integer counts, because bfloat16 cannot count past 256.
         counts = torch.tensor([[output[id] for id in row] for output, row in zip(outputs, seen)])
         counts = counts.to(logits.device)
         selected = apply_frequency_penalty(selected, counts, params.frequency_penalty)
@@ -475,10 +478,10 @@ def apply_repetition_penalty(
 ) -> torch.Tensor:
     """Divide the positive and multiply the negative logits of seen tokens, as transformers does.
 
-    logits: (..., vocab_size). seen: bool, the same shape; tokens of prompt and output. Returns new
-    logits. After Keskar et al. 2019, "CTRL".
+    logits: (..., vocab_size). seen: bools of the same shape, for tokens of prompt and output.
+    Returns new logits. Keskar et al. 2019, "CTRL".
     """
-    # Neither penalty nor result may be infinite: the softmax would make NaN of it.
+    # An infinite penalty or logit would turn the softmax into NaN.
     limits = torch.finfo(logits.dtype)
     penalty = min(max(penalty, limits.tiny), limits.max)
     lowered = torch.where(logits > 0, logits / penalty, logits * penalty)
@@ -488,10 +491,10 @@ def apply_repetition_penalty(
 def apply_frequency_penalty(
     logits: torch.Tensor, counts: torch.Tensor, penalty: float
 ) -> torch.Tensor:
-    """Take `penalty` times its count from the logit of each token, OpenAI's `frequency_penalty`.
+    """Subtract `penalty` times its count from each logit, OpenAI's `frequency_penalty`.
 
-    logits: (..., vocab_size). counts: integers, the same shape; occurrences in the output. Returns
-    new logits.
+    logits: (..., vocab_size). counts: integers of the same shape, occurrences in the output.
+    Returns new logits.
     """
     return logits - penalty * counts
 
@@ -499,9 +502,10 @@ def apply_frequency_penalty(
 def apply_presence_penalty(
     logits: torch.Tensor, seen: torch.Tensor, penalty: float
 ) -> torch.Tensor:
-    """Take `penalty` once from the logit of each token seen in the output: `presence_penalty`.
+    """Subtract `penalty` once from the logits of seen tokens, OpenAI's `presence_penalty`.
 
-    logits: (..., vocab_size). seen: bool, the same shape. Returns new logits. From OpenAI's API.
+    logits: (..., vocab_size). seen: bools of the same shape, for tokens of the output. Returns new
+    logits.
     """
     return logits - penalty * seen
 
@@ -512,11 +516,11 @@ def sample(
     generator: torch.Generator | None = None,
     rng_keys: list[tuple[int, int]] | None = None,
 ) -> torch.Tensor:
-    """Choose a token from each row of logits.
+    """Sample a token from each row of logits.
 
-    logits: (B, vocab_size), float32. rng_keys: seed and position of each row; None: the random
-    numbers come from the generator. Returns (B,) ids: the most likely ones at temperature 0, else
-    one draw a row.
+    logits: (B, vocab_size), float32. rng_keys: (seed, position) of each row; None: the generator
+    supplies the random numbers. Returns (B,) ids: the argmax at temperature 0, else one draw per
+    row.
     """
     if params.temperature == 0:
         return logits.argmax(dim=-1)
@@ -537,11 +541,11 @@ def sample_from_vocabulary(
     generator: torch.Generator | None,
     rng_keys: list[tuple[int, int]] | None,
 ) -> torch.Tensor:
-    """One draw a row, with a random number for each token. The arguments are those of `sample`."""
+    """Sample a token per row with one random number per vocabulary token; see `sample`."""
     logits = apply_temperature(logits, params.temperature)
     logits = top_k_filter(logits, params.top_k)
     if rng_keys is None:
-        # torch.multinomial does the same for one draw. Never 0: argmax takes 0 / 0 for the largest.
+        # torch.multinomial does the same for one draw. Clamped, because argmax picks NaN, 0 / 0.
         noise = torch.empty_like(logits).exponential_(generator=generator)
         noise = noise.clamp(min=torch.finfo(noise.dtype).tiny)
     else:
@@ -549,23 +553,23 @@ def sample_from_vocabulary(
     return exponential_race(logits, noise, params.top_p, params.min_p)
 
 
-NUM_CANDIDATES = 256  # tokens that may hold the nucleus
+NUM_CANDIDATES = 256  # most likely tokens, which usually contain the nucleus
 
 
 def sample_from_candidates(
     logits: torch.Tensor, params: SamplingParams, rng_keys: list[tuple[int, int]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens that `sample_from_vocabulary` draws, from the most likely ones alone.
+    """Sample the tokens of `sample_from_vocabulary` from the most likely candidates alone.
 
-    Returns (B,) ids, and (B,) bools: where they are certain, because all that the filters keep is
-    among the most likely ones. The arguments are those of `sample`; one of the filters is on.
+    Arguments as in `sample`, with at least one filter on. Returns (B,) ids and (B,) bools. An id is
+    certain (true) if the candidates contain every token that the filters keep.
     """
     vocab_size = logits.shape[-1]
     top_k = params.top_k if params.top_k < vocab_size else 0
     if top_k:
         best = logits.topk(top_k + 1, dim=-1)
         values = apply_temperature(best.values, params.temperature)
-        # A tie with the k-th, as lesson 06 keeps it, would be left out.
+        # `top_k_filter` keeps ties with the k-th token; the candidates would miss them.
         certain = values[:, -2] > values[:, -1]
         values, ids = sort_by_id(values[:, :-1], best.indices[:, :-1])
         probs = values.softmax(dim=-1)
@@ -574,10 +578,10 @@ def sample_from_candidates(
         best = logits.topk(min(NUM_CANDIDATES, vocab_size), dim=-1)
         values, ids = sort_by_id(*best)
         probs = logits.softmax(dim=-1).gather(-1, ids)
-        # Some of those equal to the last one may be left out. 1e-4 is room for rounding.
+        # topk may omit ties with the last candidate. 1e-4 is a margin for rounding.
         held = torch.where(values > best.values[:, -1:], probs, 0).sum(dim=-1)
         certain = (held > params.top_p + 1e-4) | (ids.shape[-1] == vocab_size)
-        certain |= below_min_p(best.values, params.min_p)[:, -1]  # then all others are, too
+        certain |= below_min_p(best.values, params.min_p)[:, -1]  # then so are all other tokens
     noise = exponential_noise_at(ids, rng_keys).to(probs.dtype)
     scores = probs / noise.to(probs.device)
     if params.top_p < 1:
@@ -588,17 +592,16 @@ def sample_from_candidates(
 
 
 def sort_by_id(values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and their ids, both (B, n), by id: of equal values the lower id comes first."""
+    """Sort values and ids, both (B, n), by id, so that stable sorts break ties by token id."""
     ids, order = ids.sort(dim=-1)
     return values.gather(-1, order), ids
 
 
 def exponential_noise(logits: torch.Tensor, rng_keys: list[tuple[int, int]]) -> torch.Tensor:
-    """Exponential random numbers above 0, each a function of seed, position and token id alone.
+    """Draw an exponential random number > 0 for each token from seed, position and token id.
 
-    logits: (B, vocab_size); a token that is out, -inf, has 1. rng_keys: the seed, from 0 to 2**64 -
-    1, and the position, from 0 to 2**63 - 1, of each row. Returns the shape and dtype of the
-    logits.
+    logits: (B, vocab_size); a token at -inf gets 1. rng_keys: (seed, position) of each row, with
+    0 <= seed < 2**64 and 0 <= position < 2**63. Returns the shape and dtype of the logits.
     """
     inside = logits > -torch.inf
     if inside.device.type == "mps":
@@ -606,7 +609,7 @@ def exponential_noise(logits: torch.Tensor, rng_keys: list[tuple[int, int]]) -> 
     states = rng_states(rng_keys).to(inside.device)
     if inside.all():
         ids = torch.arange(inside.shape[1], device=inside.device)
-        # In parts that stay in a processor's cache: three times as fast for 32 large rows.
+        # Chunks that fit the CPU cache are three times as fast for 32 large rows.
         chunks = states[:, None].split(max(1, 2**16 // len(ids)))
         noise = torch.cat(
             [exponential(splitmix64(chunk, ids)).to(logits.dtype) for chunk in chunks]
@@ -619,25 +622,25 @@ def exponential_noise(logits: torch.Tensor, rng_keys: list[tuple[int, int]]) -> 
 
 
 def exponential_noise_at(ids: torch.Tensor, rng_keys: list[tuple[int, int]]) -> torch.Tensor:
-    """The numbers that `exponential_noise` has for these ids, (B, n): the same shape, float64."""
+    """Return the numbers of `exponential_noise` for these ids, (B, n), as (B, n) float64."""
     if ids.device.type == "mps":
         ids = ids.cpu()  # MPS has no float64
     return exponential(splitmix64(rng_states(rng_keys).to(ids.device)[:, None], ids))
 
 
 def rng_states(rng_keys: list[tuple[int, int]]) -> torch.Tensor:
-    """The SplitMix64 state of each draw, (B,), int64: the seed's output at its position."""
+    """Return the SplitMix64 state of each draw, (B,) int64: output `position` of its seed."""
     seeds, positions = zip(*rng_keys)
     states = torch.tensor(seeds, dtype=torch.uint64).view(torch.int64)
     return splitmix64(states, torch.tensor(positions))
 
 
 def splitmix64(state: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """64 random bits: the number at this index, from 0, of the generator SplitMix64 in this state.
+    """Return output `index`, from 0, of the generator SplitMix64 in this state: 64 random bits.
 
-    Both int64, of shapes that broadcast. Sums and products wrap around, so the bits are the same on
-    every device, and those of unsigned integers in C. The generator can be asked for any number in
-    any order (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+    Both are int64 and broadcast. Sums and products wrap around, so the bits are the same on every
+    device, and equal to unsigned arithmetic in C. The generator is counter-based: outputs can be
+    computed in any order (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
     Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
     """
     bits = state + (index + 1) * (0x9E3779B97F4A7C15 - 2**64)
@@ -647,33 +650,34 @@ def splitmix64(state: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def logical_shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
-    """With zeros from the left, where >> of an int64 copies the sign."""
+    """Shift right and fill with zeros; >> of an int64 copies the sign bit."""
     return (bits >> count) & (2 ** (64 - count) - 1)
 
 
 def exponential(bits: torch.Tensor) -> torch.Tensor:
-    """64 random bits each to an exponential random number with mean 1, from 2**-53 to 37, float64.
+    """Turn 64 random bits into an exponential random number with mean 1, float64.
 
-    24 bits, those of a float32, would be 0 once in 16 million.
+    The numbers range from 2**-53 to 37. The 24 bits of a float32 would be 0 once in 16 million.
     """
     return -((logical_shift_right(bits, 12).double() + 0.5) * 2**-52).log()
 
 
-MAX_REJECTION_ROUNDS = 8  # of top_p_winner, before it sorts
+MAX_REJECTION_ROUNDS = 8  # after these, top_p_winner sorts
 
 
 def exponential_race(
     logits: torch.Tensor, noise: torch.Tensor, p: float, min_p: float = 0.0
 ) -> torch.Tensor:
-    """Draw from the softmax of what top-p and min-p keep: all tokens race, those kept can win.
+    """Sample tokens under top-p and min-p by an exponential race over all tokens.
 
-    logits: (B, vocab_size), -inf where a token is out. noise: exponential random numbers above 0,
-    the same shape; the probability of a token divided by its number is its score. Returns (B,) ids,
-    those that `torch.multinomial` draws after the filters from the same numbers.
+    logits: (B, vocab_size), -inf for a banned token. noise: exponential random numbers > 0 of the
+    same shape. A token's score is its probability over its noise, and the best score of the tokens
+    that the filters keep wins. Returns (B,) ids, as `torch.multinomial` after the filters would
+    draw from the same noise.
     """
     probs = torch.softmax(logits, dim=-1)
     scores = probs / noise
-    if min_p:  # top-p's mass is that before a token, and all before one that passes pass, too
+    if min_p:  # no effect on top-p: every token before one that min-p keeps is kept, too
         scores = scores.masked_fill(below_min_p(logits, min_p), -1)
     if p == 1:
         return scores.argmax(dim=-1)
@@ -682,29 +686,29 @@ def exponential_race(
 
 
 def top_p_winner(logits: torch.Tensor, probs: torch.Tensor, scores: torch.Tensor, p: float) -> int:
-    """The winner among the tokens that `top_p_filter` keeps, found without sorting, for p below 1.
+    """Return the best-scoring token that `top_p_filter` keeps, for p < 1, without sorting.
 
-    logits, probs, scores: of one row, (vocab_size,); a negative score cannot win. After
-    FlashInfer's rejection sampling, which draws again where this takes the next one of the same
-    race.
+    logits, probs, scores: (vocab_size,) of one sequence. A negative score cannot win. Follows
+    FlashInfer's rejection sampling, but takes the next token of the same race instead of a new
+    draw.
     """
     exact = torch.float32 if logits.device.type == "mps" else torch.float64  # MPS has no float64
     for _ in range(MAX_REJECTION_ROUNDS):
         winner = scores.argmax().item()
-        # Before it in the order of the filter: larger logits, and equal ones with a lower id.
-        # Not probabilities, for several logits may have one.
+        # The filter's order: larger logits first, then equal logits by id. Probabilities would
+        # not do, because different logits may round to the same one.
         best = logits[winner]
         before = torch.cat((logits[:winner] >= best, logits[winner:] > best))
-        # Rounded once, at the end, as in the filter's cumsum.
+        # Round once, at the end, as the filter's cumsum does.
         mass = torch.where(before, probs, 0).sum(dtype=exact).to(probs.dtype)
-        if mass < p or mass == 0:  # the most likely token stays, even where p rounds to 0
+        if mass < p or mass == 0:  # keep the most likely token even if p rounds to 0
             return winner
-        scores = scores.masked_fill(~before, -1)  # the winner and all behind it are out
+        scores = scores.masked_fill(~before, -1)  # drop the winner and all after it
     return scores.masked_fill(top_p_filter(logits, p) == -torch.inf, -1).argmax().item()
 
 
 def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """What `sample` draws from: (..., vocab_size) logits to probabilities of the same shape."""
+    """Return the distribution that `sample` draws from, in the shape of the logits."""
     if params.temperature == 0:  # all on one token
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
     logits = apply_temperature(logits, params.temperature)
@@ -717,10 +721,10 @@ def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor
 def apply_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """Divide the logits (..., vocab_size) by a temperature > 0.
 
-    Below 1 it sharpens their softmax, above 1 it flattens it.
+    Values below 1 sharpen the distribution, values above 1 flatten it.
     """
-    # The softmax does not see a shift. With the largest logit at 0, the others can overflow to -inf
-    # only: no mass. A divisor that is infinite in this dtype would make all of them equal.
+    # Softmax is invariant to a shift. With the largest logit at 0, the others can only overflow to
+    # -inf, probability 0. A divisor that is infinite in this dtype would make all logits equal.
     logits = logits - logits.amax(dim=-1, keepdim=True)
     limits = torch.finfo(logits.dtype)
     return logits / min(max(temperature, limits.tiny), limits.max)
@@ -738,9 +742,10 @@ def top_k_filter(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def top_p_filter(logits: torch.Tensor, p: float) -> torch.Tensor:
-    """Set to -inf all logits (..., vocab_size) but those of the fewest tokens that hold mass p.
+    """Set all logits (..., vocab_size) outside the nucleus to -inf.
 
-    The token that crosses p stays, so at least one does; p = 1 keeps all.
+    The nucleus is the fewest tokens that hold mass p. The token that crosses p stays, so at least
+    one does; p = 1 keeps all.
     Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration" (nucleus sampling).
     """
     return logits if p == 1 else logits.masked_fill(outside_top_p(logits, p), -torch.inf)
@@ -749,37 +754,37 @@ def top_p_filter(logits: torch.Tensor, p: float) -> torch.Tensor:
 def outside_top_p(
     logits: torch.Tensor, p: float, probs: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Which logits (..., n) come after the fewest that hold mass p: bools.
+    """Return bools (..., n): true for logits (..., n) outside the nucleus of mass p.
 
-    Equal logits are in the order of their places. probs: their probabilities; None: their softmax.
+    Equal logits are ordered by index. probs: probabilities of the logits; None: their softmax.
     """
     values, order = logits.sort(dim=-1, descending=True, stable=True)
     ordered = values.softmax(dim=-1) if probs is None else probs.gather(-1, order)
     mass = ordered.cumsum(dim=-1)
-    # The most likely token stays, even where p rounds to 0. The others leave by the mass up to the
-    # token before; mass - ordered would round differently.
+    # Keep the most likely token even if p rounds to 0. Remove others by the mass before them;
+    # mass - ordered would round differently.
     remove = torch.zeros_like(mass, dtype=torch.bool)
     remove[..., 1:] = mass[..., :-1] >= p
     return remove.scatter(-1, order, remove)
 
 
 def min_p_filter(logits: torch.Tensor, min_p: float) -> torch.Tensor:
-    """Set to -inf all logits (..., vocab_size) of tokens below min_p times the largest probability.
+    """Set logits (..., vocab_size) of tokens below min_p times the largest probability to -inf.
 
-    The most likely token stays, and with min_p = 1 those that equal it; min_p = 0 keeps all.
+    The most likely token stays, and with min_p = 1 its ties; min_p = 0 keeps all.
     Nguyen et al. 2024, "Turning Up the Heat: Min-p Sampling" (2407.01082).
     """
     return logits.masked_fill(below_min_p(logits, min_p), -torch.inf) if min_p else logits
 
 
 def below_min_p(logits: torch.Tensor, min_p: float) -> torch.Tensor:
-    """Which logits (..., n) are of tokens below min_p times the largest probability: bools.
+    """Return bools (..., n): true for tokens below min_p times the largest probability.
 
-    A ratio of probabilities is a difference of logits, so this takes no softmax.
+    A ratio of probabilities is a difference of logits, so this needs no softmax.
     """
     return logits - logits.amax(dim=-1, keepdim=True) < min_p_threshold(min_p)
 
 
 def min_p_threshold(min_p: float) -> float:
-    """The least difference to the largest logit that min-p keeps, 0 or below; -inf if it is off."""
+    """Return the lowest logit that min-p keeps, relative to the largest; -inf if min-p is off."""
     return math.log(min_p) if min_p else -math.inf

@@ -1,4 +1,4 @@
-"""Tool calls: which tools there are, and how a reply calls them."""
+"""Tool calls: validation of tools, detection of call formats, grammars and a streaming parser."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ from loading.tokenizer import Encoding, partial_stop_length
 
 MAX_TOOLS = 128
 MAX_GRAMMAR = 2**18  # bytes
-FUNCTION_FIELDS = {  # of a function: its type, and how to say that
+FUNCTION_FIELDS = {  # field of a function: type, description
     "name": (str, "a string"),
     "description": (str | None, "a string"),
     "parameters": (dict | None, "an object, a JSON schema"),
@@ -28,7 +28,7 @@ FUNCTION_FIELDS = {  # of a function: its type, and how to say that
 
 
 def read_tools(text: str) -> list[dict]:
-    """The tools in a text of JSON. Raises UserError as `check_tools`, and if it is no JSON."""
+    """Parse tools from JSON. Raises UserError as `check_tools`, and for invalid JSON."""
     try:
         tools = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -38,10 +38,10 @@ def read_tools(text: str) -> list[dict]:
 
 
 def check_tools(tools: Any) -> None:
-    """Raise UserError unless these are tools in the form of OpenAI's API.
+    """Raise UserError unless these are tools in the format of OpenAI's API.
 
-    A list of {"type": "function", "function": {"name", "description", "parameters", "strict"}}.
-    Of a function all but the name may be left out. parameters: the JSON schema of an object.
+    The format is a list of {"type": "function", "function": {"name", "description", "parameters",
+    "strict"}}. Only the name is required. parameters: the JSON schema of an object.
     """
     if not isinstance(tools, list) or not 1 <= len(tools) <= MAX_TOOLS:
         raise UserError(f"tools: it must be a list of 1 to {MAX_TOOLS} tools")
@@ -83,18 +83,18 @@ PROBE_TOOL = {
         },
     },
 }
-PROBE_ID = "call00000"  # nine letters and digits, as Mistral's templates want them
+PROBE_ID = "call00000"  # nine letters and digits, which Mistral's templates require
 PROBE_ARGUMENTS = {"key": 1, "other": [2, "a"]}
 PROBE_RESULT = "what_a_tool_has_found"
 PROBE_CONTENT = "what_a_reply_says_first"
 
 
 class ToolFormat(NamedTuple):
-    """How a template writes a reply's calls.
+    """Syntax in which a chat template writes tool calls.
 
     begin NAME middle ARGUMENTS [between NAME middle ARGUMENTS ...] end, where "\\0" stands for each
-    letter of an id. trigger: what begin begins with, and no text has. between: None for templates
-    that write one call at most. separators: between items of the arguments, and after their names.
+    letter of a call id. trigger: prefix of begin that never occurs in content. between: None for
+    templates that write at most one call. separators: item and key separators of the arguments.
     """
 
     trigger: str
@@ -106,18 +106,17 @@ class ToolFormat(NamedTuple):
 
 
 class UnknownToolFormat(UserError):
-    """Raised for a template that writes calls, but in a format that is not known here."""
+    """Error for a template that writes tool calls in an unsupported format."""
 
 
 def detect_tool_format(
     chat: Chat, encoding: Encoding, eos_token_ids: tuple[int, ...]
 ) -> ToolFormat:
-    """Find how the template of a chat writes calls: it is given some, and its text is taken apart.
+    """Detect the tool-call format of a chat template by rendering sample calls.
 
-    chat: with the tools of the conversation, if it has any. A template may want a system message,
-    refuse a message without text, or want more of a tool than PROBE_TOOL has, so several
-    conversations are tried. Raises UserError for a template that writes calls in a way that is not
-    known here.
+    chat: with the tools of the conversation, if it has any. A template may require a system
+    message, refuse empty content, or read fields that PROBE_TOOL lacks, so several conversations
+    are tried. Raises UserError for an unsupported format.
     """
     system = {"role": "system", "content": "a"}
     user = {"role": "user", "content": "a"}
@@ -130,7 +129,7 @@ def detect_tool_format(
                 return probe_tool_format(probe, [*before, user], content, encoding, eos_token_ids)
             except UserError as error:
                 errors.append(error)
-        if all(isinstance(error, UnknownToolFormat) for error in errors):  # it has refused nothing
+        if all(isinstance(error, UnknownToolFormat) for error in errors):  # no rendering failed
             break
     raise next((error for error in errors if isinstance(error, UnknownToolFormat)), errors[0])
 
@@ -138,9 +137,10 @@ def detect_tool_format(
 def probe_tool_format(
     chat: Chat, asked: list[dict], content: str, encoding: Encoding, eos_token_ids: tuple[int, ...]
 ) -> ToolFormat:
-    """Read the format of calls from a reply to these messages that says something and calls.
+    """Detect the tool-call format from a rendered reply with this content and tool calls.
 
-    Raises UserError as `detect_tool_format`.
+    asked: messages before the reply, the last one by the user. Raises UserError as
+    `detect_tool_format`.
     """
     names = ["first_function", "second_function", "third_function"]
     calls = [
@@ -156,13 +156,13 @@ def probe_tool_format(
     said = chat.render([*asked, {"role": "assistant", "content": PROBE_RESULT}, user]).partition(
         PROBE_RESULT
     )
-    # Where a reply begins: for a new one, and for an old one, which may have no reasoning.
+    # Prompts before a reply: before a new one, and before an old one, which may lack reasoning.
     starts = chat.render(asked), said[0]
 
     def render_calls(*calls: dict) -> str:
-        """A reply with these calls, and what follows it."""
+        """Render a reply with these calls; return the calls and all that follows them."""
         calling = {"role": "assistant", "content": content, "tool_calls": list(calls)}
-        # It is an old one, because the last one may get an empty reasoning.
+        # Later messages follow, because a template may add empty reasoning to the last reply.
         later = [result] * len(calls) + [{"role": "assistant", "content": "b"}, user]
         text = chat.render([*asked, calling, *later]).replace(PROBE_ID, "\0" * len(PROBE_ID))
         for start in starts:
@@ -185,7 +185,7 @@ def probe_tool_format(
         known = json.dumps(PROBE_ARGUMENTS, separators=separators)
         begin, _, rest = one.partition(names[0])
         middle, found, rest = rest.partition(known)
-        # A result, too, because a template may leave out what it does not know.
+        # The tool result must appear, because a template may drop messages it does not know.
         is_known = found and begin.strip() and middle.startswith('"') and PROBE_RESULT in rest
         following = [rest.partition(token)[0] for token in ends if token in rest]
         if is_known and following and PROBE_RESULT not in min(following, key=len):
@@ -216,16 +216,15 @@ def build_tool_grammar(
     tool_choice: str = "auto",
     parallel_tool_calls: bool = True,
 ) -> str:
-    """The grammar of a reply that may call tools, for `SamplingParams.calls`.
+    """Return the grammar of a reply that may call tools, for `SamplingParams.tool_grammar`.
 
-    tool_choice: "auto": a text, and after it calls, if any; "none": a text; "required": calls and
-    no text. parallel_tool_calls: there may be several. Arguments are held to the parameters of
-    their tool, which are those that it names, unless its schema allows more. Raises UserError for
-    parameters that are not supported.
+    tool_choice: "auto": content, then optional calls; "none": content; "required": calls without
+    content. parallel_tool_calls: allow several calls. Arguments follow the tool's schema, without
+    additional properties unless it allows them. Raises UserError for unsupported parameters.
     """
 
     def lark(text: str) -> str:
-        """A text in the grammar: added tokens, ids, and what lies between them."""
+        """Return a format string as Lark: added tokens, call ids and literals."""
         parts = []
         for index, piece in enumerate(split_special_tokens(set(vocabulary.added_tokens), text)):
             if index % 2:
@@ -255,7 +254,7 @@ def build_tool_grammar(
     others = ",".join(
         str(id) for name, id in sorted(vocabulary.added_tokens.items()) if name != trigger
     )
-    free = "TEXT?" + (f" (<[{others}]> TEXT?)*" if others else "")  # no TEXT after another
+    free = "TEXT?" + (f" (<[{others}]> TEXT?)*" if others else "")  # never two TEXTs in a row
     begin = tool_format.begin.lstrip()
     rest = f"{lark(begin.removeprefix(trigger))} {calls}"
     if trigger in vocabulary.added_tokens:
@@ -280,7 +279,7 @@ def build_tool_grammar(
 
 
 def arguments_schema(function: dict) -> dict:
-    """The JSON schema of a function's arguments: an object with what it names."""
+    """Return the JSON schema of a function's arguments, closed unless it says otherwise."""
     schema = {"type": "object"} | (function.get("parameters") or {"properties": {}})
     if schema["type"] != "object":
         where = f"{function['name']}.parameters.type"
@@ -291,36 +290,36 @@ def arguments_schema(function: dict) -> dict:
 
 
 class ToolCallDelta(NamedTuple):
-    """What is new of a call: its name, where it begins, or more of its arguments."""
+    """Streamed part of a tool call: its name at the start, or more of its arguments."""
 
-    index: int  # among the calls of its reply
+    index: int  # of the call within its reply
     name: str | None
     arguments: str
 
 
 class ToolCallParser:
-    """Takes the calls out of a reply while it is written; a grammar held it to this format.
+    """Streaming parser for the tool calls of a reply, which a grammar constrains to the format.
 
-    count: calls that have begun.
+    count: calls started so far.
     """
 
     def __init__(self, tool_format: ToolFormat):
         self.tool_format = tool_format
         self.count = 0
         self.state = "text"
-        self.buffer = ""  # what is not read yet
-        self.literal = ""  # what comes next, and says nothing
-        self.depth = 0  # of objects and lists in the arguments
+        self.buffer = ""  # unparsed text
+        self.literal = ""  # expected next, and skipped
+        self.depth = 0  # nesting of objects and lists in the arguments
         self.in_string = False
         self.escaped = False
 
     @property
     def is_complete(self) -> bool:
-        """Whether the reply has calls, and ends here."""
+        """Return whether the reply has calls and is complete."""
         return self.state == "rest" and matches_literal(self.tool_format.end, self.buffer)
 
     def add(self, text: str) -> tuple[str, list[ToolCallDelta]]:
-        """What is new of the text before the calls, and of the calls, where the reply goes on."""
+        """Parse more text of the reply; return its new content and the deltas of its calls."""
         self.buffer += text
         content = ""
         parts = []
@@ -366,11 +365,11 @@ class ToolCallParser:
         return content, parts
 
     def end(self) -> str:
-        """What is left of the text: the beginning of a trigger, where the reply ends in one."""
+        """Return the remaining content: a partial trigger at the end of the reply, or nothing."""
         return self.buffer if self.state == "text" else ""
 
     def scan_arguments(self) -> int:
-        """How many of the characters that are held belong to the arguments: an object of JSON."""
+        """Return how many buffered characters belong to the arguments, a JSON object."""
         for index, character in enumerate(self.buffer):
             if self.escaped:
                 self.escaped = False
@@ -388,6 +387,6 @@ class ToolCallParser:
 
 
 def matches_literal(literal: str, text: str) -> bool:
-    """Whether a text is this literal of a format, in which "\\0" stands for any letter of an id."""
+    """Return whether a text matches a format's literal; "\\0" matches any letter of a call id."""
     pairs = zip(literal, text)
     return len(literal) == len(text) and all(known in ("\0", found) for known, found in pairs)

@@ -1,6 +1,6 @@
-// Sampling: the next token of each row of logits.
+// Sampling of the next token from each row of logits.
 //
-// Weights are added up as integers, so that neither the width of a vector nor the number of threads
+// Weights are summed as integers, so that neither the vector width nor the number of threads
 // changes a draw.
 #include <math.h>
 #include <stdint.h>
@@ -10,14 +10,14 @@
 
 typedef struct {
   const float *logits;     // (V)
-  const uint8_t *token_mask;  // (V), 0: the token must not be drawn; NULL: all may
+  const uint8_t *token_mask;  // (V), 0: banned token; NULL: all allowed
   uint64_t seed, position;
   int64_t top_k;              // 0: off
-  float temperature, top_p;  // temperature 0: the most likely token
-  float min_p_threshold;     // min-p: the smallest x that can win; -infinity: off
+  float temperature, top_p;  // temperature 0: greedy
+  float min_p_threshold;     // lowest x that min-p keeps; -infinity: off
 } Draw;
 
-// Output `index` of the random number generator SplitMix64, like sampling.py's `splitmix64`.
+// Return output `index` of the generator SplitMix64, like sampling.py's `splitmix64`.
 INLINE uint64_t splitmix64(uint64_t state, uint64_t index) {
   uint64_t bits = state + (index + 1) * 0x9E3779B97F4A7C15;
   bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9;
@@ -25,7 +25,7 @@ INLINE uint64_t splitmix64(uint64_t state, uint64_t index) {
   return bits ^ bits >> 31;
 }
 
-// The bits of a float as an integer that sorts like it, with NaN at the ends; -0 is 0.
+// Return the bits of a float as an integer of the same order, with NaN at the ends and -0 as 0.
 INLINE int32_t ordered_bits(float x) {
   int32_t bits;
   x += 0.0f;
@@ -33,7 +33,7 @@ INLINE int32_t ordered_bits(float x) {
   return bits < 0 ? bits ^ INT32_MAX : bits;
 }
 
-// The argmax: the lowest id with the largest logit.
+// Return the lowest id with the largest logit.
 static int64_t argmax(int64_t V, const float *logits) {
   enum { BLOCK = 256 };
   int32_t max = INT32_MIN;
@@ -54,18 +54,18 @@ static int64_t argmax(int64_t V, const float *logits) {
   return block;
 }
 
-// The weight of a token as an integer, because integer sums do not depend on their order.
+// Convert a weight to an integer, because integer sums do not depend on their order.
 INLINE int32_t fixed_point(float weight) { return (int32_t)(weight * 0x1p30f + 0.5f); }
 
-// How far below 0 a number is: bits that sort like the distance.
+// Return the bits of |x|, which sort like |x|.
 INLINE uint32_t magnitude_bits(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
   return bits & INT32_MAX;
 }
 
-// Top-k: keep the weights of the k largest numbers and of ties with the k-th. A binary search finds
-// the magnitude that separates them from the others. x: 0 or below.
+// Zero all weights but those of the k largest x and of ties with the k-th (top-k). A binary search
+// finds the magnitude that separates them. x: 0 or below.
 static void keep_top_k(int64_t V, int64_t k, const float *x, float *weights) {
   // low..high contains the smallest magnitude that at least k numbers do not exceed.
   uint32_t low = 0, high = 0x7f800000;
@@ -82,13 +82,13 @@ static void keep_top_k(int64_t V, int64_t k, const float *x, float *weights) {
   for (int64_t i = 0; i < V; i++) weights[i] = magnitude_bits(x[i]) <= high ? weights[i] : 0;
 }
 
-// The weight over an exponential random number, made of these bits.
+// Divide a weight by the exponential random number made from these bits.
 INLINE double race_score(float weight, uint64_t bits) {
   return weight / -log(((bits >> 12) + 0.5) * 0x1p-52);
 }
 
-// The exponential race: each id has the score weight / -ln(u), with a random number u of its
-// own, so the largest score is a draw by weight. top_id: an id of the largest weight.
+// Draw an id by weight in an exponential race: each id gets the score weight / -ln(u) with its own
+// random number u, and the largest score wins. top_id: an id of the largest weight.
 static int64_t exponential_race(int64_t V, const float *weights, uint64_t state, int64_t top_id) {
   enum { BLOCK = 256 };
   int64_t winner = top_id;
@@ -99,8 +99,8 @@ static int64_t exponential_race(int64_t V, const float *weights, uint64_t state,
     int32_t bound[BLOCK];  // a lower bound of 2**24 * (1 - u)
     for (int64_t i = 0; i < n; i++) bits[i] = splitmix64(state, start + i);
     for (int64_t i = 0; i < n; i++) bound[i] = 0xFFFFFF - (int32_t)(bits[i] >> 40);
-    // -ln(u) >= 1 - u, so a token with best * (1 - u) > weight cannot win, and needs no logarithm.
-    // The factor leaves room for rounding.
+    // -ln(u) >= 1 - u, so a token with best * (1 - u) > weight cannot win and needs no logarithm.
+    // The factor is a margin for rounding.
     float factor = (float)best * 0x1p-24f * (1 - 1e-6f);
     int32_t any = 0;
     for (int64_t i = 0; i < n; i++) any |= bound[i] * factor < weights[start + i];
@@ -116,8 +116,8 @@ static int64_t exponential_race(int64_t V, const float *weights, uint64_t state,
   return winner;
 }
 
-// Set the weights of a token and of all after it to 0, in the order of top-p: the larger x first,
-// and of equal ones the lower id. Returns the sum of the weights that stay.
+// Zero the weights of a token and all after it in the order of top-p: larger x first, ties by lower
+// id. Returns the sum of the remaining weights.
 static int64_t zero_tail(int64_t V, int64_t token, const float *x, float *weights) {
   int64_t sum = 0;
   float value = x[token];
@@ -132,7 +132,7 @@ static int64_t zero_tail(int64_t V, int64_t token, const float *x, float *weight
   return sum;
 }
 
-// The next token of one row. scratch: (2, V).
+// Sample the next token of one row. scratch: (2, V).
 static int64_t sample_row(int64_t V, const Draw *d, float *scratch) {
   const float *logits = d->logits;
   if (d->token_mask) {
@@ -145,7 +145,7 @@ static int64_t sample_row(int64_t V, const Draw *d, float *scratch) {
   float temperature = d->temperature;
   float *x = scratch;
   float *weights = scratch + V;
-  // Min-p: a token whose x is below `min_x` cannot win, but top-p's total counts its weight.
+  // Min-p: a token with x below `min_x` cannot win, but top-p's total includes its weight.
   float min_x = d->min_p_threshold > -87 ? d->min_p_threshold : -87;
   float cutoff = d->top_p < 1 ? -87 : min_x;
   for (int64_t i = 0; i < V; i++) {
@@ -159,9 +159,9 @@ static int64_t sample_row(int64_t V, const Draw *d, float *scratch) {
     for (int64_t i = 0; min_x > -87 && i < V; i++) weights[i] = x[i] >= min_x ? weights[i] : 0;
   }
   uint64_t state = splitmix64(d->seed, d->position);
-  // Top-p without sorting: a winner is inside the nucleus if the mass before it is below p. If not,
-  // no token after it is inside, and the race is run again without them: 1 + ln(1 / p) races on
-  // average.
+  // Top-p without sorting: a winner is in the nucleus if the mass before it is below p. Otherwise
+  // neither it nor any token after it is, and the race is run again without them, on average
+  // 1 + ln(1 / p) times in total.
   for (;;) {
     int64_t winner = exponential_race(V, weights, state, top_id);
     if (d->top_p >= 1) return winner;
@@ -170,7 +170,7 @@ static int64_t sample_row(int64_t V, const Draw *d, float *scratch) {
   }
 }
 
-// The next token of each row: chosen, (rows). scratch: (threads, 2, V).
+// Sample the next token of each row into chosen, (rows). scratch: (threads, 2, V).
 void draw(int64_t rows, int64_t V, const Draw *jobs, int64_t *chosen, float *scratch, int threads) {
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
   for (int64_t row = 0; row < rows; row++)

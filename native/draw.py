@@ -1,4 +1,4 @@
-"""Sampling in C."""
+"""Sampling in C: ctypes bindings of draw.c."""
 
 import ctypes
 
@@ -25,13 +25,13 @@ def draw(
     positions: list[int],
     token_masks: list[torch.Tensor | None] | None = None,
 ) -> list[int]:
-    """Sample the next token of each row; it is the token of `sampling.sample`, up to rounding.
+    """Sample the next token of each row of logits, as `sampling.sample` does up to rounding.
 
-    logits: (B, vocab_size), after penalties, B >= 1. params: a SamplingParams for each row, with a
-    seed or greedy. positions: the position of each draw. token_masks: for each row which tokens may
-    be drawn, (vocab_size,) bools, some of them true; None: all. Torch's threads share the rows.
-    Each token is an id of the vocabulary, whatever the logits are. Raises ValueError for logits
-    that are not float32, or masks not bool, contiguous and of this shape.
+    logits: (B, vocab_size), after penalties, B >= 1. params: a SamplingParams per row, greedy or
+    with a seed. positions: position of each draw. token_masks: allowed tokens of each row,
+    (vocab_size,) bools, at least one of them true; None: all. Uses up to torch.get_num_threads()
+    threads. Returns valid token ids for any logits, even NaN. Raises ValueError unless logits are
+    float32 and masks bool, contiguous and of these shapes.
     """
     count, size = len(params), logits.shape[-1]
     start = address(logits, torch.float32, count, size)
@@ -45,7 +45,7 @@ def draw(
         job.seed = each.seed or 0
         job.position = position
         job.top_k = min(each.top_k, size)
-        if each.temperature:  # clamped, because float32 could round it to 0 or infinity
+        if each.temperature:  # clamped, because float32 may round it to 0 or infinity
             job.temperature = min(max(each.temperature, limits.tiny), limits.max)
         job.top_p = each.top_p
         job.min_p_threshold = min_p_threshold(each.min_p)

@@ -1,4 +1,4 @@
-"""What its constraint allows at each position of a text, for clients that ask with show_allowed."""
+"""Tokens that a constraint allows at each position, for requests with show_allowed."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,24 +10,24 @@ from server.engine_thread import Update
 
 
 class AllowedTokens(NamedTuple):
-    """The tokens that a constraint allows at a position."""
+    """Tokens that a constraint allows at a position."""
 
-    count: int  # of the tokens that its constraint allows there
-    tokens: list[int]  # some of them
+    count: int  # of all allowed tokens
+    tokens: list[int]  # up to the limit of the request
 
 
 class SequenceTracker:
-    """Follows a text from position to position, as the engine's own matcher did."""
+    """Allowed tokens of one sequence, recomputed position by position with its own matcher."""
 
     def __init__(self, matcher: Matcher):
         self.matcher = matcher
         self.output: list[int] = []
-        self.token_mask = matcher.token_mask([]).numpy()  # of the next position
-        self.positions: list[AllowedTokens] = []  # of tokens of which the client has not heard
+        self.token_mask = matcher.token_mask([]).numpy()  # at the next position
+        self.positions: list[AllowedTokens] = []  # not sent to the client yet
         self.next: AllowedTokens | None = None
 
     def read(self, update: Update, limit: int) -> None:
-        """Go on behind what is new."""
+        """Advance by the new tokens of an update."""
         for token, (_, top) in zip(update.tokens, update.logprobs):
             self.positions.append(
                 list_allowed_tokens(self.token_mask, [other for other, _ in top], limit)
@@ -40,9 +40,9 @@ class SequenceTracker:
 
 
 def list_allowed_tokens(token_mask: numpy.ndarray, top: list[int], limit: int) -> AllowedTokens:
-    """The position that has this mask, (vocab_size,) bools, with up to `limit` of its tokens.
+    """Return the count and up to `limit` tokens of a mask, (vocab_size,) bools.
 
-    First those of `top` that are allowed, which is the order of their probability; then by id.
+    Allowed tokens of `top` come first, in its order of probability, then others by id.
     """
     found = numpy.flatnonzero(token_mask)
     others = [token for token in found[: limit + len(top)].tolist() if token not in top]
@@ -51,11 +51,11 @@ def list_allowed_tokens(token_mask: numpy.ndarray, top: list[int], limit: int) -
 
 
 class AllowedTokensTracker:
-    """The positions of all texts of an answer.
+    """Allowed tokens of all sequences of a response.
 
-    The engine's masks are gone when a client hears of a token, and in replicas they are in other
-    processes. So they are computed again, in another thread than the engine's.
-    make_matcher: returns a matcher for a text. limit: how many tokens of a position are listed.
+    The engine drops its masks before a client receives a token, and replicas run in other
+    processes, so the masks are computed again, outside the engine's thread.
+    make_matcher: returns a matcher for a sequence. limit: maximum number of tokens per position.
     """
 
     def __init__(self, make_matcher: Callable[[], Matcher], limit: int):
@@ -64,14 +64,14 @@ class AllowedTokensTracker:
         self.trackers: dict[int, SequenceTracker] = {}
 
     def read(self, updates: dict[int, Update]) -> None:
-        """Go on behind what is new of each text. It may take long."""
+        """Advance each sequence by its update. May be slow."""
         for index, update in updates.items():
             if index not in self.trackers:
                 self.trackers[index] = SequenceTracker(self.make_matcher())
             self.trackers[index].read(update, self.limit)
 
     def pop_positions(self, index: int) -> tuple[list[AllowedTokens], AllowedTokens | None]:
-        """The positions of a text that were not taken yet, and the next one; None: it is over."""
+        """Pop the unsent positions of a sequence; also return the next one, None at its end."""
         tracker = self.trackers[index] if self.trackers[index].next else self.trackers.pop(index)
         positions = tracker.positions
         tracker.positions = []

@@ -1,4 +1,4 @@
-"""Constraints of texts, compiled and asked for masks where neither can hold up a server.
+"""Structured output on a server: constraints compiled and masks computed under time limits.
 
 llguidance may compute for seconds, and cannot be stopped. It releases the GIL meanwhile.
 """
@@ -20,46 +20,45 @@ from constraints import Matcher, make_matcher
 from errors import UserError
 from sampling import SamplingParams
 
-COMPILE_SECONDS = 10  # as long as a constraint may take to compile
-MASK_SECONDS = 2  # and each mask of a text; other texts wait for it
-# Beyond these, masks use up a budget that all texts of a request share. In processor time, so that
-# a busy machine ends no text. An ambiguous grammar ends by it.
+COMPILE_SECONDS = 10  # time limit for compiling a constraint
+MASK_SECONDS = 2  # time limit per mask, for which the whole batch waits
+# A mask's time beyond FAIR_SECONDS counts against a budget that the sequences of a request share.
+# It is CPU time, so a busy machine ends no sequence. The budget stops ambiguous grammars.
 FAIR_SECONDS = 0.005
 BUDGET_SECONDS = 1
 TOO_SLOW = (
     "it takes too long to say which tokens may follow: write it so that a text can be read "
     "in one way only, or with fewer alternatives"
 )
-MAX_TIMED_OUT = 4  # computations that go on after their time: each holds a thread and a processor
-MAX_BYTES = 2**29  # of compiled constraints, as `constraint_bytes` estimates them
+MAX_TIMED_OUT = 4  # late calls that still run: each occupies a thread and a CPU core
+MAX_BYTES = 2**29  # of compiled constraints, by `constraint_bytes`
 
 
 class QueueFull(Exception):
-    """There is no room now."""
+    """Error for a request that the server has no capacity for now."""
 
 
 class Deadline:
-    """Calls functions in threads of its own, and gives up those that take too long.
+    """Executor with its own daemon threads that abandons calls after a timeout.
 
-    seconds: how long a call may take. A thread that is given up is left alone, ends when its
-    function does, and keeps no process alive. After MAX_TIMED_OUT of them at once nothing is
-    called.
+    seconds: timeout of a call. An abandoned thread ends when its function returns, and does not
+    keep the process alive. While MAX_TIMED_OUT abandoned calls run, no new call is accepted.
     """
 
     def __init__(self, seconds: float):
         self.seconds = seconds
-        self.idle: list[queue.SimpleQueue] = []  # of threads that wait for a call
+        self.idle: list[queue.SimpleQueue] = []  # call queues of idle threads
         self.timed_out: set[Future] = set()
 
     @property
     def full(self) -> bool:
-        """Whether so many calls are late that no more are taken."""
+        """Return whether too many abandoned calls run to accept another."""
         return len(self.timed_out) >= MAX_TIMED_OUT
 
     def call(self, function: Callable, *args):
-        """Return what a function returns, or raise what it raises.
+        """Call a function in a thread; return its result or raise its exception.
 
-        Raises UserError if that takes too long, QueueFull if too many calls are late.
+        Raises UserError after the timeout, QueueFull if too many abandoned calls run.
         """
         if self.full:
             raise QueueFull(f"{MAX_TIMED_OUT} constraints are still being computed: try again")
@@ -86,14 +85,14 @@ class Deadline:
 
 
 def run_calls(calls: queue.SimpleQueue) -> None:
-    """Do one call after another, until None comes."""
+    """Run calls from a queue until it yields None."""
     while call := calls.get():
         future, function, args = call
         try:
             future.set_result(function(*args))
         except BaseException as error:
             future.set_exception(error)
-        del call, future, function, args  # else they are held until the next call
+        del call, future, function, args  # do not keep them alive until the next call
 
 
 COMPILER = Deadline(COMPILE_SECONDS)
@@ -102,10 +101,10 @@ MASKS = Deadline(MASK_SECONDS)
 
 @functools.cache
 def compile_pool(process: int) -> ThreadPoolExecutor:
-    """Return the threads of a process in which requests wait for constraints.
+    """Return the thread pool of a process in which requests wait for constraints.
 
-    They are not the event loop's own, which also encode prompts. process: its id; what is forked
-    has no threads.
+    It is separate from the event loop's executor, which also encodes prompts. process: process id,
+    the cache key, because a forked child inherits no threads.
     """
     COMPILER.idle.clear()
     MASKS.idle.clear()
@@ -113,16 +112,16 @@ def compile_pool(process: int) -> ThreadPoolExecutor:
 
 
 def stall_reason() -> str | None:
-    """Return why no constraint is computed any more; None if constraints are."""
+    """Return why no more constraints are computed; None if they are."""
     full = COMPILER.full or MASKS.full
     return f"{MAX_TIMED_OUT} constraints of texts are computed without end" if full else None
 
 
 def compile_matcher(params: SamplingParams, encoding, config) -> Matcher | None:
-    """Return a matcher for a text, as `make_matcher`, which holds the compiled constraint.
+    """Return a matcher as `make_matcher` does, which keeps the compiled constraint alive.
 
-    Raises what `make_matcher` raises, UserError for a constraint that takes longer than
-    COMPILE_SECONDS, and QueueFull.
+    Raises UserError as `make_matcher` and after COMPILE_SECONDS, and QueueFull if constraints in
+    use exceed MAX_BYTES or too many abandoned calls run.
     """
     if params.constraint_field is None:
         return None
@@ -139,12 +138,12 @@ def compile_matcher(params: SamplingParams, encoding, config) -> Matcher | None:
 
 
 def has_capacity(source: str | tuple[str, ...]) -> bool:
-    """Return whether the bytes of one more constraint are within MAX_BYTES."""
+    """Return whether a constraint with this source fits into MAX_BYTES."""
     return constraints.compiled_bytes() + constraints.constraint_bytes(source) <= MAX_BYTES
 
 
 async def run_in_compile_pool(function: Callable, *args):
-    """Await a function in a thread for constraints."""
+    """Run a function in a thread of the compile pool and await its result."""
     return await asyncio.get_running_loop().run_in_executor(
         compile_pool(os.getpid()), function, *args
     )
@@ -152,16 +151,16 @@ async def run_in_compile_pool(function: Callable, *args):
 
 @dataclass
 class MaskTimeBudget:
-    """Processor time that the masks of a request may take beyond FAIR_SECONDS each.
+    """CPU time that the masks of a request have taken beyond FAIR_SECONDS each.
 
-    clock: returns seconds of the thread that calls it.
+    clock: returns the CPU seconds of the calling thread.
     """
 
     clock: Callable[[], float] = time.thread_time
     used: float = 0.0  # seconds
 
     def call(self, function: Callable, *args):
-        """Return what a function returns, and charge the time that it takes."""
+        """Call a function, charge its time to the budget, and return its result."""
         began = self.clock()
         result = function(*args)
         self.used += max(0.0, self.clock() - began - FAIR_SECONDS)
@@ -169,10 +168,10 @@ class MaskTimeBudget:
 
 
 class TimedMatcher(Matcher):
-    """A matcher that gives a text up when its masks take too long.
+    """Matcher that fails its sequence when masks take too long.
 
-    That is when one takes longer than MASK_SECONDS, or when the budget is used up. `token_mask`
-    then raises UserError, again and again. budget: None for one of its own.
+    That is when a mask takes longer than MASK_SECONDS, or the budget is used up. From then on
+    `token_mask` always raises UserError. budget: shared budget; None: a new one.
     """
 
     def __init__(self, matcher: Matcher, budget: MaskTimeBudget | None = None):
@@ -180,10 +179,10 @@ class TimedMatcher(Matcher):
         self.matcher = matcher
         self.budget = budget or MaskTimeBudget()
         self.error: UserError | None = None
-        self.busy = False  # whether others' constraints are why
+        self.busy = False  # the error is due to constraints of other requests
 
     def token_mask(self, output: list[int]) -> torch.Tensor:
-        if self.error:  # the other thread may still have the matcher
+        if self.error:  # an abandoned thread may still use the matcher
             raise self.error
         try:
             if self.budget.used > BUDGET_SECONDS:
@@ -199,6 +198,6 @@ class TimedMatcher(Matcher):
 
     @property
     def field(self) -> str:
-        """The beginning of an error, which names the field that the constraint is from."""
+        """Return the prefix of an error: the request field of the constraint."""
         grammar = getattr(self.matcher, "grammar", None)
         return f"{grammar.field}: " if grammar else ""
