@@ -1,8 +1,8 @@
-"""Weights in blocks, as GGUF files have them: 32 numbers of a row share a scale, or also a minimum.
+"""Block quantisation as in GGUF files: 32 values of a row share a scale, and a minimum in some.
 
-Inputs of products are rounded in blocks as well, so an outlier takes the steps of 31 neighbours and
-no more. The formats: ggml-common.h in github.com/ggml-org/ggml. There the scales of inputs are
-float16, here float32.
+The inputs of linear layers are quantised in blocks as well, so an outlier costs the precision of
+only 31 neighbours. The formats: ggml-common.h in github.com/ggml-org/ggml. There the scales of
+inputs are float16, here float32.
 """
 
 from collections.abc import Callable
@@ -15,25 +15,25 @@ import torch.nn.functional as F
 
 from int8 import quantize
 
-BLOCK_SIZE = 32  # numbers of a block
+BLOCK_SIZE = 32  # values per block
 MIN_SCALE = 2.0**-24  # the smallest float16 above 0
 
 
 class BlockFormat(NamedTuple):
-    """How a weight is kept in blocks: bits of a number, 8 or 4, and what blocks have beside it."""
+    """The storage format of a block-quantised weight."""
 
-    bits: int = 8
+    bits: int = 8  # per value, 8 or 4
     has_minimum: bool = False
     dtype: torch.dtype = torch.float16  # of scales and minima
 
     @property
     def zero_point(self) -> int:
-        """What is added to numbers before they become nibbles, which have no sign."""
+        """Return the offset that makes values unsigned before they become nibbles."""
         return 8 if self.bits == 4 and not self.has_minimum else 0
 
 
 Q8_0 = BlockFormat()
-BLOCK_FORMATS = {  # of the types in files that are kept as they are
+BLOCK_FORMATS = {  # by the GGUF type, for types that load without requantisation
     "Q8_0": Q8_0,
     "Q4_0": BlockFormat(bits=4),
     "Q4_1": BlockFormat(bits=4, has_minimum=True),
@@ -46,9 +46,10 @@ BLOCK_FORMATS = {  # of the types in files that are kept as they are
 
 @dataclass(frozen=True)
 class QuantizedBlocks:
-    """Rows of numbers in blocks: values * scale + minimum, with these two for each 32 values.
+    """Rows of block-quantised values that stand for values * scale + minimum.
 
-    values: int8 (rows, n). scale, minimum: (rows, n / 32); no minimum is 0.
+    values: int8 (rows, n). scale, minimum: (rows, n / 32), one for each block. A minimum of None is
+    0.
     """
 
     values: torch.Tensor
@@ -56,7 +57,7 @@ class QuantizedBlocks:
     minimum: torch.Tensor | None = None
 
     def map(self, function: Callable) -> "QuantizedBlocks":
-        """With all tensors changed alike."""
+        """Apply a function to every tensor and return the result."""
         tensors = self.values, self.scale, self.minimum
         return QuantizedBlocks(*(each if each is None else function(each) for each in tensors))
 
@@ -64,7 +65,7 @@ class QuantizedBlocks:
         return self.map(lambda tensor: tensor[rows])
 
     def dequantize(self) -> torch.Tensor:
-        """The numbers, float32 (rows, n)."""
+        """Return the values as float32 (rows, n)."""
         numbers = self.values.unflatten(-1, (-1, BLOCK_SIZE)) * self.scale.float()[..., None]
         if self.minimum is not None:
             numbers = numbers + self.minimum.float()[..., None]
@@ -72,27 +73,30 @@ class QuantizedBlocks:
 
 
 def pad_to_blocks(x: torch.Tensor) -> torch.Tensor:
-    """Rows, (..., n), as (..., blocks, 32): zeros fill the last block."""
+    """Split rows, (..., n), into (..., blocks, 32). Zeros pad the last block."""
     return F.pad(x, (0, -x.shape[-1] % BLOCK_SIZE)).unflatten(-1, (-1, BLOCK_SIZE))
 
 
 def quantize_blocks(weight: torch.Tensor) -> QuantizedBlocks:
-    """Round the rows of a weight, (rows, n), to Q8_0. A NaN or infinity makes such a scale."""
+    """Quantise a weight, (rows, n), to Q8_0. A NaN or infinity gives a non-finite scale."""
     parts = pad_to_blocks(weight.float())
     scale = (parts.abs().amax(dim=-1) / 127).half().clamp(min=MIN_SCALE)
-    # A scale below 2**-14 may lose a third as a float16, which would give 189.
+    # A subnormal float16 scale, below 2**-14, may be a third too small, which would give 189.
     values = (parts / scale[..., None]).round().clamp(-127, 127)
     return QuantizedBlocks(values.to(torch.int8).flatten(-2), scale)
 
 
 def pack_q4(values: torch.Tensor) -> torch.Tensor:
-    """Two numbers from 0 to 15 a byte, uint8 (rows, n / 2): byte j of a block has j and j + 16."""
+    """Pack values from 0 to 15, (rows, n), two per byte, uint8 (rows, n / 2).
+
+    Byte j of a block holds values j and j + 16.
+    """
     low, high = values.unflatten(-1, (-1, 2, BLOCK_SIZE // 2)).to(torch.uint8).unbind(-2)
     return (low | high << 4).flatten(-2)
 
 
 def unpack_q4(packed: torch.Tensor) -> torch.Tensor:
-    """The numbers that `pack_q4` packed, int8 (rows, n)."""
+    """Unpack the values that `pack_q4` packed, int8 (rows, n)."""
     parts = packed.unflatten(-1, (-1, BLOCK_SIZE // 2))
     return torch.stack([parts & 15, parts >> 4], dim=-2).flatten(-3).view(torch.int8)
 
@@ -100,11 +104,11 @@ def unpack_q4(packed: torch.Tensor) -> torch.Tensor:
 def block_linear(
     x: torch.Tensor, weight: QuantizedBlocks, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x @ weight.dequantize().T + bias, with x rounded in blocks too.
+    """Compute x @ weight.dequantize().T + bias, with x quantised in blocks too.
 
-    x: (..., in_features). The sum in a block is exact; blocks are added in their order, so that an
-    output does not depend on other rows. All inputs of a block times its minimum are their sum
-    times it.
+    x: (..., in_features). The sum within a block is exact. Blocks are added in order, so that an
+    output does not depend on other rows of x. A block's minimum contributes the minimum times the
+    sum of the block's inputs.
     """
     values, x_scale = quantize(pad_to_blocks(x))  # (..., blocks, 32), (..., blocks)
     x_sum = x_scale * values.sum(dim=-1)
@@ -120,9 +124,9 @@ def block_linear(
 
 
 class BlockLinear(nn.Module):
-    """A linear layer with a weight in blocks: int8 (out_features, in_features), or nibbles.
+    """A linear layer with a block-quantised weight, int8 (out_features, in_features) or nibbles.
 
-    Zeros fill up in_features to whole blocks. All tensors are empty at first.
+    Rows are zero-padded to whole blocks. All tensors are uninitialized.
     """
 
     def __init__(self, layer: nn.Linear | nn.Embedding, block_format: BlockFormat = Q8_0):
@@ -132,10 +136,10 @@ class BlockLinear(nn.Module):
         count = -(-self.in_features // BLOCK_SIZE)
 
         def empty(width: int, dtype: torch.dtype) -> torch.Tensor:
-            # Nothing else: torch's first operation on no device ("meta") imports 800 modules.
+            # torch.empty alone: the first real operation on the meta device imports 800 modules.
             return torch.empty(rows, width, dtype=dtype, device=layer.weight.device)
 
-        weight_dtype = torch.int8 if block_format.bits == 8 else torch.uint8  # nibbles have no sign
+        weight_dtype = torch.int8 if block_format.bits == 8 else torch.uint8  # unsigned nibbles
         self.register_buffer(
             "weight", empty(count * BLOCK_SIZE * block_format.bits // 8, weight_dtype)
         )
@@ -146,7 +150,7 @@ class BlockLinear(nn.Module):
         self.bias = getattr(layer, "bias", None)
 
     def blocks(self, rows=slice(None)) -> QuantizedBlocks:
-        """Rows of the weight, all of them by default."""
+        """Return rows of the weight, all of them by default."""
         values = self.weight[rows]
         if self.block_format.bits == 4:
             values = unpack_q4(values) - self.block_format.zero_point
@@ -158,16 +162,19 @@ class BlockLinear(nn.Module):
 
 
 class BlockEmbedding(BlockLinear):
-    """A token embedding with rows in blocks, and a linear layer's tensors: the head shares them."""
+    """A token embedding with block-quantised rows.
+
+    It has the tensors of a linear layer, so that the head can share them.
+    """
 
     def forward(self, tokens):
         return self.blocks(tokens).dequantize()[..., : self.in_features]
 
 
 def replace_with_block_linear(model: nn.Module, formats: dict[str, BlockFormat]) -> nn.Module:
-    """Put empty layers in blocks in the places of the linear layers and the token embedding.
+    """Replace the linear layers and the token embedding with uninitialized block layers.
 
-    formats: by the name of a weight; of all others Q8_0.
+    formats: by the name of the weight, Q8_0 for weights not in it.
     """
     embedding = model.path("embedding")
     if model.config.tie_word_embeddings:
@@ -189,9 +196,10 @@ def load_block_rows(
     weight: torch.Tensor | QuantizedBlocks,
     columns: slice = slice(None),
 ) -> None:
-    """Write rows of numbers into a model's tensor, rounded if it is in blocks and they are not.
+    """Write rows of a weight into a model's tensor, quantised or dequantised as the tensor needs.
 
-    columns: those that the tensor has of each row; rows in blocks are whole.
+    columns: the columns of each row that a float tensor holds. Block-quantised tensors hold
+    complete rows.
     """
     layer = name.removesuffix("weight")
     if f"{layer}scale" not in tensors:
@@ -199,7 +207,7 @@ def load_block_rows(
         tensors[name][rows] = numbers[..., columns]
         return
     target = tensors[name][rows]
-    # Few rows at a time: rounding takes room for them all.
+    # In chunks of rows, because quantisation needs temporary memory for all rows it is given.
     for first in range(0, len(target), 256):
         part = slice(first, first + 256)
         piece = weight[part]

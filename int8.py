@@ -1,13 +1,14 @@
-"""Weights as int8, a quarter of float32's bytes: symmetric, a scale for each row, exact sums.
+"""Symmetric int8 quantisation of weights, one scale per row, with exact integer sums.
 
-After Dettmers et al. 2022 (2208.07339), vector-wise quantisation. What it keeps in half precision,
-outliers, is spread here over all numbers of a row before it is rounded: inputs and weights are
-rotated by the same orthogonal matrix, as in QuaRot (Ashkboos et al. 2024, 2404.00456).
+Vector-wise quantisation as in Dettmers et al. 2022 (2208.07339), at a quarter of float32's bytes.
+LLM.int8() keeps outliers in half precision. Here a rotation spreads them over all channels of a row
+before quantisation: inputs and weights are rotated by the same orthogonal matrix, as in QuaRot
+(Ashkboos et al. 2024, 2404.00456).
 
-Activations are rounded to int8 as well. A last-bit difference in one of them can become a whole
-step, so a text may change where any bit of its pass depends on its neighbours. torch's attention
-has such bits: there a text may differ from its own run, in batches of `generate`, in the engine and
-on several processes. Where C computes the whole pass, no bit depends on neighbours.
+Activations are quantised to int8 as well, so a difference in the last bit of one can become a whole
+quantisation step. torch's attention is not batch-invariant to the last bit. With it, output may
+depend on the batch in `generate` and in the engine, or on the number of processes. If C computes
+the whole pass, no bit depends on the batch.
 """
 
 import torch
@@ -15,15 +16,16 @@ import torch.nn as nn
 
 from errors import UserError
 
-EXACT_TERMS = 1024  # products, 127 * 127 at most, whose sum float32 holds: it is below 2**24
+EXACT_TERMS = 1024  # products of at most 127 * 127 that sum to less than 2**24, exact in float32
 
 
 def rotate_channels(x: torch.Tensor) -> torch.Tensor:
     """Multiply rows, (..., n), by a symmetric matrix R: R R is 2**k times the identity.
 
-    n is 2**k times an odd number. For each prime factor p of n, the smallest first, groups of p
-    numbers are mixed. Two, a and b, become a + b and a - b: k times, that is a Hadamard matrix.
-    More are reflected: twice their mean is subtracted from each. Sums have one order, in C too.
+    n is 2**k times an odd number. Each prime factor p of n, in increasing order, gives a stage that
+    mixes groups of p channels. For p = 2, a and b become a + b and a - b. These k stages are a
+    Hadamard matrix. For odd p each group is reflected: twice its mean is subtracted from each
+    channel. The sums have a fixed order, the same in C.
     """
     n = x.shape[-1]
     rows = x.shape[:-1].numel()
@@ -36,14 +38,14 @@ def rotate_channels(x: torch.Tensor) -> torch.Tensor:
         else:
             twice_mean = sum(parts) * (2 / p)
             parts = [part - twice_mean for part in parts]
-        # Results of a kind come side by side. After all factors each number is at its place again.
+        # Each stage groups its results by part. After the last stage the channels are in order.
         y = torch.cat(parts)
-    # Contiguous: torch sums the numbers of a row in another order where rows are not.
+    # Contiguous, because torch sums a strided row in another order.
     return y.t().reshape(x.shape).contiguous()
 
 
 def prime_factors(n: int) -> list[int]:
-    """The primes whose product is n, the smallest first."""
+    """Return the prime factors of n in increasing order, with repetition."""
     factors = []
     p = 2
     while n > 1:
@@ -56,29 +58,32 @@ def prime_factors(n: int) -> list[int]:
 
 
 def unrotate_channels(weight: torch.Tensor) -> torch.Tensor:
-    """Rotate rows back: rotate_channels(x) @ unrotate_channels(weight).T is x @ weight.T."""
+    """Apply the inverse rotation: rotate_channels(x) @ unrotate_channels(weight).T = x @ weight.T.
+
+    weight: (..., n).
+    """
     n = weight.shape[-1]
     return rotate_channels(weight) / (n & -n)  # by 2**k, which is exact
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round each row to whole numbers of steps: x is close to values * scale[..., None].
+    """Quantise each row to int8, so that x is close to values * scale[..., None].
 
     x: (..., n), floating-point. Returns values, int8 (..., n), from -127 to 127, and scale, (...),
-    in the dtype of x. A row with a NaN or infinity has a scale that is not finite either.
+    in the dtype of x. A row with a NaN or infinity gets a non-finite scale.
     """
     largest = x.abs().amax(dim=-1, keepdim=True)
-    scale = (largest / 127).clamp(min=torch.finfo(x.dtype).tiny)  # a row of zeros is fine
+    scale = (largest / 127).clamp(min=torch.finfo(x.dtype).tiny)  # a row of zeros would give 0 / 0
     return (x / scale).round().to(torch.int8), scale.squeeze(-1)
 
 
 def int8_linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x @ (weight * scale[:, None]).T + bias, with x rounded to int8 too, and exact int32 sums.
+    """Compute x @ (weight * scale[:, None]).T + bias, with int8 x and exact int32 sums.
 
-    x: (..., in_features), each row rounded by itself. weight: int8 (out_features, in_features).
-    scale, bias: (out_features,).
+    x: (..., in_features), quantised per row. weight: int8 (out_features, in_features). scale, bias:
+    (out_features,).
     """
     values, x_scale = quantize(x)
     return dequantize_sums(int8_matmul(values, weight), x_scale, scale, bias)
@@ -87,15 +92,15 @@ def int8_linear(
 def dequantize_sums(
     sums: torch.Tensor, x_scale: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """What whole sums, (..., out_features), stand for, by the scales of both, plus the bias."""
+    """Multiply int32 sums, (..., out_features), by both scales and add the bias."""
     y = sums.to(x_scale.dtype) * (x_scale[..., None] * scale)
     return y if bias is None else y + bias
 
 
 def int8_matmul(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """values @ weight.T of whole numbers, as exact int32 sums."""
-    # torch has no int8 product that is right on every CPU; float32 is exact for short sums of small
-    # whole numbers.
+    """Compute values @ weight.T of int8 tensors as exact int32 sums."""
+    # torch has no int8 matmul that is right on every CPU. float32 is exact for short sums of small
+    # integers.
     parts = zip(values.split(EXACT_TERMS, dim=-1), weight.split(EXACT_TERMS, dim=-1))
     return sum((a.float() @ b.float().t()).to(torch.int32) for a, b in parts)
 
@@ -103,7 +108,7 @@ def int8_matmul(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class Int8Linear(nn.Module):
     """A linear layer with an int8 weight (out_features, in_features) and its scale (out_features,).
 
-    The weight's rows are rotated, and so is each input. Both tensors are empty at first. Raises
+    The rows of the weight are rotated, and so is each input. Both tensors are uninitialized. Raises
     UserError for rows whose sums may not fit int32.
     """
 
@@ -125,9 +130,9 @@ class Int8Linear(nn.Module):
 
 
 class Int8Embedding(Int8Linear):
-    """A token embedding with int8 rows, which are rotated back when they are read.
+    """A token embedding with int8 rows, whose rotation is undone at each lookup.
 
-    It has a linear layer's tensors: the head shares them.
+    It has the tensors of a linear layer, so that the head can share them.
     """
 
     def forward(self, tokens):
@@ -135,7 +140,7 @@ class Int8Embedding(Int8Linear):
 
 
 def replace_with_int8_linear(model: nn.Module) -> nn.Module:
-    """Put empty int8 layers in the places of the linear layers and the token embedding."""
+    """Replace the linear layers and the token embedding with uninitialized int8 layers."""
     for module in list(model.modules()):
         for name, layer in module.named_children():
             if isinstance(layer, nn.Linear):
@@ -145,7 +150,7 @@ def replace_with_int8_linear(model: nn.Module) -> nn.Module:
 
 
 def to_int8(model: nn.Module) -> nn.Module:
-    """Round a model's weights, in place: int8 layers take the place of its own. Returns it."""
+    """Quantise a model in place: replace its layers with int8 layers. Returns the model."""
     weights = dict(model.named_parameters())
     tensors = replace_with_int8_linear(model).state_dict()
     for name, weight in weights.items():
@@ -162,14 +167,14 @@ def load_weight_rows(
     block: torch.Tensor,
     columns: slice = slice(None),
 ) -> None:
-    """Write rows of numbers into a model's tensor: if it is int8, rotated, rounded, with scales.
+    """Write rows of a weight into a model's tensor. If it is int8, rotate and quantise them.
 
-    columns: those that the tensor has of each row; int8 rows are whole.
+    columns: the columns of each row that the tensor holds. Rows for int8 must be complete.
     """
     if tensors[name].dtype == torch.int8:
         values = tensors[name][rows]
         scale = tensors[name.removesuffix("weight") + "scale"][rows]
-        # Few rows at a time: rounding takes room for them all.
+        # In chunks of rows, because quantisation needs temporary memory for all rows it is given.
         pieces = (tensor.split(256) for tensor in (values, scale, block))
         for piece, piece_scale, floats in zip(*pieces):
             piece[:], piece_scale[:] = quantize(unrotate_channels(floats.to(scale)))

@@ -1,4 +1,4 @@
-"""Native code for the CPU: gpt.c and draw.c, what compiles them, and what calls them."""
+"""Native CPU backend: gpt.c and draw.c, their build, and their Python bindings."""
 
 import torch
 
@@ -10,11 +10,11 @@ __all__ = ["BuildError", "NativeRunner", "kernel", "use_native"]
 
 
 def use_native(model: torch.nn.Module) -> None:
-    """Let C compute a model: its passes with a cache, and in all others its products.
+    """Run a model in C: whole forward passes with a KV cache, only linear layers without one.
 
-    Of a model that several processes compute, it computes products alone, and draws.
-    Its weights are packed, in place. Raises BuildError and ValueError as `NativeRunner`; then the
-    model is as it was.
+    With tensor parallelism C runs only the linear layers and the sampling. The weights are packed
+    in place. Raises BuildError and ValueError as `NativeRunner`, and then leaves the model
+    unchanged.
     """
     if model.runner.tp_group:
         library = load()

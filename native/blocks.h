@@ -1,10 +1,9 @@
-// Products of weights in blocks of 32, with inputs that are rounded in blocks. Part of gpt.c.
+// Dot products of Q8 and Q4 weights with inputs quantised in blocks of 32. Part of gpt.c.
 //
-// A vector of weights, ByteVector, has four inputs of each of WIDTH outputs. dot_add_q8 adds to
-// each sum the dot product of four int8 weights and four int8 inputs x. The products of dot_add_q4,
-// whose weights are from 0 to 15, may be summed in 16 bits, until widen_q4_sums makes int32 sums of
-// those of a block. WEIGHT_ZERO_POINT is what dot_add_q8 adds to a weight: VNNI takes unsigned
-// bytes.
+// A ByteVector holds the weights of four inputs for each of WIDTH outputs. dot_add_q8 adds to each
+// sum the dot product of four int8 weights and four int8 inputs x. dot_add_q4 takes weights from 0
+// to 15 and may accumulate in 16 bits. widen_q4_sums then converts the sums of a block to int32.
+// dot_add_q8 adds WEIGHT_ZERO_POINT to each weight, because VNNI takes unsigned bytes.
 
 typedef uint8_t ByteVector __attribute__((vector_size(4 * WIDTH), aligned(1), may_alias));
 typedef int32_t IntVector __attribute__((vector_size(4 * WIDTH)));
@@ -17,7 +16,7 @@ INLINE Sums dot_add_q4(Sums sums, int32_t x, ByteVector w) {
 INLINE Sums dot_add_q8(Sums sums, int32_t x, ByteVector w) { return dot_add_q4(sums, x, w ^ 128); }
 INLINE Sums widen_q4_sums(Sums sums) { return sums; }
 #elif defined(__AVX512F__) && defined(__AVX512BW__)
-// The product of two pairs, |w| * x: at most 2 * 128 * 127, which 16 bits hold. x has w's sign.
+// maddubs sums two products |w| * (x with w's sign), at most 2 * 128 * 127, which fits in 16 bits.
 enum { WEIGHT_ZERO_POINT = 0 };
 INLINE Sums widen_q4_sums(Sums sums) { return _mm512_madd_epi16(sums, _mm512_set1_epi16(1)); }
 INLINE Sums dot_add_q8(Sums sums, int32_t x, ByteVector w) {

@@ -1,4 +1,4 @@
-"""Compile gpt.c and draw.c, once for each source, compiler and processor, and load them."""
+"""Build of gpt.c and draw.c: compiled once per source, compiler and processor, then loaded."""
 
 import contextlib
 import ctypes
@@ -29,29 +29,30 @@ FLAGS = (
     "-fno-trapping-math",
     "-ffp-contract=off",
 )
-# Tuned for some AMD processors, gcc's code reads numbers from memory at each use.
+# When gcc tunes for some AMD processors, its code reloads values from memory at each use.
 AVX512 = ("-march=native", "-mtune=generic", "-mprefer-vector-width=512")
 TARGETS = AVX512, ("-march=native",), ("-mcpu=native",), ()  # the first that the compiler accepts
-TIMEOUT = 120  # the time limit of one run of the compiler
+TIMEOUT = 120  # seconds per run of the compiler
 
 
 class BuildError(Exception):
-    """There is no compiled code. The message is one line."""
+    """A failed build, with a message of one line."""
 
 
 @functools.cache
 def load(target: tuple[str, ...] | None = None) -> ctypes.CDLL:
-    """Load the library, after compiling it if it is not in the cache. Raises BuildError.
+    """Load the library, and compile it first if it is not in the cache. Raises BuildError.
 
-    target: the compiler's flags for another processor than this one.
-    The compiler is $CC, or cc, or that of the Python package ziglang. $CFLAGS and $LDFLAGS come
-    before the flags of this file. The library is kept in `cache_directory`; where others could
-    write to that directory, each run compiles anew.
+    target: compiler flags for a processor other than this one.
+    The compiler is $CC, cc, or the one in the Python package ziglang. $CFLAGS and $LDFLAGS come
+    before the flags of this file. The library is cached in `cache_directory`. If other users can
+    write to that directory, each run compiles again.
     """
     try:
         compiler = shlex.split(os.environ.get("CC", "")) or default_compiler()
         base_flags = [*shlex.split(os.environ.get("CFLAGS", "")), *FLAGS]
-        # Not $CFLAGS: -ffast-math there would make the whole process round tiny numbers to 0.
+        # Without $CFLAGS, because linking with -ffast-math would make the whole process flush
+        # subnormals to 0.
         link_command = [*compiler, "-O3", *shlex.split(os.environ.get("LDFLAGS", ""))]
     except ValueError as error:  # an unclosed quotation mark
         raise BuildError(f"$CC, $CFLAGS or $LDFLAGS: {error}") from None
@@ -78,7 +79,7 @@ def load(target: tuple[str, ...] | None = None) -> ctypes.CDLL:
 
 
 def default_compiler() -> list[str]:
-    """The command cc, or the C compiler of the Python package ziglang. Raises BuildError."""
+    """Return the command cc, or the C compiler of the Python package ziglang. Raises BuildError."""
     if shutil.which("cc"):
         return ["cc"]
     if importlib.util.find_spec("ziglang"):
@@ -87,9 +88,9 @@ def default_compiler() -> list[str]:
 
 
 def predefined_macros(command: list[str], candidates: tuple) -> tuple[tuple[str, ...], bytes]:
-    """The first flags that the compiler accepts, and the macros that it predefines with them.
+    """Return the first flags that the compiler accepts, and its predefined macros with them.
 
-    The macros tell its version and the instruction sets that it may use. Raises BuildError.
+    The macros identify its version and the enabled instruction sets. Raises BuildError.
     """
     for flags in candidates:
         try:
@@ -100,10 +101,10 @@ def predefined_macros(command: list[str], candidates: tuple) -> tuple[tuple[str,
 
 
 def find_cached(key: str) -> tuple[Path | None, Path | None]:
-    """The cache directory and the library in it, each None if it cannot be used.
+    """Return the cache directory and the library in it, each None if it cannot be used.
 
-    The library is called KEY-HASH.so. Only this user can have written it, and its bytes have that
-    hash. If there is none, a note on stderr says that it is compiled now.
+    The library is named KEY-HASH.so. It is used only if no other user can have written it and its
+    bytes have that hash. Otherwise a note on stderr says that it is compiled now.
     """
     try:
         directory = cache_directory()
@@ -124,7 +125,7 @@ def find_cached(key: str) -> tuple[Path | None, Path | None]:
 
 
 def cache_library(library: Path, directory: Path, key: str) -> Path:
-    """Move a complete library into the cache. Several processes may do this at once."""
+    """Move a complete library into the cache. Safe in several processes at once."""
     try:
         library.chmod(0o700)
         library_hash = hashlib.sha256(library.read_bytes()).hexdigest()
@@ -135,21 +136,21 @@ def cache_library(library: Path, directory: Path, key: str) -> Path:
 
 
 def cache_directory() -> Path:
-    """The project's directory in $XDG_CACHE_HOME or ~/.cache."""
+    """Return the project's directory in $XDG_CACHE_HOME or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-native"
 
 
 def is_private(path: Path) -> bool:
-    """Whether this user owns a file or directory and no one else can write to it."""
+    """Return whether this user owns a file or directory and no one else can write to it."""
     info = path.stat()
     owner = os.getuid() if hasattr(os, "getuid") else info.st_uid
     return info.st_uid == owner and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def torch_openmp() -> list[str]:
-    """The path of torch's OpenMP library, or nothing.
+    """Return the path of torch's OpenMP library in a list, empty if it has none.
 
-    With another library, two pools of threads would compete for the cores.
+    With another OpenMP library, two thread pools would compete for the cores.
     """
     library = Path(importlib.util.find_spec("torch").origin).parent / "lib"
     patterns = ("libgomp*", "libomp*", "libiomp5*")
@@ -159,7 +160,7 @@ def torch_openmp() -> list[str]:
 def compile_library(directory: Path, compile_command: list[str], link_command: list[str]) -> Path:
     """Compile gpt.c and the C files beside it into one library. Raises BuildError.
 
-    The library has one thread if the compiler cannot use torch's OpenMP.
+    The library is single-threaded if the compiler cannot use torch's OpenMP.
     """
     sources = sorted(SOURCE.parent.glob("*.c"))
     objects = {source: str(directory / f"{source.stem}.o") for source in sources}
@@ -181,14 +182,14 @@ def compile_library(directory: Path, compile_command: list[str], link_command: l
 
 
 def compiler_name(command: list[str]) -> str:
-    """What errors call a compiler."""
+    """Return the name of a compiler for error messages."""
     return "ziglang" if "ziglang" in command[:3] else command[0]
 
 
 def run_compiler(command: list[str], seconds: float | None = None) -> bytes:
     """Run a compiler and return its output. Raises BuildError with its first error.
 
-    seconds: the time limit, SECONDS if None. Raises TimeoutExpired after it.
+    seconds: the time limit, TIMEOUT if None. Raises TimeoutExpired after it.
     """
     name = compiler_name(command)
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -204,7 +205,7 @@ def run_compiler(command: list[str], seconds: float | None = None) -> bytes:
                 stack.close()
                 output, errors = process.communicate(timeout=seconds or TIMEOUT)
             except BaseException:
-                os.killpg(process.pid, signal.SIGKILL)  # a compiler has processes of its own
+                os.killpg(process.pid, signal.SIGKILL)  # a compiler starts child processes
                 raise
     if process.returncode:
         lines = errors.decode(errors="replace").splitlines() or ["no reason given"]
@@ -217,7 +218,7 @@ def run_compiler(command: list[str], seconds: float | None = None) -> bytes:
 def defer_sigterm() -> Iterator[None]:
     """Delay SIGTERM to the end of the block, if the program has a handler for it.
 
-    An exception of the handler while a process is being started would orphan that process.
+    If the handler raised while a process is being started, that process would be orphaned.
     """
     handler = signal.getsignal(signal.SIGTERM)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
@@ -235,7 +236,7 @@ def defer_sigterm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit in the block, so that its temporary files are removed."""
+    """Raise SystemExit on SIGTERM in the block, so that its temporary files are removed."""
 
     def end(number, frame):
         raise SystemExit(128 + number)
@@ -252,15 +253,15 @@ def exit_on_sigterm() -> Iterator[None]:
 
 
 def open_library(file: Path) -> ctypes.CDLL:
-    """Load a library and check that it is ours. Raises BuildError."""
+    """Load a library and check that it exports `kernel`. Raises BuildError."""
     try:
         library = ctypes.CDLL(str(file))
         ctypes.c_char.in_dll(library, "kernel")
         return library
-    except (OSError, ValueError) as error:  # ValueError: it has no such symbol
+    except (OSError, ValueError) as error:  # ValueError: the symbol is missing
         raise BuildError(f"the compiled gpt.c cannot be loaded: {error}") from None
 
 
 def kernel() -> str:
-    """The instruction set of the compiled code, such as "AVX-512 VNNI"."""
+    """Return the instruction set of the compiled code, such as "AVX-512 VNNI"."""
     return (ctypes.c_char * 64).in_dll(load(), "kernel").value.decode()

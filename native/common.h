@@ -1,4 +1,4 @@
-// What gpt.c and draw.c share.
+// Definitions shared by gpt.c and draw.c.
 #ifndef COMMON_H
 #define COMMON_H
 #include <stdint.h>
@@ -13,13 +13,13 @@ INLINE int omp_get_thread_num(void) { return 0; }
 INLINE int omp_get_num_threads(void) { return 1; }
 #endif
 
-// e to the x, with x clamped to -87..88; NaN stays NaN. It is 2 to the n, where n is x / ln 2
-// rounded to an integer, times a polynomial in the rest r, as in Cephes' expf. There is no branch,
-// so the compiler can vectorize it.
+// Return exp(x), with x clamped to -87..88. NaN stays NaN. As in Cephes' expf, the result is 2**n
+// times a polynomial in r = x - n ln 2, where n is x / ln 2 rounded to an integer. No branches, so
+// the compiler can vectorize it.
 INLINE float exponential(float x) {
   x = x < -87 ? -87 : x;
   x = x > 88 ? 88 : x;
-  float rounded = x * 1.44269504f + 12582912;  // 1.5 * 2**23: its last bits are those of n
+  float rounded = x * 1.44269504f + 12582912;  // plus 1.5 * 2**23: the low bits hold n
   float n = rounded - 12582912;
   float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
   float p = 1.9875691500e-4f;

@@ -1,9 +1,9 @@
-// The forward pass of GPT-2, Llama and their relatives on a CPU, with weights of 32, 16 or 8 bits.
+// The forward pass of GPT-2, Llama and related models on a CPU, with 32-, 16-, 8- or 4-bit weights.
 //
-// All threads run a parallel region. `#pragma omp for` divides a loop among them and ends with a
-// barrier, unless it says `nowait`. Each thread runs the rest by itself, for all tokens or for its
-// `thread_range` of them.
-// Sizes: T tokens, C channels (n_embd), H query heads, K KV heads, D numbers in a head (head_dim).
+// All threads execute a parallel region. `#pragma omp for` divides a loop among them and ends with
+// a barrier, unless it says `nowait`. Every thread executes the remaining code, for all tokens or
+// for its `thread_range` of them.
+// Sizes: T tokens, C channels (n_embd), H query heads, K KV heads, D channels per head (head_dim).
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
@@ -19,10 +19,10 @@
 
 // instruction sets --------------------------------------------------------------------------------
 //
-// Each has vectors of WIDTH floats or int32 sums. MULADD is a * b + c in float32. dot_add_int8
-// adds to each int32 sum the dot product of GROUP Quants, 4 bytes, and GROUP int8 weights. A
-// Quant is an activation rounded to an integer, plus ZERO_POINT: VNNI takes unsigned bytes.
-// FROM_FLOAT16, where there is an instruction for it, makes floats of WIDTH float16 numbers.
+// Vectors hold WIDTH floats or int32 sums. MULADD is a * b + c in float32. dot_add_int8 adds to
+// each int32 sum the dot product of GROUP Quants, 4 bytes, and GROUP int8 weights. A Quant is an
+// activation rounded to an integer, plus ZERO_POINT, because VNNI takes unsigned bytes.
+// FROM_FLOAT16 converts WIDTH float16 values to float32. It is defined where the CPU can do so.
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #include <immintrin.h>
@@ -109,7 +109,7 @@ typedef uint16_t HalfVector __attribute__((vector_size(2 * WIDTH), aligned(2), m
 
 enum { FLOAT32, FLOAT16, BFLOAT16, INT8, Q8, Q4 };  // quantisation types of weights and caches
 
-// WIDTH weights as floats, from number i on. A float holds all that 16 bits can say.
+// Load WIDTH weights as floats, from index i on. Both 16-bit types convert to float32 exactly.
 INLINE Vector load_weights(const int quant_type, const void *w, int64_t i) {
   const uint16_t *h = (const uint16_t *)w + i;
   if (quant_type == FLOAT32) return LOAD((const float *)w + i);
@@ -117,15 +117,15 @@ INLINE Vector load_weights(const int quant_type, const void *w, int64_t i) {
 #ifdef FROM_FLOAT16
   return FROM_FLOAT16(h);
 #else
-  // Its exponent, 112 less than a float's, is put right by a product: below 2**-14 too, where
-  // numbers have leading zeros. Infinity and NaN have all bits of an exponent set.
+  // The multiplication adds 112 to the exponent, the difference of the two biases. It is right for
+  // subnormals too. Infinity and NaN have all exponent bits set.
   UintVector bits = WIDEN(h), magnitude = (bits & 0x7fff) << 13;
   UintVector special = (UintVector)(magnitude >= 0x7c00 << 13) & 0x7f800000;
   return (Vector)((UintVector)((Vector)magnitude * 0x1p112f) | special | (bits & 0x8000) << 16);
 #endif
 }
 
-// Every second lane of a and b, from lane 0 or 1 on.
+// Take every second lane of a and b, from lane 0 or 1 on.
 #define LANES_4(i) i, i + 2, i + 4, i + 6
 #define LANES_8(i) LANES_4(i), LANES_4(i + 8)
 #define LANES_16(i) LANES_8(i), LANES_8(i + 16)
@@ -141,51 +141,51 @@ typedef int32_t Lanes __attribute__((vector_size(4 * WIDTH)));
 // products ----------------------------------------------------------------------------------------
 //
 // A weight (out, in) is packed into panels of PANEL outputs. A panel holds the weights of its
-// outputs for the first input (or GROUP inputs), then for the next, so that a vector has the
-// weights of neighbouring outputs. For each TILE tokens it is read from start to end, while their
-// sums stay in registers. Each sum adds its products in the order of the inputs, whatever the
-// number of tokens: the outputs of a token do not depend on the tokens beside it.
+// outputs for the first input (or GROUP inputs), then for the next, so one vector load reads the
+// weights of adjacent outputs. Each tile of TILE tokens reads the panel once and keeps its sums in
+// registers. Products are added in the order of the inputs, whatever the number of tokens, so a
+// token's outputs do not depend on its batch.
 
 enum { VECTORS = 2, PANEL = VECTORS * WIDTH, TILE = 6, BLOCK = 32 };
 const int panel_width = PANEL, int8_group = GROUP, activation_zero_point = ZERO_POINT;
 
-// What an adapter adds to the outputs of a layer: for each row of a one number, times a row of b.
+// A LoRA adapter's weights for one layer, which gets b^T (a x) added to its outputs.
 typedef struct {
   const float *a, *b;  // (rank, in), (rank, out)
-  int64_t rank;        // 0 where the adapter leaves this layer as it is
+  int64_t rank;        // 0 if the adapter does not change this layer
 } Adapter;
 
 typedef struct {
-  const void *weight;      // the full panels
-  const void *tail_panel;  // one more panel for the outputs left over, padded with zeros
-  const void *scale;       // of INT8 (out); of blocks (panels, blocks, PANEL)
-  const void *minimum;     // the same of blocks, or NULL
-  const uint32_t *compensation;  // (out), added to an int8 sum modulo 2**32: it undoes ZERO_POINT
-  const float *bias;       // (out), or NULL
+  const void *weight;            // the full panels
+  const void *tail_panel;        // a panel for the remaining outputs, padded with zeros
+  const void *scale;             // (out) with INT8, (panels, blocks, PANEL) with blocks, or NULL
+  const void *minimum;           // (panels, blocks, PANEL), or NULL
+  const uint32_t *compensation;  // (out), added to int8 sums modulo 2**32 to undo ZERO_POINT
+  const float *bias;             // (out), or NULL
   int64_t out, in;
-  int64_t row_stride;  // of y: more than `out` where several layers write side by side
+  int64_t row_stride;  // of y, larger than `out` if several layers write side by side
   int64_t quant_type;
-  int64_t scale_type;       // of scales and minima of blocks
-  const Adapter *adapters;  // all that the model has, or NULL
+  int64_t scale_type;       // quant_type of `scale` and `minimum` with blocks
+  const Adapter *adapters;  // all adapters of the model, or NULL
 } Linear;
 
-// BLOCK inputs, rounded.
+// A quantised block of BLOCK inputs.
 typedef struct {
   float scale;
   int32_t sum;  // of the values
   int8_t values[BLOCK];
 } Q8Block;
 
-// The input of a layer, (T, in). One with INT8 weights reads `values`, with a scale per token, one
-// with Q8 or Q4 reads blocks.
+// The input of a layer, (T, in). INT8 weights use `values` and a scale per token. Q8 and Q4 weights
+// use `blocks`. Float weights use x.
 typedef struct {
   const float *x;
   union {
-    Quant *values;  // (T, groups, GROUP)
+    Quant *values;    // (T, groups, GROUP)
     Q8Block *blocks;  // (T, blocks)
   };
-  float *scale;   // (T)
-  float *rotated;  // (in), for each thread its own: a token before it is rounded
+  float *scale;    // (T)
+  float *rotated;  // (in), scratch of one thread for a rotated token
 } Input;
 
 static int64_t num_blocks(const Linear *l) { return (l->in + BLOCK - 1) / BLOCK; }
@@ -205,7 +205,7 @@ INLINE Input input_at(const Linear *l, Input in, int64_t t) {
   return token;
 }
 
-// The panel of output o.
+// Return the panel of output o.
 static const void *panel_at(const Linear *l, int64_t o) {
   int64_t full = l->out - l->out % PANEL;
   const int bytes[] = {4, 2, 2, GROUP, 4, 4};  // by quant_type
@@ -213,8 +213,8 @@ static const void *panel_at(const Linear *l, int64_t o) {
   return o < full ? (const char *)l->weight + o / PANEL * size : l->tail_panel;
 }
 
-// The dot products of T tokens with the outputs of a panel. x: (T, in). Each block of BLOCK inputs
-// has a sum of its own, because short sums lose less to rounding.
+// Multiply T tokens by a panel of float weights. x: (T, in). Each block of BLOCK inputs has its own
+// sum, because short sums have smaller rounding errors.
 INLINE void gemm_float(const int T, const int quant_type, int64_t in, const void *w, const float *x,
                        float y[T][PANEL]) {
   memset(y, 0, T * sizeof *y);
@@ -234,7 +234,7 @@ INLINE void gemm_float(const int T, const int quant_type, int64_t in, const void
   }
 }
 
-// The dot products with int8 weights, which are exact. x: (T, groups, GROUP).
+// Multiply T tokens by a panel of int8 weights. The sums are exact. x: (T, groups, GROUP).
 INLINE void gemm_int8(const int T, int64_t groups, const int8_t *w, const Quant *x,
                       Sums sums[T][VECTORS]) {
   for (int64_t i = 0; i < groups; i++, w += PANEL * GROUP)
@@ -246,11 +246,11 @@ INLINE void gemm_int8(const int T, int64_t groups, const int8_t *w, const Quant 
     }
 }
 
-// The dot products with weights in blocks. x: (T, blocks). In a block they are exact.
+// Multiply T tokens by a panel of Q8 or Q4 weights. Sums within a block are exact. x: (T, blocks).
 INLINE void gemm_q(const int T, const int quant_type, const Linear *l, int64_t o, const Q8Block *x,
-                       float y[T][PANEL]) {
+                   float y[T][PANEL]) {
   int64_t count = num_blocks(l);
-  int64_t scale_at = o / PANEL * count * PANEL;  // of scales and minima
+  int64_t scale_at = o / PANEL * count * PANEL;  // index into scales and minima
   const ByteVector *w = panel_at(l, o);
   const int zero_point = quant_type == Q8 ? WEIGHT_ZERO_POINT : l->minimum ? 0 : 8;  // of weights
   Vector totals[T][VECTORS];
@@ -292,8 +292,7 @@ INLINE void gemm_q(const int T, const int quant_type, const Linear *l, int64_t o
   memcpy(y, totals, sizeof totals);
 }
 
-// Outputs o to o + PANEL - 1 of T tokens, written to y or, with `add`, added to it. y: (T,
-// row_stride).
+// Write outputs o to o + PANEL - 1 of T tokens to y, (T, row_stride), or add them to y with `add`.
 INLINE void panel_gemm(const int T, const Linear *l, int64_t o, Input in, float *y, int add) {
   int64_t count = l->out - o < PANEL ? l->out - o : PANEL;
   float dots[T][PANEL];
@@ -326,11 +325,11 @@ INLINE void panel_gemm(const int T, const Linear *l, int64_t o, Input in, float 
     }
 }
 
-// All outputs of T tokens, without a barrier at the end. y: (T, row_stride).
+// Compute all outputs of T tokens, without a barrier at the end. y: (T, row_stride).
 static void gemm(const Linear *l, int64_t T, Input in, float *y, int add) {
-#define CASE(n)                                                                  \
-  case n:                                                                        \
-    panel_gemm(n, l, o, input_at(l, in, t), y + t * l->row_stride, add);         \
+#define CASE(n)                                                          \
+  case n:                                                                \
+    panel_gemm(n, l, o, input_at(l, in, t), y + t * l->row_stride, add); \
     break;
 #pragma omp for schedule(static) collapse(2) nowait
   for (int64_t o = 0; o < l->out; o += PANEL)
@@ -341,9 +340,10 @@ static void gemm(const Linear *l, int64_t T, Input in, float *y, int add) {
       }
 }
 
-// The step of rounding n floats to integers from -127 to 127, bit for bit as int8.py's quantize.
+// Return the scale that maps n floats to integers from -127 to 127, bit for bit as int8.py's
+// quantize.
 INLINE float quant_step(int64_t n, const float *x) {
-  int32_t largest = 0;  // of the bits of |x|, which have the numbers' order, NaN above infinity
+  int32_t largest = 0;  // bits of |x|, which order as the floats do, with NaN above infinity
   for (int64_t i = 0; i < n; i++) {
     int32_t bits;
     memcpy(&bits, x + i, 4);
@@ -355,9 +355,9 @@ INLINE float quant_step(int64_t n, const float *x) {
   return max / 127 < FLT_MIN ? FLT_MIN : max / 127;
 }
 
-// Round n floats to integers, plus ZERO_POINT, and a scale.
+// Quantise n floats to integers, plus ZERO_POINT, and a scale.
 static void quantize(int64_t n, const float *x, Quant *values, float *scale) {
-  float step = quant_step(n, x);  // not *scale, which values may overwrite
+  float step = quant_step(n, x);  // not *scale, which may alias `values`
   *scale = step;
   if (step <= FLT_MAX)
     for (int64_t i = 0; i < n; i++) values[i] = (int32_t)rintf(x[i] / step) + ZERO_POINT;
@@ -365,8 +365,8 @@ static void quantize(int64_t n, const float *x, Quant *values, float *scale) {
     for (int64_t i = 0; i < n; i++) values[i] = ZERO_POINT;  // 0, times infinity or NaN: NaN
 }
 
-// N numbers, at most WIDTH, as a vector. Whole ones do not pass through memory, where gcc 12 puts
-// zeros first.
+// Load N floats, at most WIDTH, into a vector. A full vector takes no memcpy, because gcc 12 would
+// zero the destination in memory first.
 INLINE Vector load(const int N, const float *x) {
   if (N == WIDTH) return LOAD(x);
   Vector numbers = {0};
@@ -376,8 +376,8 @@ INLINE Vector load(const int N, const float *x) {
 
 INLINE void store(const int N, Vector numbers, float *x) { memcpy(x, &numbers, N * sizeof(float)); }
 
-// Mix p numbers that are `stride` apart: a sum and a difference, or a reflection at their mean. N
-// neighbours are mixed at once.
+// Mix p values that are `stride` apart: sum and difference for p = 2, otherwise a reflection about
+// their mean. Does N adjacent sets at once.
 INLINE void butterfly(const int N, int64_t p, int64_t stride, float *x) {
   if (p == 2) {
     Vector a = load(N, x), b = load(N, x + stride);
@@ -391,9 +391,9 @@ INLINE void butterfly(const int N, int64_t p, int64_t stride, float *x) {
   for (int64_t i = 0; i < p; i++) store(N, load(N, x + i * stride) - twice_mean, x + i * stride);
 }
 
-// The first stages of a rotation, for 2 * WIDTH numbers in registers. Each stage mixes neighbours
-// and puts the sums before the differences, which rotates the bits of all places. After as many
-// stages as a place has bits, each number is where it belongs.
+// Do the first stages of a rotation on 2 * WIDTH values in registers. Each stage mixes neighbours
+// and moves the sums before the differences, which rotates the bits of each index. After one stage
+// per index bit the values are in order again.
 INLINE void rotate_vectors(const float *x, float *y) {
   Vector a = LOAD(x), b = LOAD(x + WIDTH);
   for (int stage = 1; stage < 2 * WIDTH; stage *= 2) {
@@ -405,8 +405,8 @@ INLINE void rotate_vectors(const float *x, float *y) {
   store(WIDTH, b, y + WIDTH);
 }
 
-// Rotate n numbers, bit for bit as int8.py's rotate_channels. x and y may be the same. Exported for
-// tests.
+// Rotate n channels, bit for bit as int8.py's rotate_channels. x and y may be the same. Exported
+// for tests.
 void rotate_channels(int64_t n, const float *x, float *y) {
   int64_t stride = n % (2 * WIDTH) ? 1 : 2 * WIDTH;
   if (stride > 1)
@@ -422,7 +422,7 @@ void rotate_channels(int64_t n, const float *x, float *y) {
           for (int64_t i = base; i < base + stride; i += WIDTH) butterfly(WIDTH, p, stride, y + i);
 }
 
-// Round n floats, at most BLOCK. Zeros fill up the block.
+// Quantise n floats, at most BLOCK. The block is padded with zeros.
 INLINE void quantize_block(int64_t n, const float *x, Q8Block *block) {
   float step = quant_step(n, x);
   int32_t sum = 0;
@@ -448,8 +448,8 @@ static void quantize_token(const Linear *l, Input in, int64_t t) {
   if (tail) quantize_block(tail, token.x + full * BLOCK, token.blocks + full);
 }
 
-// The outputs of a layer, (T, out). x: (T, in); values, scale: scratch for an Input; rotated:
-// (threads, in), scratch with int8 weights.
+// Compute the outputs y of a layer, (T, out). x: (T, in). values, scale: scratch for an Input.
+// rotated: (threads, in), scratch for int8 weights.
 void linear(const Linear *l, int64_t T, const float *x, Quant *values, float *scale, float *rotated,
             float *y, int threads) {
 #pragma omp parallel num_threads(threads)
@@ -463,12 +463,12 @@ void linear(const Linear *l, int64_t T, const float *x, Quant *values, float *sc
   }
 }
 
-// Number i of packed numbers, whose count is a multiple of WIDTH.
+// Return element i of a packed array, whose length is a multiple of WIDTH.
 INLINE float load_weight(const int quant_type, const void *numbers, int64_t i) {
   return load_weights(quant_type, numbers, i - i % WIDTH)[i % WIDTH];
 }
 
-// Row o of a weight in blocks: y, (C).
+// Dequantise row o of a Q8 or Q4 weight. y: (C).
 static void dequantize_row(const Linear *l, int64_t o, float *y) {
   const uint8_t *panel = panel_at(l, o);
   int64_t scales = o / PANEL * num_blocks(l) * PANEL + o % PANEL;
@@ -486,7 +486,7 @@ static void dequantize_row(const Linear *l, int64_t o, float *y) {
   }
 }
 
-// The embeddings of T tokens, rows of a weight (vocab_size, C): y, (T, C).
+// Look up the embeddings of T tokens in a weight (vocab_size, C). y: (T, C).
 void get_rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
   for (int64_t t = 0; t < T; t++, y += l->in) {
     int64_t token = tokens[t];
@@ -499,7 +499,7 @@ void get_rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
     } else if (l->quant_type == INT8) {
       for (int64_t i = 0; i < l->in; i++)
         y[i] = row8[(i / GROUP * PANEL + o) * GROUP + i % GROUP] * scale[token];
-      rotate_channels(l->in, y, y);  // back
+      rotate_channels(l->in, y, y);  // undoes the rotation of the weight
     } else {
       for (int64_t i = 0; i < l->in; i++)
         y[i] = load_weight(l->quant_type, row, i * PANEL + o);
@@ -509,37 +509,37 @@ void get_rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
 
 // parts of a pass ---------------------------------------------------------------------------------
 //
-// Here nothing is fused, and sums have one order, so each part has the same bits on every
-// processor. With int8 weights the logits have too, because dot products are exact.
+// No operation here is fused, and every sum has a fixed order, so each part gives the same bits on
+// every processor. With int8 weights so do the logits, because the dot products are exact.
 
 // PARTIAL: partial sums of a dot product, whatever WIDTH is. ROWS: rows multiplied at once.
 enum { PARTIAL = 16, ROWS = 4 };
 
 typedef struct {
-  const float *weight, *bias;  // (C), or (D) for heads; an RMSNorm has no bias
-  float weight_offset, output_scale;  // of an RMSNorm: added to the weights; times the result
+  const float *weight, *bias;         // (C), or (D) per head; bias is NULL in an RMSNorm
+  float weight_offset, output_scale;  // of an RMSNorm: added to the weights, factor of the output
 } Norm;
 
 typedef struct {
-  Linear in[2], out;  // gate and up in Llama, one layer in GPT-2
+  Linear in[2], out;  // in: gate and up in Llama, one layer in GPT-2
 } MLP;
 
 typedef struct {
-  Norm attn_norm, query_norm, key_norm, attn_out_norm, mlp_norm, down_norm;  // or NULL
-  Linear attn_in[3], attn_out;  // query, key, value, or one for all three; the others have out 0
-  MLP mlp;                      // of a layer without experts
+  Norm attn_norm, query_norm, key_norm, attn_out_norm, mlp_norm, down_norm;  // weight may be NULL
+  Linear attn_in[3], attn_out;  // query, key and value, or one fused layer; unused ones have out 0
+  MLP mlp;                      // in layers without experts
   Linear router;
-  const MLP *experts;  // (n_expert), or NULL
-  int64_t sliding_window;  // positions that a query sees, the last ones
-  int64_t local;       // whether it rotates by local_cos and local_sin
+  const MLP *experts;      // (n_expert), or NULL
+  int64_t sliding_window;  // the number of latest positions that a query attends to
+  int64_t local;           // whether RoPE uses local_cos and local_sin
 } Layer;
 
 typedef struct {
   int64_t n_layer, n_head, n_kv_head, head_dim, n_embd;
-  int64_t max_width;  // the most numbers that a token needs in a buffer
+  int64_t max_width;                       // the most floats per token in a buffer
   int64_t n_expert, top_k, is_normalized;  // 0, 1, 0 without experts
   float eps, embedding_scale;
-  int64_t gelu_gate;       // whether the gate goes through GELU, not SiLU
+  int64_t gelu_gate;       // whether the gate's activation is GELU, not SiLU
   Linear embedding, head;  // (vocab_size, C); they may share their weight
   const float *wpe;        // (block_size, C), the position embeddings, or NULL
   Norm norm;
@@ -547,25 +547,25 @@ typedef struct {
 } Model;
 
 typedef struct {
-  // Of each KV cache group: keys and values, (layers of it, 2, num_pages, K, page_size, D), and the
-  // page tables of all texts, one after the other.
+  // For each KV cache group: keys and values, (its layers, 2, num_pages, K, page_size, D), and the
+  // concatenated page tables of all sequences.
   char *cache[2];
   const int64_t *page_tables[2];
   int64_t num_pages[2];
   int64_t page_size;
   int64_t T, num_logits;
-  const int64_t *group_ids, *group_indices;  // (n_layer): a layer's group, and its index in it
-  const int64_t *tokens, *positions;  // (T): ids, and their positions in their texts
-  const int64_t *table_starts;        // (T): where the page table of a token's text begins
-  const int64_t *logits_indices;      // (num_logits): the tokens that need logits
-  const float *cos, *sin;             // (positions, D), for `apply_rotary_emb`, or NULL
+  const int64_t *group_ids, *group_indices;  // (n_layer): each layer's group, its index within it
+  const int64_t *tokens, *positions;         // (T): token ids, positions in their sequences
+  const int64_t *table_starts;    // (T): where the page table of the token's sequence begins
+  const int64_t *logits_indices;  // (num_logits): the tokens that need logits
+  const float *cos, *sin;         // (positions, D), for `apply_rotary_emb`, or NULL
   const float *local_cos, *local_sin;
-  int64_t cache_dtype;  // FLOAT32, FLOAT16 or INT8
-  const int64_t *lora_ids;  // (T): of each token's adapter, -1 for none; or NULL
+  int64_t cache_dtype;      // FLOAT32, FLOAT16 or INT8
+  const int64_t *lora_ids;  // (T): each token's adapter, -1 for none, or NULL
 } Pass;
 
-// The dot product of a and b, or the sum of a where b is NULL: PARTIAL sums, whose halves are added
-// until one is left, without loops, so that they stay in registers.
+// Return the dot product of a and b, or the sum of a if b is NULL. PARTIAL partial sums are added
+// pairwise, half to half. That is unrolled, so that they stay in registers.
 INLINE float dot(int64_t n, const float *a, const float *b) {
   Vector sums[PARTIAL / WIDTH] = {0};
   int64_t i = 0;
@@ -589,8 +589,7 @@ INLINE float dot(int64_t n, const float *a, const float *b) {
 
 INLINE float sum(int64_t n, const float *a) { return dot(n, a, NULL); }
 
-// The dot products of N rows of a, (N, n), with WIDTH columns side by side, b, (n, WIDTH): each has
-// the order of `dot`.
+// Multiply a, (N, n), by WIDTH columns b, (n, WIDTH). Each dot product adds in the order of `dot`.
 INLINE void column_dots(const int N, int64_t n, const float *a, const float *b, float *dots) {
   Vector sums[ROWS][PARTIAL / 2];
   for (int l = 0; l < PARTIAL / 2; l++) {
@@ -623,16 +622,14 @@ void layer_norm(const Norm *norm, float eps, int64_t T, int64_t C, const float *
   }
 }
 
-static void rms_norm(const Norm *norm, float eps, int64_t T, int64_t C, const float *x,
-                     float *y) {
+static void rms_norm(const Norm *norm, float eps, int64_t T, int64_t C, const float *x, float *y) {
   for (int64_t t = 0; t < T; t++, x += C, y += C) {
     float factor = norm->output_scale / sqrtf(dot(C, x, x) / C + eps);
     for (int64_t i = 0; i < C; i++) y[i] = x[i] * factor * (norm->weight_offset + norm->weight[i]);
   }
 }
 
-static void normalize(const Norm *norm, float eps, int64_t T, int64_t C, const float *x,
-                      float *y) {
+static void normalize(const Norm *norm, float eps, int64_t T, int64_t C, const float *x, float *y) {
   (norm->bias ? layer_norm : rms_norm)(norm, eps, T, C, x, y);
 }
 
@@ -647,7 +644,7 @@ static void swiglu(int64_t T, int64_t n, const float *x, float *y) {
     for (int64_t i = 0; i < n; i++) y[i] = x[i] / (1 + exponential(-x[i])) * x[n + i];
 }
 
-// The same with the GELU of the gate.
+// As `swiglu`, with GELU on the gate.
 static void geglu(int64_t T, int64_t n, const float *x, float *y) {
   for (int64_t t = 0; t < T; t++, x += 2 * n, y += n) {
     gelu(n, x, y);
@@ -655,7 +652,7 @@ static void geglu(int64_t T, int64_t n, const float *x, float *y) {
   }
 }
 
-// RoPE: rotate a query or key by the angles of its position. Numbers d and d + D / 2 are the
+// Apply RoPE: rotate a query or key by the angles of its position. Channels d and d + D / 2 are the
 // coordinates of a point.
 static void apply_rotary_emb(const float *cos, const float *sin, int64_t D, float *x) {
   int64_t half = D / 2;
@@ -670,35 +667,35 @@ static void apply_rotary_emb(const float *cos, const float *sin, int64_t D, floa
 // attention ---------------------------------------------------------------------------------------
 //
 // softmax(q k / sqrt(D)) v in blocks of KV_BLOCK positions: qk_dots, update_softmax,
-// accumulate_values, then the next block. The sums of earlier blocks are scaled down where a block
-// has a larger score (online softmax, Milakov and Gimelshein 2018). Blocks begin at multiples of
-// KV_BLOCK, wherever a pass or a window begins, so the order of sums depends on a query's position
-// only. T queries of neighbouring positions, WIDTH or 1, of heads that share a KV head attend
-// together: a block is read from the cache once for them. T, N and D are constants where the
-// compiler can know them: it unrolls loops over them.
+// accumulate_values, then the next block. A block with a larger score scales down the sums of
+// earlier blocks (online softmax, Milakov and Gimelshein 2018). Blocks begin at multiples of
+// KV_BLOCK, wherever the pass or the sliding window begins, so the order of the sums depends only
+// on the query's position. T queries at adjacent positions, WIDTH or 1, of heads that share a KV
+// head attend together and read each block of the cache once. T, N and D are compile-time constants
+// where possible, so that loops over them unroll.
 
-// QUERY_TILE: queries that share the reading of a value.
+// QUERY_TILE: queries that share one load of a value.
 enum { KV_BLOCK = 32, QUERY_TILE = 4 };
 
-// What one text has in the cache for one layer and one KV head, in pages of page_size rows. A row
-// is a key or a value: D floats, or float16 numbers, or int8 ones and a scale in the last 4 bytes.
+// The cache of one sequence for one layer and one KV head, in pages of page_size rows. A row is a
+// key or a value: D float32 or float16 values, or D int8 values and a scale in the last 4 bytes.
 typedef struct {
   char *keys, *values;  // of page 0
   int64_t page_stride;  // bytes
   int64_t dtype;        // FLOAT32, FLOAT16 or INT8
   int64_t row_size;     // bytes
   int64_t page_size;
-  const int64_t *page_table;  // of the text
-  int64_t length;        // positions up to the first query; each next one has one more
-  int64_t sliding_window;  // how many of them a query sees, the last ones
+  const int64_t *page_table;  // of the sequence
+  int64_t length;             // positions up to the first query, with one more for each next query
+  int64_t sliding_window;     // the number of latest positions that a query attends to
 } KVView;
 
-// Positions or tokens, from begin to end - 1.
+// Positions or tokens from begin to end - 1.
 typedef struct {
   int64_t begin, end;
 } Range;
 
-// The positions that query t sees.
+// Return the positions that query t attends to.
 INLINE Range visible(const KVView *kv, int64_t t) {
   int64_t end = kv->length + t;
   return (Range){end > kv->sliding_window ? end - kv->sliding_window : 0, end};
@@ -708,7 +705,7 @@ INLINE Range intersection(Range a, Range b) {
   return (Range){a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end};
 }
 
-// The key or value at a position; base: those of page 0.
+// Return the key or value at a position. base: kv->keys or kv->values.
 INLINE char *kv_row(const KVView *kv, char *base, int64_t position) {
   int64_t page = kv->page_table[position / kv->page_size];
   return base + page * kv->page_stride + position % kv->page_size * kv->row_size;
@@ -718,7 +715,7 @@ static int64_t kv_row_bytes(int64_t dtype, int64_t D) {
   return dtype == FLOAT32 ? 4 * D : dtype == FLOAT16 ? 2 * D : (D + 3) / 4 * 4 + 4;
 }
 
-// n rows as floats, (n, D).
+// Convert n rows to floats, (n, D).
 INLINE void load_kv_rows(int64_t dtype, int64_t D, int64_t n, const char *rows, float *x) {
   if (dtype == FLOAT32) memcpy(x, rows, n * D * sizeof(float));
   if (dtype == FLOAT16)
@@ -739,8 +736,8 @@ INLINE void load_kv_rows(int64_t dtype, int64_t D, int64_t n, const char *rows, 
     }
 }
 
-// The keys or values at a range of positions, in a row: where they are if that is one page of
-// floats, or read to `scratch`.
+// Return the keys or values at a range of positions, contiguous: in place if they are float32 in a
+// single page, otherwise copied to `scratch`.
 INLINE const float *gather_rows(const KVView *kv, char *base, int64_t D, Range in, float *scratch) {
   int64_t size = kv->page_size;
   if (kv->dtype == FLOAT32 && in.begin / size == (in.end - 1) / size)
@@ -752,9 +749,9 @@ INLINE const float *gather_rows(const KVView *kv, char *base, int64_t D, Range i
   return scratch;
 }
 
-// Step 1: the dot products of T queries with n keys. q: (D, T), scores: (n, T).
+// Step 1: compute the dot products of T queries and n keys. q: (D, T). scores: (n, T).
 INLINE void qk_dots(const int T, const int64_t D, const float *q, int64_t n, const float *keys,
-                  float *scores) {
+                    float *scores) {
   int64_t i = 0;
   if (T == 1)
     for (; i < n; i++) scores[i] = dot(D, q, keys + i * D);
@@ -764,7 +761,8 @@ INLINE void qk_dots(const int T, const int64_t D, const float *q, int64_t n, con
   }
 }
 
-// Give a value to scores, (KV_BLOCK, T), of the block from `start` on, where a query does not see.
+// Set the scores of masked positions to `value`, in the block that begins at `start`. scores:
+// (KV_BLOCK, T).
 INLINE void mask_scores(const int T, const KVView *kv, int64_t start, float *scores, float value) {
   for (int t = 0; t < T; t++) {
     Range seen = visible(kv, t);
@@ -773,28 +771,28 @@ INLINE void mask_scores(const int T, const KVView *kv, int64_t start, float *sco
   }
 }
 
-// In each lane the larger number, or b's where one is NaN.
+// Return the larger value in each lane, or b's if one is NaN.
 INLINE Vector lane_max(Vector a, Vector b) {
   UintVector mask = (UintVector)(a > b);
   return (Vector)(((UintVector)a & mask) | ((UintVector)b & ~mask));
 }
 
-// The sum of n numbers or Vectors: halves are added until one is left.
+// Sum n floats or Vectors pairwise, half to half, into x[0].
 #define TREE_SUM(n, x)                    \
   for (int half = n / 2; half; half /= 2) \
     for (int i = 0; i < half; i++) x[i] += x[half + i];
 
-// What the blocks so far gave to T queries, besides y.
+// The running maximum and sum of T queries over the blocks so far.
 typedef struct {
   float max[WIDTH];  // of the scores
-  float sum[WIDTH];      // of exponentials
+  float sum[WIDTH];  // of their exponentials
 } SoftmaxState;
 
-// Step 2: scores of a block, (KV_BLOCK, T), become exponentials, at most 1 so that none overflows.
-// unmasked: whether each query sees all keys. rescale: (T), the factors for the sums of earlier
-// blocks.
+// Step 2: replace the scores of a block, (KV_BLOCK, T), by exponentials, at most 1 so that none
+// overflows. unmasked: whether every query attends to the whole block. rescale: (T), returns the
+// factors for the sums of earlier blocks.
 INLINE void update_softmax(const int T, int64_t D, const KVView *kv, int64_t start, int unmasked,
-                   float *scores, SoftmaxState *state, float *rescale) {
+                           float *scores, SoftmaxState *state, float *rescale) {
   float factor = 1 / sqrtf(D);
   float new_max[WIDTH];
   if (!unmasked) mask_scores(T, kv, start, scores, -INFINITY);
@@ -818,7 +816,7 @@ INLINE void update_softmax(const int T, int64_t D, const KVView *kv, int64_t sta
   for (int t = 0; t < T; t++) state->sum[t] = state->sum[t] * rescale[t] + sums[0][t];
 }
 
-// A matrix whose rows begin `stride` numbers apart.
+// A matrix whose rows begin `stride` floats apart.
 typedef struct {
   float *data;
   int64_t stride;
@@ -826,7 +824,7 @@ typedef struct {
 
 // Step 3 for columns d to d + N * WIDTH - 1 of the values.
 INLINE void accumulate_columns(const int T, const int N, const int64_t D, int64_t d, int64_t n,
-                          const float *values, Matrix scores, const float *rescale, Matrix y) {
+                               const float *values, Matrix scores, const float *rescale, Matrix y) {
   Vector sums[QUERY_TILE][4];
   for (int t = 0; t < T; t++)
     for (int j = 0; j < N; j++)
@@ -841,11 +839,10 @@ INLINE void accumulate_columns(const int T, const int N, const int64_t D, int64_
     for (int j = 0; j < N; j++) *(Vector *)(y.data + t * y.stride + d + j * WIDTH) = sums[t][j];
 }
 
-// Step 3 for T queries that see n values: y, (T, D), is multiplied by rescale, and each value times
-// its score is added to it. scores: (n, T).
+// Step 3 for T queries and n values: rescale y, (T, D), and add each value times its score, (n, T).
 INLINE void accumulate_values(const int T, const int64_t D, int64_t n, const float *values,
-                       Matrix scores, const float *rescale, Matrix y) {
-  const int N = T == 1 || WIDTH == 16 ? 4 : 2;  // as many sums as there are registers for
+                              Matrix scores, const float *rescale, Matrix y) {
+  const int N = T == 1 || WIDTH == 16 ? 4 : 2;  // limited by the number of registers
   int64_t d = 0;
   for (; d + N * WIDTH <= D; d += N * WIDTH)
     accumulate_columns(T, N, D, d, n, values, scores, rescale, y);
@@ -858,13 +855,14 @@ INLINE void accumulate_values(const int T, const int64_t D, int64_t n, const flo
     }
 }
 
-// Scratch for a block of keys and of values, and for `heads` heads' queries and their SoftmaxState.
+// Return the scratch size for a block of keys and values, and for the queries and SoftmaxState of
+// `heads` heads.
 static int64_t attend_floats(int64_t D, int64_t heads) {
   return 2 * KV_BLOCK * D + heads * (D + 2) * WIDTH;
 }
 
-// What T queries of `heads` heads, which share a KV head, make of a text. q and y: T rows of
-// (heads, D). scratch: for `attend_floats`.
+// Attend with T queries in each of `heads` heads that share a KV head. q and y: T rows of
+// (heads, D). scratch: (attend_floats).
 INLINE void flash_attention(const int T, const int64_t D, int64_t heads, const KVView *kv, Matrix q,
                             float *scratch, Matrix y) {
   float *columns = scratch + 2 * KV_BLOCK * D;  // (heads, D, T)
@@ -908,7 +906,7 @@ INLINE void flash_attention(const int T, const int64_t D, int64_t heads, const K
       for (int64_t d = h * D; d < (h + 1) * D; d++) y.data[t * y.stride + d] /= state[h].sum[t];
 }
 
-// One query a head.
+// Attend with one query per head.
 static void attend_query(int64_t D, int64_t heads, const KVView *kv, Matrix q, float *scratch,
                          Matrix y) {
   if (D == 64)  // as in GPT-2
@@ -917,16 +915,17 @@ static void attend_query(int64_t D, int64_t heads, const KVView *kv, Matrix q, f
     flash_attention(1, D, heads, kv, q, scratch, y);
 }
 
-// A block of WIDTH queries a head.
+// Attend with a block of WIDTH queries per head.
 static void attend_query_block(int64_t D, int64_t heads, const KVView *kv, Matrix q, float *scratch,
-                         Matrix y) {
+                               Matrix y) {
   if (D == 64)
     flash_attention(WIDTH, 64, heads, kv, q, scratch, y);
   else
     flash_attention(WIDTH, D, heads, kv, q, scratch, y);
 }
 
-// Exported for tests, which compare it with torch.
+// Attend with one query of one head over a float32 cache. Exported for tests, which compare it with
+// torch.
 void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, int64_t D, float *q,
             float *k, float *v, float *y) {
   KVView kv = {(char *)k, (char *)v, 4 * stride, FLOAT32, 4 * D, size, pages, length, length};
@@ -934,8 +933,8 @@ void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, 
   attend_query(D, 1, &kv, (Matrix){q, D}, scratch, (Matrix){y, D});
 }
 
-// Queries attend as blocks that begin at multiples of WIDTH positions. Returns the first token of
-// the block of token t, or -1 if a part of the block is not in this pass.
+// Return the first token of the query block of token t, or -1 if the pass lacks a part of it. Query
+// blocks begin at multiples of WIDTH positions.
 static int64_t query_block_start(const Pass *p, int64_t t) {
   int64_t first = t - p->positions[t] % WIDTH;
   int64_t last = first + WIDTH - 1;
@@ -944,7 +943,7 @@ static int64_t query_block_start(const Pass *p, int64_t t) {
   return p->table_starts[first] == table && p->table_starts[last] == table ? first : -1;
 }
 
-// What the text of token t has in the cache, up to this token.
+// Return a view of the cached sequence of token t, up to this token.
 static KVView kv_view(const Model *m, const Pass *p, int64_t layer, int64_t kv_head, int64_t t) {
   int64_t row_size = kv_row_bytes(p->cache_dtype, m->head_dim);
   int64_t head_bytes = p->page_size * row_size;
@@ -965,8 +964,8 @@ static KVView kv_view(const Model *m, const Pass *p, int64_t layer, int64_t kv_h
   };
 }
 
-// The nearest float16 number: the sum with a power of 2 keeps its 11 bits only. Smaller ones
-// than 2**-14 have fewer bits.
+// Round to the nearest float16: adding a power of 2 rounds to 11 significant bits, or fewer for
+// subnormals, below 2**-14.
 INLINE uint16_t to_float16(float x) {
   float size = fabsf(x) > 65536 ? 65536 : fabsf(x), power;
   uint32_t sign, bits;
@@ -974,18 +973,19 @@ INLINE uint16_t to_float16(float x) {
   memcpy(&bits, &size, 4);
   bits = (bits > 0x38800000 ? bits & 0x7f800000 : 0x38800000) + (13 << 23);
   memcpy(&power, &bits, 4);
-  size = (size + power - power) * 0x1p-112f;  // the other way round than in load_weights
+  size = (size + power - power) * 0x1p-112f;  // the inverse of load_weights
   memcpy(&bits, &size, 4);
   return (x != x ? 0x7e00 : bits >> 13) | (sign >> 16 & 0x8000);
 }
 
-// Rotate a row back and divide by 2**k, as the queries of int8 keys and their results.
+// Apply the inverse rotation to a row: rotate and divide by 2**k. With an int8 cache, queries and
+// attention outputs need it.
 static void unrotate_channels(int64_t D, float *x) {
   rotate_channels(D, x, x);
   for (int64_t d = 0; d < D; d++) x[d] /= D & -D;
 }
 
-// Write a key or a value, (D), as cache.py's to_cache_dtype, bit for bit; x may change. Exported
+// Store a key or a value, (D), bit for bit as cache.py's to_cache_dtype. It may change x. Exported
 // for tests.
 void store_kv_row(int64_t dtype, int64_t D, float *x, char *row) {
   if (dtype == FLOAT32) memcpy(row, x, D * sizeof *x);
@@ -1002,16 +1002,16 @@ void store_kv_row(int64_t dtype, int64_t D, float *x, char *row) {
   }
 }
 
-// Write the key and the value of a token, (D) each, to the last position of its text.
+// Store the key and the value of a token, (D) each, at its position, the last of the view.
 static void append_kv(const KVView *kv, int64_t D, float *key, float *value) {
   int64_t last = kv->length - 1;
   store_kv_row(kv->dtype, D, key, kv_row(kv, kv->keys, last));
   store_kv_row(kv->dtype, D, value, kv_row(kv, kv->values, last));
 }
 
-// Prepare a token's query or key, (D): normalize it, if the layer does, and rotate it.
+// Apply the layer's norm, if it has one, and RoPE to a token's query or key, (D).
 static void norm_and_rope(const Model *m, const Pass *p, int local, const Norm *norm, int64_t t,
-                    float *x) {
+                          float *x) {
   const float *cos = local ? p->local_cos : p->cos;
   const float *sin = local ? p->local_sin : p->sin;
   int64_t row = p->positions[t] * m->head_dim;
@@ -1019,8 +1019,8 @@ static void norm_and_rope(const Model *m, const Pass *p, int local, const Norm *
   if (cos) apply_rotary_emb(cos + row, sin + row, m->head_dim, x);
 }
 
-// Prepare queries and keys, append keys and values to the cache, then attend. Every H / K queries
-// share a key. qkv: (T, H + 2 K, D), y: (T, H, D).
+// Prepare queries and keys, append keys and values to the cache, then attend. Each KV head serves
+// H / K query heads. qkv: (T, H + 2 K, D). y: (T, H, D).
 static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, float *scratch,
                       float *y) {
   int64_t H = m->n_head, K = m->n_kv_head, D = m->head_dim;
@@ -1043,8 +1043,8 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
       norm_and_rope(m, p, local, key_norm, t, key);
       append_kv(&kv, D, key, key + K * D);
     }
-  // Heads of a group go to different threads where that takes less time. Each then reads the keys
-  // by itself, which takes about 1.2 times as long.
+  // Split the heads of a group over threads where that is faster. Each thread then reads the keys
+  // separately, which takes about 1.2 times as long.
   int64_t threads = omp_get_num_threads();
   int64_t joint = (K * p->T + threads - 1) / threads * group_size;  // heads for the busiest thread
   int64_t split = (K * group_size * p->T + threads - 1) / threads;
@@ -1059,7 +1059,7 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
         KVView kv = kv_view(m, p, layer, k, t);
         Matrix q = {qkv + t * row_stride + h * D, row_stride};
         Matrix o = {y + (t * H + h) * D, H * D};
-        if (first >= 0 && first < t) continue;  // a query of a block
+        if (first >= 0 && first < t) continue;  // computed with the first query of its block
         int64_t count = first < 0 ? 1 : WIDTH;
         (first < 0 ? attend_query : attend_query_block)(D, heads, &kv, q, scratch, o);
         for (int64_t i = 0; is_rotated && i < count; i++)
@@ -1080,16 +1080,15 @@ static void embed(const Model *m, const Pass *p, float *x) {
   }
 }
 
-// The tokens that a thread prepares for a product: its part of n, or all of them where there are
-// few (`private`). Then each thread does the same work into a buffer of its own, which takes less
-// time than to wait for the others.
+// Return the tokens that this thread prepares for a product: its share of n, or all n if `private`.
+// For few tokens each thread repeats the work in its own buffer, which is faster than a barrier.
 static Range thread_range(int64_t n, int private) {
   int64_t thread = omp_get_thread_num();
   int64_t threads = omp_get_num_threads();
   return private ? (Range){0, n} : (Range){n * thread / threads, n * (thread + 1) / threads};
 }
 
-// Round the inputs of a layer, if its weights are rounded, and wait until all are there.
+// Quantise the inputs of a layer if its weights are quantised, then wait for all threads.
 static void quantize_inputs(const Linear *l, int64_t T, int private, Input in) {
   Range range = thread_range(T, private);
   if (l->quant_type >= INT8)
@@ -1099,7 +1098,7 @@ static void quantize_inputs(const Linear *l, int64_t T, int private, Input in) {
   }
 }
 
-// Add to the outputs of a layer what the adapter of each token does, whatever the weights are.
+// Add each token's LoRA adapter to the outputs of a layer, in float32 for every quant_type.
 static void add_adapters(const Linear *l, int64_t T, const int64_t *lora_ids, const float *x,
                          float *y) {
 #pragma omp for
@@ -1114,9 +1113,10 @@ static void add_adapters(const Linear *l, int64_t T, const int64_t *lora_ids, co
   }
 }
 
-// Layers on the same input, whose outputs stand side by side in y. lora_ids: of a Pass, or NULL.
+// Compute layers that share an input, with their outputs side by side in y. lora_ids: of a Pass, or
+// NULL.
 static void project(const Linear *l, int count, int64_t T, int private, Input in, float *y, int add,
-                     const int64_t *lora_ids) {
+                    const int64_t *lora_ids) {
   quantize_inputs(l, T, private, in);
   float *row = y;
   for (int i = 0; i < count; i++) {
@@ -1130,10 +1130,10 @@ static void project(const Linear *l, int count, int64_t T, int private, Input in
   }
 }
 
-// The layer that ends a residual branch: its outputs are added to x, or those of its norm, if it
-// has one. y: scratch for them.
+// Compute the layer that ends a residual branch and add its output to x, after its norm if it has
+// one. y: scratch for the norm.
 static void residual(const Model *m, const Linear *l, const Norm *norm, int64_t T, int private,
-                       Input in, float *y, float *x, const int64_t *lora_ids) {
+                     Input in, float *y, float *x, const int64_t *lora_ids) {
   project(l, 1, T, private, in, norm->weight ? y : x, !norm->weight, lora_ids);
   if (norm->weight) {
 #pragma omp for
@@ -1147,15 +1147,15 @@ static void residual(const Model *m, const Linear *l, const Norm *norm, int64_t 
 
 // a mixture of experts ----------------------------------------------------------------------------
 //
-// A router gives each token `top_k` experts. A token at one of them is a row. Rows are sorted by
-// expert, so each matrix is read once for all its rows, and those of other experts are not read.
+// A router assigns `top_k` experts to each token. Each pair of a token and an expert is a row. Rows
+// are sorted by expert, so an expert's weights are read once, and only if it has rows.
 
 typedef struct {
-  float *weights;    // (T, top_k), what a row's outputs are multiplied by
+  float *weights;    // (T, top_k): factors of the experts' outputs
   int32_t *experts;  // (T, top_k), in increasing order
   int32_t *rows;     // (T, top_k)
   int32_t *tokens;   // (T * top_k): the token of each row
-  int32_t *offsets;  // (n_expert + 2): expert e has the rows from offsets[e] to offsets[e + 1] - 1
+  int32_t *offsets;  // (n_expert + 2): expert e has rows offsets[e] to offsets[e + 1] - 1
 } Routes;
 
 static int64_t route_floats(const Model *m, int64_t T) {
@@ -1168,8 +1168,8 @@ static Routes routes_in(const Model *m, int64_t T, float *work) {
   return (Routes){work, at, at + R, at + 2 * R, at + 3 * R};
 }
 
-// Choose a token's experts, those of the largest probs of a softmax over all; where two are equal,
-// the lower number. probs: (n), the router's outputs at first.
+// Choose a token's top_k experts by a softmax over all. Ties go to the lower index. probs: (n), the
+// router's outputs on entry.
 static void route(const Model *m, float *probs, float *weights, int32_t *experts) {
   int64_t n = m->n_expert, top_k = m->top_k;
   float largest = -INFINITY, top_sum = 0;
@@ -1184,7 +1184,7 @@ static void route(const Model *m, float *probs, float *weights, int32_t *experts
     if (j < top_k) experts[j] = e;
   }
   for (int64_t i = 0; i < top_k; i++) top_sum += probs[experts[i]];
-  for (int64_t i = 1; i < top_k; i++) {  // the sum over experts has one order
+  for (int64_t i = 1; i < top_k; i++) {  // sort, so that the sum over experts has a fixed order
     int32_t expert = experts[i];
     int64_t j = i;
     for (; j > 0 && experts[j - 1] > expert; j--) experts[j] = experts[j - 1];
@@ -1199,16 +1199,16 @@ static void sort_rows(const Model *m, int64_t T, Routes r) {
   memset(r.offsets, 0, (m->n_expert + 2) * sizeof *r.offsets);
   for (int64_t i = 0; i < T * m->top_k; i++) r.offsets[r.experts[i] + 2]++;
   for (int64_t e = 1; e <= m->n_expert; e++) r.offsets[e + 1] += r.offsets[e];
-  for (int64_t i = 0; i < T * m->top_k; i++) {  // offsets[e + 1] goes from the first row to the end
+  for (int64_t i = 0; i < T * m->top_k; i++) {  // offsets[e + 1] moves from first row to end
     r.rows[i] = r.offsets[r.experts[i] + 1]++;
     r.tokens[r.rows[i]] = i / m->top_k;
   }
 }
 
-// The product of each expert's rows with one of its layers, without a barrier. proj: 0 and 1 for
-// gate and up, 2 for out.
+// Multiply each expert's rows by one of its layers, without a barrier. proj: 0 for gate, 1 for up,
+// 2 for down.
 static void expert_gemm(const Model *m, const Layer *layer, int proj, Routes r, Input in,
-                            float *y) {
+                        float *y) {
   for (int64_t e = 0; e < m->n_expert; e++) {
     const MLP *mlp = layer->experts + e;
     const Linear *l = proj < 2 ? mlp->in + proj : &mlp->out;
@@ -1217,10 +1217,10 @@ static void expert_gemm(const Model *m, const Layer *layer, int proj, Routes r, 
   }
 }
 
-// Add to x what the experts make of T tokens. in: their inputs, and scratch for rows; input: the
-// same as an Input. y, wide: scratch for rows, for all threads.
+// Add the weighted outputs of the experts for T tokens to x. in: their inputs, then scratch for
+// rows. input: the same as an Input. y, wide: scratch for rows, shared by all threads.
 static void moe(const Model *m, const Layer *layer, int64_t T, int private, float *in, Input input,
-                    Routes r, float *y, float *wide, float *x, const int64_t *lora_ids) {
+                Routes r, float *y, float *wide, float *x, const int64_t *lora_ids) {
   int64_t C = m->n_embd, R = T * m->top_k;
   const MLP *first = layer->experts;
   int64_t inner = first->out.in;
@@ -1252,12 +1252,13 @@ static void moe(const Model *m, const Layer *layer, int64_t T, int private, floa
     }
 }
 
-// Scratch for an Input of T tokens, or of all their rows: x, scale, values or blocks.
+// Return the scratch size for an Input of T tokens, or of all their rows: x, scale, and values or
+// blocks.
 static int64_t input_floats(const Model *m, int64_t T) {
   return T * (2 * (m->max_width + m->top_k * BLOCK) + m->top_k);
 }
 
-// Scratch of each thread: what attention needs, and a token that is rotated.
+// Return the scratch size of each thread, for attention and a rotated token.
 static int64_t thread_floats(const Model *m) {
   return attend_floats(m->head_dim, m->n_head / m->n_kv_head) + m->max_width;
 }
@@ -1267,7 +1268,7 @@ int64_t work_floats(const Model *m, int64_t T, int threads) {
   return T * 3 * m->max_width + threads * thread_floats(m) + inputs + route_floats(m, T);
 }
 
-// logits: (num_logits, vocab_size). work: scratch for `work_floats`.
+// Run a forward pass. logits: (num_logits, vocab_size). work: scratch, (work_floats).
 void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int threads) {
   int64_t C = m->n_embd;
   int64_t T = p->T;

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are packed as gpt.c reads them, and their products in C."""
+"""Linear layers with weights packed for gpt.c, and their matrix products in C."""
 
 import ctypes
 import math
@@ -32,22 +32,22 @@ class LinearStruct(ctypes.Structure):
     ]
 
 
-# Of weights, as in gpt.c.
+# Quantisation types of weights, as in gpt.c.
 QUANT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
-Q8 = 4  # in blocks
+Q8 = 4  # quantised in blocks
 Q4 = 5
-FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # those without scales
-INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # that many bytes as one number
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # dtypes without scales
+INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes
 
 
 def pack(
     weight: torch.Tensor, panel_width: int, group_size: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pack a weight (out, in) into panels of `panel_width` outputs, where it lies.
+    """Pack a weight (out, in) in place into panels of `panel_width` outputs.
 
-    Returns the full panels, (out // panel_width, groups, panel_width), each number a group of
-    weights, and one panel more for the outputs left over, filled up with zeros. Where `in` is no
-    multiple of the group, zeros are added to each row, in memory of its own.
+    Returns the full panels, (out // panel_width, groups, panel_width), each element a group of
+    weights, and a tail panel for the remaining outputs, padded with zeros. If `in` is not a
+    multiple of the group size, a copy of the weight with zero-padded rows is packed instead.
     """
     if weight.shape[1] % group_size:
         weight = nn.functional.pad(weight, (0, -weight.shape[1] % group_size))
@@ -63,9 +63,10 @@ def pack(
 
 
 def pack_scales(scale: torch.Tensor, panel_width: int) -> torch.Tensor:
-    """The scales of blocks, (out, blocks), as C reads them: (panels, blocks, panel_width).
+    """Pack the scales of blocks, (out, blocks), for C: (panels, blocks, panel_width).
 
-    Zeros fill the last panel. They are whole numbers of as many bits, so that no cast changes them.
+    Zeros pad the last panel. The result has an integer dtype of the same size, so that no dtype
+    conversion of the model changes it.
     """
     units = scale.view(INT_OF_SIZE[scale.itemsize])
     units = nn.functional.pad(units, (0, 0, 0, -len(units) % panel_width))
@@ -73,15 +74,15 @@ def pack_scales(scale: torch.Tensor, panel_width: int) -> torch.Tensor:
 
 
 class NativeLinear(nn.Module):
-    """A linear layer in C: its weights have 32 or 16 bits, 8 and a scale a row, or are in blocks.
+    """A linear layer in C with float, int8 (one scale per row) or block-quantised weights.
 
-    Weights of 16 bits become float32 as they are read, and the bias here: all else is float32.
-    It takes the place of a layer, and packs its weight where it lies: the layer is not to be used
-    any more. Raises ValueError, before anything changes, for tensors that C cannot read.
+    16-bit weights are converted to float32 as C reads them, a 16-bit bias here. Everything else is
+    float32. The weight is packed in place, so the replaced layer cannot be used any more. Raises
+    ValueError, before anything changes, for tensors that C cannot read.
     """
 
     scale_type = 0
-    adapters: ctypes.Array | None = None  # of structs, one for each adapter of the model
+    adapters: ctypes.Array | None = None  # one AdapterStruct for each adapter of the model
 
     def __init__(
         self, layer: nn.Linear | nn.Embedding | Int8Linear | BlockLinear, library: ctypes.CDLL
@@ -111,7 +112,7 @@ class NativeLinear(nn.Module):
             if scale is None:
                 group_size = 1
             else:
-                # Few rows at a time: torch makes int32 of all numbers before it adds them.
+                # In chunks of rows, because torch converts all values to int32 before it sums.
                 sums = [rows.sum(dim=1, dtype=torch.int32) for rows in weight.split(1024)]
                 compensation = -zero_point * torch.cat(sums)
         self.library = library
@@ -124,7 +125,7 @@ class NativeLinear(nn.Module):
             self.bias.data = self.bias.data.float()
 
     def struct(self) -> LinearStruct:
-        """The layer as C reads it: addresses, so the tensors must stay where they are."""
+        """Return the layer's C struct. It holds addresses, so the tensors must not move."""
         tensors = (
             self.weight,
             self.tail_panel,
@@ -138,7 +139,7 @@ class NativeLinear(nn.Module):
         return LinearStruct(*addresses, *sizes, self.quant_type, self.scale_type, self.adapters)
 
     def set_adapters(self, pairs: list[tuple[torch.Tensor, torch.Tensor] | None]) -> None:
-        """Let C add what adapters do, by their numbers: A and B, or None, of each; []: none."""
+        """Set the LoRA adapters of this layer, by index: A and B, or None if it has none."""
         self.packed = [pair and (pair[0].contiguous(), pair[1].t().contiguous()) for pair in pairs]
         structs = [
             AdapterStruct(a.data_ptr(), b.data_ptr(), len(a))
@@ -147,14 +148,14 @@ class NativeLinear(nn.Module):
         self.adapters = (AdapterStruct * len(structs))(*structs) if structs else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute `F.linear`, or what `Int8Linear` or `BlockLinear` does, bit for bit.
+        """Compute `F.linear`, or `Int8Linear` or `BlockLinear` bit for bit.
 
-        x: (..., in_features), float32, contiguous or not. Raises ValueError for another.
+        x: (..., in_features), float32, contiguous or not. Raises ValueError for any other input.
         """
         rows = math.prod(x.shape[:-1])
         x2d = x.reshape(rows, x.shape[-1]).contiguous()
         y = torch.empty(rows, self.out_features)
-        values = torch.empty(rows, self.in_features + 32, dtype=torch.int16)  # x, rounded
+        values = torch.empty(rows, self.in_features + 32, dtype=torch.int16)  # quantised x
         x_scale = torch.empty(rows)
         threads = torch.get_num_threads()
         rotated = torch.empty(0 if self.scale is None else threads * self.in_features)
@@ -176,7 +177,7 @@ class NativeEmbedding(nn.Module):
         self.linear = linear
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(...) ids to (..., in_features). Raises ValueError for an id that has no row."""
+        """Embed ids (...) as (..., in_features). Raises ValueError for an id out of range."""
         ids = tokens.to(torch.int64).contiguous()
         count = self.linear.out_features
         if not all(0 <= token < count for token in ids.flatten().tolist()):
@@ -189,16 +190,16 @@ class NativeEmbedding(nn.Module):
 
 
 def replace_with_native_linear(model: nn.Module, library: ctypes.CDLL) -> None:
-    """Put native layers in the places of a model's linear layers and token embedding.
+    """Replace a model's linear layers and token embedding with native layers.
 
-    All other weights of 16 bits become float32: then torch computes in it what C does not.
-    What adapters of the model add to the layers, they add to those in their places.
-    Raises ValueError if they are there already, or for weights that C cannot read.
+    All other 16-bit weights become float32, so torch runs the remaining layers in float32. The
+    model's adapters are attached to the new layers. Raises ValueError if the layers are native
+    already, or for weights that C cannot read.
     """
     embedding = model.layer("embedding")
     if isinstance(embedding, NativeEmbedding):
         raise ValueError("the layers of this model are native already")
-    native = {}  # by the address of the weight, which an embedding may share with the head
+    native = {}  # by the address of the weight, which the embedding and the head may share
 
     def native_layer(layer):
         address = layer.weight.data_ptr()
@@ -217,7 +218,7 @@ def replace_with_native_linear(model: nn.Module, library: ctypes.CDLL) -> None:
 
 
 def check_layer(layer: nn.Module, out: int, size: int) -> None:
-    """Raise ValueError if C cannot read a layer with this number of outputs and of inputs."""
+    """Raise ValueError if C cannot read a layer with `out` outputs and `size` inputs."""
     if block_format := getattr(layer, "block_format", None):
         count = -(-size // BLOCK_SIZE)
         width = count * BLOCK_SIZE * block_format.bits // 8
@@ -234,15 +235,15 @@ def check_layer(layer: nn.Module, out: int, size: int) -> None:
 
 
 def float_address(tensor: torch.Tensor | None, *shape: int) -> int | None:
-    """`address` of float32 numbers, or of 16-bit ones, which are made float32."""
+    """Return `address` of a float32 tensor, or of a 16-bit one, which becomes float32 later."""
     dtype = getattr(tensor, "dtype", None)
     return address(tensor, dtype if dtype in FLOAT_DTYPES else torch.float32, *shape)
 
 
 def address(tensor: torch.Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
-    """Where C finds the numbers of a tensor, NULL for None.
+    """Return the address of a tensor's data, None (NULL in C) for no tensor.
 
-    Raises ValueError if they are not as C reads them.
+    Raises ValueError unless it is a contiguous CPU tensor of this dtype and shape.
     """
     if tensor is None:
         return None
@@ -251,7 +252,7 @@ def address(tensor: torch.Tensor | None, dtype: torch.dtype, *shape: int) -> int
         or tensor.shape != shape
         or tensor.device.type != "cpu"
         or not tensor.is_contiguous()
-        or tensor.is_neg()  # torch has yet to negate what is there
+        or tensor.is_neg()  # a lazily negated view: its memory holds the values before negation
     ):
         actual = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
         actual += f", strides {tensor.stride()}" + ", negative" * tensor.is_neg()

@@ -1,4 +1,4 @@
-"""A whole pass of GPT-2, Llama or one of their relatives in C."""
+"""Runners that compute the whole forward pass of GPT-2, Llama and related models in C."""
 
 import ctypes
 
@@ -27,11 +27,11 @@ PassStruct = struct(
     cache_dtype=INT,
     lora_ids=ctypes.POINTER(INT),
 )
-CACHE_DTYPES = {torch.float32: 0, torch.float16: 1, torch.int8: 3}  # dtypes of a cache, as in gpt.c
+CACHE_DTYPES = {torch.float32: 0, torch.float16: 1, torch.int8: 3}  # of the KV cache, as in gpt.c
 
 
 class NativeSampler(TorchRunner):
-    """Draws in C; torch computes the passes, in which native layers may compute the products."""
+    """A runner that samples in C. Forward passes run in torch, with or without native layers."""
 
     def __init__(self, library: ctypes.CDLL):
         self.library = library
@@ -50,29 +50,29 @@ class NativeSampler(TorchRunner):
         positions: list[int],
         token_masks: list | None = None,
     ) -> list[int]:
-        """The next token of each row, as `draw.draw`."""
+        """Sample the next token of each row, as `draw.draw`."""
         return draw.draw(self.library, logits, params, positions, token_masks)
 
 
 class NativeRunner(NativeSampler):
-    """Computes the passes of one model in C, and draws in C.
+    """A runner that computes the forward passes of one model and samples in C.
 
-    The model's weights are packed, in place: what is loaded or moved later is not seen, and the
-    model cannot be copied or pickled.
+    The model's weights are packed in place. C does not see weights that are loaded or moved later,
+    and the model cannot be copied or pickled.
 
-    target: as in `build.load`. Raises BuildError without compiled code, ValueError as
-    `model_struct`.
+    target: as in `build.load`. Raises BuildError if the build fails, ValueError as `model_struct`.
     """
 
     def __init__(self, model, target: tuple[str, ...] | None = None):
         self.config = model.config
-        super().__init__(build.load() if target is None else build.load(target))  # one cache key
+        # load() and load(None) are different keys for functools.cache.
+        super().__init__(build.load() if target is None else build.load(target))
         self.library.work_floats.restype = INT
-        model_struct(model)  # each tensor is checked before the first is packed
+        model_struct(model)  # checks every tensor before the first is packed
         replace_with_native_linear(model, self.library)
         self.model = model_struct(model)
-        self.adapters = None  # those of the model that C knows
-        # Without and with a storage of their own for layers with a window.
+        self.adapters = None  # the model's adapters, as last passed to C
+        # Without and with a separate KV cache group for sliding-window layers.
         self.group_ids = [kv_cache_group_ids(self.config, separate) for separate in (False, True)]
         self.layers = [group_arrays(group_ids) for group_ids in self.group_ids]
         self.rotary_embedding = []
@@ -82,7 +82,7 @@ class NativeRunner(NativeSampler):
             self.rotary_embedding = [
                 rotary_embedding(model.config, torch.float32, cpu, local) for local in is_local
             ]
-        # Kept, so that their memory goes to nothing else.
+        # References that keep the memory of the tensors allocated.
         self.weights = list(model.state_dict().values())
 
     def logits(self, model, cache, spans: list, keep: list[int]) -> torch.Tensor:
@@ -91,7 +91,7 @@ class NativeRunner(NativeSampler):
         return self.compute(cache.storages, spans, keep)
 
     def set_adapters(self, model) -> None:
-        """Let C add what the adapters of a model do, and nothing that earlier ones did."""
+        """Pass the model's LoRA adapters to C, in place of earlier ones."""
         self.adapters = model.adapters
         names, layers = (self.adapters.names, self.adapters.layers) if self.adapters else ([], {})
         for path, layer in model.named_modules():
@@ -101,13 +101,13 @@ class NativeRunner(NativeSampler):
         self.model = model_struct(model)
 
     def compute(self, storages: list[torch.Tensor], spans: list, keep: list[int]) -> torch.Tensor:
-        """The logits at the last keep[i] positions of span i, (sum of keep, vocab_size).
+        """Return the logits at the last keep[i] positions of span i, (sum of keep, vocab_size).
 
-        There is at least one token. storages: keys and values, (n_layer, 2, num_pages, n_kv_head,
-        page_size, stored_head_dim), of all layers; or of those that see all, then of those with a
-        window. Their dtype is float32, float16 or int8.
-        Raises ValueError, before anything changes, for tokens, positions, pages or storages that C
-        must not touch.
+        Needs at least one token. storages: keys and values, (n_layer, 2, num_pages, n_kv_head,
+        page_size, stored_head_dim), float32, float16 or int8. One storage holds all layers. Of two,
+        the first holds full-attention layers and the second sliding-window layers.
+        Raises ValueError, before anything changes, for tokens, positions or pages out of range and
+        for storages that C cannot read.
         """
         config = self.config
         page_size = storages[0].shape[4]
@@ -121,11 +121,11 @@ class NativeRunner(NativeSampler):
             caches.append(address(storage, dtype, *shape, width))
         tokens = []
         positions = []
-        pages = []  # of all spans
+        pages = []  # page tables of all spans, concatenated
         sliding_pages = []
-        table_starts = []  # where those of each token's span begin
+        table_starts = []  # for each token, the index where its span's page table begins
         logits_indices = []
-        lora_ids = []  # of each token's adapter, -1 for none
+        lora_ids = []  # the adapter of each token, -1 for none
         for (span_pages, start, new, span_sliding_pages, adapter), count in zip(
             spans, keep, strict=True
         ):
@@ -172,7 +172,7 @@ class NativeRunner(NativeSampler):
             batch.lora_ids = (INT * len(lora_ids))(*lora_ids)
         model = ctypes.byref(self.model)
         threads = torch.get_num_threads()
-        # Room for each call its own: ctypes lets other threads of Python run meanwhile.
+        # Scratch is not shared between calls, because ctypes releases the GIL during the call.
         floats = self.library.work_floats(model, INT(len(tokens)), threads)
         work = torch.empty(floats)
         logits = torch.empty(len(logits_indices), config.vocab_size)
@@ -182,6 +182,6 @@ class NativeRunner(NativeSampler):
 
 
 def group_arrays(group_ids: list[int]) -> tuple[ctypes.Array, ctypes.Array]:
-    """The kinds of layers as C reads them, and the number of each among those of its kind."""
+    """Return the KV cache group of each layer and the layer's index in it, as C arrays."""
     group_indices = [group_ids[:layer].count(group_id) for layer, group_id in enumerate(group_ids)]
     return tuple((INT * len(group_ids))(*numbers) for numbers in (group_ids, group_indices))

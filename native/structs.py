@@ -1,4 +1,4 @@
-"""A model's weights as gpt.c reads them: its structs, filled once each tensor is checked."""
+"""The structs of gpt.c that describe a model, filled after each tensor is checked."""
 
 import ctypes
 
@@ -10,7 +10,7 @@ from native.linear import LinearStruct, NativeEmbedding, NativeLinear, check_lay
 
 
 def struct(name: str, **fields) -> type[ctypes.Structure]:
-    """A ctypes structure with these fields, in order."""
+    """Return a ctypes structure type with these fields, in order."""
     return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
 
 
@@ -33,7 +33,7 @@ LayerStruct = struct(
     sliding_window=INT,
     local=INT,
 )
-NO_SLIDING_WINDOW = 2**62  # more positions than any text has
+NO_SLIDING_WINDOW = 2**62  # more positions than any sequence has
 ModelStruct = struct(
     "ModelStruct",
     **dict.fromkeys(("n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "max_width"), INT),
@@ -48,14 +48,14 @@ ModelStruct = struct(
 )
 
 
-SUPPORTED = (GPT, Llama, Gemma)  # what gpt.c computes: it tells them apart by the layers they have
+SUPPORTED = (GPT, Llama, Gemma)  # gpt.c tells them apart by their layers
 
 
 def model_struct(model) -> ModelStruct:
-    """What C reads of a model. It holds addresses only: the tensors must stay where they are.
+    """Return the C struct of a model. It holds addresses, so the tensors must not move.
 
-    Raises ValueError for another architecture, and for weights that are neither floats of 32
-    or 16 bits nor int8, not on the CPU, or not of the shape that the config says.
+    Raises ValueError for another architecture, and for weights that have an unsupported dtype, are
+    not on the CPU, or do not have the shape that the config gives.
     """
     if type(model) not in SUPPORTED:
         allowed = " and ".join(each.__name__ for each in SUPPORTED)
@@ -94,7 +94,7 @@ def model_struct(model) -> ModelStruct:
 
 
 def layer_struct(model, block: int) -> LayerStruct:
-    """What C reads of a block, by the roles of its layers."""
+    """Return the C struct of a transformer block, by the roles of its layers."""
     config = model.config
     C = config.n_embd
     queries = config.n_head * config.head_dim
@@ -102,7 +102,7 @@ def layer_struct(model, block: int) -> LayerStruct:
     attn_in = {"qkv": queries + 2 * keys, "query": queries, "key": keys, "value": keys}
 
     def concatenated(outputs: dict[str, int], *numbers: int) -> tuple[LinearStruct, ...]:
-        """Layers on the same input, with their outputs, which C writes side by side."""
+        """Return the structs of layers that share an input and write side by side."""
         layers = {role: model.layer(role, *numbers) for role in outputs}
         roles = [role for role in outputs if layers[role] is not None]
         structs = tuple(linear(layers[role], outputs[role], C) for role in roles)
@@ -142,14 +142,17 @@ def layer_struct(model, block: int) -> LayerStruct:
 
 
 def norm(layer, size: int) -> NormStruct:
-    """What C reads of a norm; NULL for what a model lacks."""
+    """Return the C struct of a norm, with NULL for a missing weight or bias."""
     tensors = (getattr(layer, name, None) for name in ("weight", "bias"))
     numbers = getattr(layer, "weight_offset", 0.0), getattr(layer, "output_scale", 1.0)
     return NormStruct(*(float_address(tensor, size) for tensor in tensors), *numbers)
 
 
 def linear(layer, out: int, size: int) -> LinearStruct:
-    """A native layer as C reads it; of one that is to become native, the check that it can."""
+    """Return the C struct of a native layer, or check a layer that is to become native.
+
+    The struct of a layer that is not native yet has sizes only.
+    """
     if isinstance(layer, NativeEmbedding):
         layer = layer.linear
     if isinstance(layer, NativeLinear):

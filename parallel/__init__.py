@@ -1,1 +1,1 @@
-"""One model on several processes, as torchrun starts them."""
+"""Tensor parallelism over processes that torchrun starts."""

@@ -1,4 +1,4 @@
-"""The processes that compute a model together, and what crosses between them."""
+"""Tensor-parallel ranks and their collectives."""
 
 import contextlib
 import re
@@ -15,24 +15,25 @@ import torch.nn.functional as F
 from errors import UserError, catch_out_of_memory, is_out_of_memory
 
 PARALLEL_MODES = "gather", "reduce"
-TIMEOUT = timedelta(seconds=60)  # one that does not answer in this time is taken for dead
+TIMEOUT = timedelta(seconds=60)  # a rank that does not answer within it counts as dead
 IDLE_TIMEOUT = timedelta(days=365)  # between two passes
 LOST_CONNECTION = re.compile("connect|time.?out|timed out|socket|pipe|barrier", re.IGNORECASE)
 RANK_LOST = "another of the processes has ended or does not answer"
 
 
 class RankError(Exception):
-    """One of several processes cannot go on, so none can."""
+    """A failure of one rank, which stops all ranks."""
 
 
 class TensorParallelGroup:
-    """The processes of this run: rank is the index of this one, from 0 on, size how many there are.
+    """The tensor-parallel group: this process's rank, from 0 on, and the number of processes, size.
 
-    Rank 0 leads: it reads and prints, and tells the others each pass. parallel_mode: how layers are
-    joined, "gather" or "reduce". collectives, bytes_sent, seconds: how often ranks met in passes,
-    how many bytes this one sent, and how long it took, waiting included. What `broadcast` sends is
-    not counted. Use it as a context manager. All ranks leave the block together. If one fails in
-    it, all do: the first one says why, and the others raise SystemExit.
+    Rank 0 is the driver: it does the input and output and broadcasts each pass to the workers.
+    parallel_mode: how layers join their results, "gather" or "reduce". collectives, bytes_sent,
+    seconds: the number of collectives in passes, the bytes that this rank sent, and the time they
+    took, waiting included. `broadcast` is not counted. Use it as a context manager. All ranks leave
+    the block together. If one fails in it, all fail: the first reports the reason, and the others
+    raise SystemExit.
     """
 
     def __init__(self, parallel_mode: str = "gather"):
@@ -46,18 +47,18 @@ class TensorParallelGroup:
         self.collectives = 0
         self.bytes_sent = 0
         self.seconds = 0.0
-        # A rank that waits in a collective does not come to raise KeyboardInterrupt.
+        # A worker that waits in a collective would never get to raise KeyboardInterrupt.
         if self.rank and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def all_gather(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor:
-        """The parts of all ranks, (..., widths[rank]), side by side: (..., sum(widths))."""
+        """Concatenate the parts of all ranks, (..., widths[rank]), as (..., sum(widths))."""
         padded, parts = pad_to_widest(x, widths)
         self.timed_collective((self.size - 1) * padded.nbytes, dist.all_gather, parts, padded)
         return unpad_and_concat(parts, widths)
 
     def gather(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor:
-        """Join the parts on rank 0; the other ranks send theirs, and get them back."""
+        """Concatenate the parts on rank 0. Other ranks send their part and get it back."""
         padded, parts = pad_to_widest(x, widths)
         if self.rank:
             self.timed_collective(padded.nbytes, dist.gather, padded)
@@ -66,13 +67,13 @@ class TensorParallelGroup:
         return unpad_and_concat(parts, widths)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Add up the x of all ranks, in place (all-reduce)."""
+        """Sum x over all ranks in place (all-reduce)."""
         self.timed_collective(2 * (self.size - 1) * x.nbytes // self.size, dist.all_reduce, x)
         return x
 
     @contextlib.contextmanager
     def fatal_out_of_memory(self):
-        """Raise RankError if memory runs out inside the block: the others cannot go on."""
+        """Raise RankError if memory runs out inside the block, because no rank can go on."""
         try:
             with catch_out_of_memory("the texts of this step"):
                 yield
@@ -80,17 +81,17 @@ class TensorParallelGroup:
             raise RankError(str(error)) from None
 
     def broadcast(self, command=None):
-        """Broadcast what rank 0 has to say: it is returned on each rank. Others may wait long."""
+        """Broadcast rank 0's command and return it on every rank. Workers may wait long for it."""
         objects = [command]
         self.run_collective(dist.broadcast_object_list, objects, group=self.broadcast_group)
         return objects[0]
 
     def barrier(self) -> None:
-        """A barrier: until all ranks are here, however long that takes."""
+        """Wait until all ranks are here, however long that takes."""
         self.run_collective(dist.barrier, self.barrier_group)
 
     def timed_collective(self, bytes_sent: int, collective: Callable, *arguments) -> None:
-        """Meet the other ranks, and count it. bytes_sent: by this one."""
+        """Run a collective and count it. bytes_sent: by this rank."""
         began = time.perf_counter()
         self.run_collective(collective, *arguments)
         self.collectives += 1
@@ -98,7 +99,7 @@ class TensorParallelGroup:
         self.seconds += time.perf_counter() - began
 
     def run_collective(self, collective: Callable, *arguments, **options) -> None:
-        """Meet the other ranks. Raises RankError if one of them is not there any more."""
+        """Run a collective. Raises RankError if another rank is lost."""
         try:
             collective(*arguments, **options)
         except RuntimeError as error:
@@ -107,7 +108,7 @@ class TensorParallelGroup:
             raise
 
     def statistics(self, passes: int) -> str:
-        """What a pass took of meetings, on average."""
+        """Return the average communication per pass as a line of text."""
         passes = max(passes, 1)
         each = f"{self.collectives / passes:.0f} collectives a step"
         cost = f"{self.bytes_sent / passes:,.0f} bytes sent, {1000 * self.seconds / passes:.1f} ms"
@@ -129,7 +130,7 @@ class TensorParallelGroup:
             return  # Ctrl-C
         if not is_first:
             sys.exit(2)
-        sys.stderr = sys.__stderr__  # a worker's own leads nowhere
+        sys.stderr = sys.__stderr__  # a worker's stderr is discarded
         prefix = f"rank {self.rank}: " if self.rank else ""
         if is_out_of_memory(error):
             error = UserError("the model and its texts do not fit in memory")
@@ -137,17 +138,17 @@ class TensorParallelGroup:
             raise UserError(f"{prefix}{error}") from None
 
     def is_first_failure(self) -> bool:
-        """Whether no other process has failed before."""
+        """Return whether no other process has failed before."""
         try:
             return self.store.add("failures", 1) == 1
-        except RuntimeError:  # the store was in a process that has ended
+        except RuntimeError:  # the process that held the store has ended
             return True
 
 
 class TensorParallelRunner:
-    """Lets several processes compute the passes of a model: rank 0 tells the others of each.
+    """A runner that computes each pass on all ranks, driven by rank 0.
 
-    runner: what computes this rank's part.
+    runner: computes this rank's part.
     """
 
     def __init__(self, tp_group: TensorParallelGroup, runner):
@@ -159,14 +160,14 @@ class TensorParallelRunner:
         return self.compute(model, cache, spans, keep)
 
     def compute(self, model, cache, spans: list, keep: list[int]) -> torch.Tensor:
-        """Compute this rank's part of a pass. Ranks above 0 have no use for the result."""
-        # An engine goes on after a pass without memory, but the other ranks are inside of it.
+        """Compute this rank's part of a pass. Workers ignore the result."""
+        # The engine could go on after a failed allocation, but the other ranks are inside the pass.
         with self.tp_group.fatal_out_of_memory():
             return self.runner.logits(model, cache, spans, keep)
 
     @torch.inference_mode()
     def run_worker_loop(self, model, cache) -> None:
-        """Compute each pass that rank 0 tells of, for it has the engine, until it has no more."""
+        """Compute each pass that rank 0 broadcasts, until it sends None. Only rank 0 schedules."""
         while command := self.tp_group.broadcast():
             self.compute(model, cache, *command)
 
@@ -175,11 +176,11 @@ class TensorParallelRunner:
 
 
 def pad_to_widest(x: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A part filled up to the widest, as gloo takes it, and room for those of all ranks."""
+    """Return x padded to the widest part, as gloo requires, and buffers for the parts of all."""
     padded = F.pad(x, (0, max(widths) - x.shape[-1]))
     return padded, [torch.empty_like(padded) for _ in widths]
 
 
 def unpad_and_concat(parts: list[torch.Tensor], widths: list[int]) -> torch.Tensor:
-    """What was filled up, in its own width again: (..., sum(widths))."""
+    """Remove the padding of each part and concatenate them: (..., sum(widths))."""
     return torch.cat([part[..., :width] for part, width in zip(parts, widths)], dim=-1)

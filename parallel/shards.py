@@ -1,4 +1,4 @@
-"""Which part of a model each of several processes has, and how their results are joined.
+"""Tensor parallelism: each rank's shards of a model's weights, and its parallel layers.
 
 After Shoeybi et al. 2019 (1909.08053), "Megatron-LM: Training multi-billion parameter language
 models using model parallelism".
@@ -16,7 +16,7 @@ from loading.lora import merge_lora, read_adapter
 from model import Model
 from parallel.ranks import TensorParallelGroup, TensorParallelRunner
 
-ALIGNMENT = 32  # torch computes the last few numbers without vectors, and rounds them otherwise
+ALIGNMENT = 32  # torch computes a tail without SIMD, which rounds differently
 
 
 def load_shard(
@@ -27,12 +27,12 @@ def load_shard(
     *,
     tp_group: TensorParallelGroup,
 ) -> Model:
-    """Load what this rank computes of a model. Arguments and errors are `load_model`'s.
+    """Load this rank's shard of a model, with `load_model`'s arguments and errors.
 
-    No process ever holds the whole model. Call `parallelize_vocabulary` when no layer is replaced
-    any more. Raises UserError, too, where there are too few heads. Where weights are rounded,
-    layers are joined by "gather": a layer that rotates its inputs, or has them in blocks, needs all
-    of them.
+    No process ever holds the whole model. Call `parallelize_vocabulary` after the last layer has
+    been replaced. Also raises UserError if the model has too few heads. Quantised weights always
+    use "gather", because a layer that rotates its inputs or quantises them in blocks needs all of
+    them.
     """
     source = resolve_source(name)
     model = initialize_model(source)
@@ -50,14 +50,18 @@ def load_shard(
 
 
 class Shard(NamedTuple):
-    """What a rank has of a tensor: these rows, range after range, and these columns of them."""
+    """A rank's shard of a tensor: concatenated ranges of rows, and the columns of each row."""
 
     rows: list[range]
     columns: slice = slice(None)
 
 
 def split(width: int, size: int, alignment: int = ALIGNMENT) -> list[range]:
-    """Split a width into one range a rank, as even as possible, in whole units where it divides."""
+    """Split a width into one range per rank, as evenly as possible.
+
+    The ranges are multiples of `alignment` if it divides the width and every rank gets at least
+    one.
+    """
     alignment = alignment if width % alignment == 0 and width >= alignment * size else 1
     units, left = divmod(width // alignment, size)
     ends = [alignment * (units * rank + min(rank, left)) for rank in range(size + 1)]
@@ -65,9 +69,9 @@ def split(width: int, size: int, alignment: int = ALIGNMENT) -> list[range]:
 
 
 def local_kv_heads(heads: range, group: int) -> list[int]:
-    """The keys that these query heads need, if `group` neighbours share one.
+    """Return the KV heads that these query heads need, if `group` adjacent ones share one.
 
-    One for each query head, where not all are shared by as many here.
+    If they are shared unevenly on this rank, return one KV head per query head instead.
     """
     needed = [head // group for head in heads]
     keys = sorted(set(needed))
@@ -76,11 +80,11 @@ def local_kv_heads(heads: range, group: int) -> list[int]:
 
 
 class ShardPlan:
-    """What a rank has of each weight of a model, and what all ranks have.
+    """The shards of a model's weights on this rank, and the widths of all ranks.
 
-    shards: by the name of the weight. heads, inner, expert_inner, outputs: of each rank. kv_heads:
-    of this one. parallel_mode: how layers are joined; that of the ranks, if None. Raises UserError
-    where there are too few heads.
+    shards: this rank's, by the name of the weight. heads, inner, expert_inner, outputs: the ranges
+    of each rank. kv_heads: of this rank. parallel_mode: how layers join their results, the group's
+    mode if None. Raises UserError if the model has too few heads.
     """
 
     def __init__(
@@ -98,7 +102,7 @@ class ShardPlan:
         if config.n_kv_head >= tp_group.size:
             kv_heads = split(config.n_kv_head, tp_group.size, alignment=1)
             self.heads = [range(group * part.start, group * part.stop) for part in kv_heads]
-        else:  # ranks that share a key have a copy each
+        else:  # ranks that share a KV head hold a copy each
             self.heads = split(config.n_head, tp_group.size, alignment=1)
         self.inner = split(config.n_inner, tp_group.size)
         experts = getattr(config, "experts", None)
@@ -112,7 +116,7 @@ class ShardPlan:
         expert_inner = self.expert_inner[tp_group.rank]
 
         def kv_rows(before: int = 0) -> list[range]:
-            """The rows of this rank's keys, or values, behind the rows of `before` heads."""
+            """Return the rows of this rank's keys or values, which follow `before` heads."""
             return [range((before + key) * D, (before + key + 1) * D) for key in self.kv_heads]
 
         def block_end(inputs: range) -> Shard:
@@ -120,7 +124,7 @@ class ShardPlan:
                 return Shard([range(C)], slice(inputs.start, inputs.stop))
             return Shard([self.outputs[tp_group.rank]])
 
-        # By role; of all other layers each rank has all.
+        # By role. All other layers are replicated.
         shards = {
             "embedding": vocab,
             "query": Shard([queries]),
@@ -144,7 +148,7 @@ class ShardPlan:
             self.shards[name] = shard if weight.dim() > 1 else Shard(shard.rows)
 
     def local_blocks(self, blocks: Iterator[tuple]) -> Iterator[tuple]:
-        """This rank's share of blocks of a whole model, as `load_weight_rows` takes them."""
+        """Yield this rank's share of a whole model's blocks, as `load_weight_rows` takes them."""
         for name, rows, block in blocks:
             shard = self.shards[name]
             for destination, source in overlapping_rows(shard.rows, rows):
@@ -152,7 +156,7 @@ class ShardPlan:
 
 
 def shard_model(model: Model, plan: ShardPlan) -> None:
-    """Leave of each weight of an empty model what is this rank's."""
+    """Shrink each weight of an uninitialized model to this rank's shard."""
     for name, shard in plan.shards.items():
         layer, _, attribute = name.rpartition(".")
         whole = model.get_parameter(name)
@@ -164,7 +168,10 @@ def shard_model(model: Model, plan: ShardPlan) -> None:
 
 
 def overlapping_rows(rows: list[range], block: slice) -> list[tuple[slice, slice]]:
-    """Where a block of a weight's rows goes: of a rank's own rows, and of the block, which ones."""
+    """Return the overlaps of a block of a weight's rows with a rank's shard.
+
+    Each overlap is a slice of the shard's rows and the matching slice of the block's rows.
+    """
     overlaps = []
     first = 0
     for shard_rows in rows:
@@ -178,7 +185,7 @@ def overlapping_rows(rows: list[range], block: slice) -> list[tuple[slice, slice
 
 
 def parallelize_blocks(model: Model, plan: ShardPlan) -> None:
-    """Let the layers that end a residual branch give what those of all ranks together do."""
+    """Replace the layers that end a residual branch with parallel layers."""
     tp_group = plan.tp_group
     D = model.config.head_dim
     widths = {
@@ -200,9 +207,9 @@ def parallelize_blocks(model: Model, plan: ShardPlan) -> None:
 
 
 def parallelize_vocabulary(model: Model) -> None:
-    """Join the token embedding, and the head, whose logits are rank 0's alone.
+    """Replace the token embedding and the head with parallel layers. Only rank 0 gets the logits.
 
-    These two may be one tensor, so this comes last, when no layer is replaced any more.
+    The two may share a tensor, so call this after the last layer has been replaced.
     """
     tp_group = model.runner.tp_group
     vocab = split(model.config.vocab_size, tp_group.size)
@@ -213,9 +220,9 @@ def parallelize_vocabulary(model: Model) -> None:
 
 
 class ColumnParallelLinear(nn.Module):
-    """A layer that has some of its outputs on each rank.
+    """A linear layer with its outputs split over the ranks.
 
-    inputs, outputs: how many on each. Each output is the sum that one process makes.
+    inputs, outputs: the widths on each rank. Each output is summed by a single process.
     """
 
     def __init__(self, layer, tp_group: TensorParallelGroup, inputs: list[int], outputs: list[int]):
@@ -231,11 +238,11 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A layer that has some of its inputs on each rank; their outputs are added up."""
+    """A linear layer with its inputs split over the ranks, whose outputs are all-reduced."""
 
     def __init__(self, layer: nn.Linear, tp_group: TensorParallelGroup):
         super().__init__()
-        self.bias = layer.bias  # added once
+        self.bias = layer.bias  # added once, after the all-reduce
         layer.bias = None
         self.layer = layer
         self.tp_group = tp_group
@@ -246,7 +253,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A token embedding that has some of its rows on each rank."""
+    """A token embedding with the vocabulary split over the ranks."""
 
     def __init__(self, layer, tp_group: TensorParallelGroup, vocab_range: range):
         super().__init__()
@@ -262,9 +269,9 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(nn.Module):
-    """A head that has the logits of some tokens on each rank: rank 0 gets all, (..., vocab_size).
+    """An LM head with the vocabulary split over the ranks. Rank 0 gets logits (..., vocab_size).
 
-    widths: how many each rank has.
+    widths: the number of logits on each rank.
     """
 
     def __init__(self, layer, tp_group: TensorParallelGroup, widths: list[int]):
