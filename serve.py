@@ -51,9 +51,9 @@ from server.engine_thread import EngineThread
 from server.memory import freeze, trim
 from server.served import ServedModel, find_chat, served_name, server_defaults
 
-EXIT_SECONDS = 2  # after the drain, in which the process must end
-MAX_PIPELINED = 2**20  # bytes that a client may send behind a request before its answer is there
-RESERVED_DESCRIPTORS = 64  # descriptors for all that is no connection
+EXIT_SECONDS = 2  # for the process to end after the drain
+MAX_PIPELINED = 2**20  # bytes sent after a request, before its response is complete
+RESERVED_DESCRIPTORS = 64  # file descriptors for other uses than connections
 LLAMA = STORIES.with_name("stories-llama")
 AT_LEAST_0 = (int, lambda value: value >= 0, "an integer >= 0")
 SECONDS = (int | float, lambda value: 0 <= value < 1e6, "a number from 0 to below 1000000")
@@ -66,9 +66,9 @@ def main(argv=None) -> None:
 
 
 def default_model() -> str | Path:
-    """Return smollm2 where it is installed, else the embedded Llama.
+    """Return smollm2 if it is installed, else the bundled Llama.
 
-    The embedded one refuses system messages, which most clients send.
+    The bundled one rejects system messages, which most clients send.
     """
     try:
         find_package_file("smollm2")
@@ -104,7 +104,7 @@ def add_server_options(parser: Parser) -> None:
 def run(args) -> None:
     """Serve until a signal comes. Raises UserError for bad input."""
     check_server_options(args)
-    if is_worker():  # it ends when rank 0 has drained
+    if is_worker():  # workers end once rank 0 has drained
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         run_worker(args)
@@ -118,7 +118,7 @@ def run(args) -> None:
 
 
 def check_server_options(args) -> None:
-    """Raise UserError for values out of range, or options that do not go together."""
+    """Raise UserError for values out of range or conflicting options."""
     check_engine_options(args)
     for adapter in parse_adapters(args.lora_modules):
         if adapter == served_name(resolve_source(args.model)):
@@ -141,25 +141,25 @@ def check_server_options(args) -> None:
 
 
 class Protocol(H11Protocol):
-    """uvicorn's, which also closes a connection whose client does not send or does not read.
+    """uvicorn's HTTP/1.1 protocol, with timeouts for slow clients.
 
-    A head must be complete within `seconds` of the connection, or of its first byte if it is not
-    the first. The next piece of a body must come within `seconds`, and the client must take each
-    piece of an answer within `seconds`. Like nginx's client_header_timeout,
-    client_body_timeout and send_timeout.
-    It reads on while it answers, or it would not see that a client leaves which sent more. A client
-    that sends more than MAX_PIPELINED is cut off.
+    The head of the first request must be complete within `seconds` of the connection, and a later
+    one within `seconds` of its first byte. Each chunk of a body must arrive, and the client must
+    take each chunk of a response, within `seconds`. nginx's client_header_timeout,
+    client_body_timeout and send_timeout do the same.
+    It keeps reading while it responds, or it would miss the disconnect of a client that has sent
+    more. A client that sends more than MAX_PIPELINED is disconnected.
     """
 
     seconds = 30
-    timer: asyncio.TimerHandle | None = None  # while a request is not whole
-    send_timer: asyncio.TimerHandle | None = None  # while the client has something to take
-    pipelined_bytes = 0  # bytes that came since the request was whole
-    is_closing = False  # it was accepted in the moment in which the server shut down
+    timer: asyncio.TimerHandle | None = None  # while a request is incomplete
+    send_timer: asyncio.TimerHandle | None = None  # while unsent data is buffered
+    pipelined_bytes = 0  # bytes received since the request was complete
+    is_closing = False  # accepted during shutdown
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # each byte that is left over pauses writing
+        transport.set_write_buffer_limits(0)  # any unsent byte pauses writing
         self.update_timer()
         if self.is_closing:
             transport.close()
@@ -173,20 +173,20 @@ class Protocol(H11Protocol):
         if self.pipelined_bytes > MAX_PIPELINED:
             self.transport.abort()
         elif self.conn.their_state is h11.DONE:
-            self.flow.resume_reading()  # uvicorn pauses it where bytes come behind a request
+            self.flow.resume_reading()  # uvicorn pauses it when bytes follow a request
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()  # which goes on with what came behind this request
+        super().on_response_complete()  # which starts the next pipelined request
         self.pipelined_bytes = len(self.conn.trailing_data[0])
         if self.conn.their_state is h11.SEND_BODY:
             self.update_timer()
 
     def shutdown(self) -> None:
-        if not self.transport:  # connection_made has yet to be called
+        if not self.transport:  # connection_made is still to come
             self.is_closing = True
             return
         super().shutdown()
-        if self.timer:  # no new request is let in
+        if self.timer:  # refuse new requests
             self.transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -204,8 +204,8 @@ class Protocol(H11Protocol):
         self.send_timer.cancel()
 
     def update_timer(self) -> None:
-        """Begin or end the time of a request. More of a body renews it, more of a head does not."""
-        # Never cancelled in IDLE: a body that ends after its answer has cancelled uvicorn's timer.
+        """Start or stop the request timer. Body data restarts it, header data does not."""
+        # Keep it in IDLE: a body that ends after its response has cancelled uvicorn's own timer.
         if self.timer and self.conn.their_state is not h11.IDLE:
             self.timer.cancel()
             self.timer = None
@@ -213,32 +213,32 @@ class Protocol(H11Protocol):
             self.timer = self.loop.call_later(self.seconds, self.transport.close)
 
 
-# Protocol is h11's also where httptools is installed, which comes with Ray: httptools stops reading
-# where bytes come after a body, and the server does not notice that the client leaves.
+# Use h11 even if httptools is installed, as with Ray. httptools stops reading when bytes follow a
+# body, and the server does not notice that the client disconnects.
 UVICORN = {"http": Protocol, "access_log": False}
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which accepts connections and ends in its own way.
+    """uvicorn's server, with a connection limit and a drain on shutdown.
 
-    It accepts no more connections than there are descriptors for; further clients wait in the
-    backlog. asyncio's own servers would accept until none is left, and report each that fails.
-    After a signal no new client is let in, and running texts may go on for `seconds`; then they
-    end with an error. EXIT_SECONDS later the process ends, whatever still computes. A second signal
-    ends it at once.
+    It accepts only as many connections as file descriptors allow; further clients wait in the
+    backlog. asyncio's own servers would use up all descriptors and report each failure.
+    After a signal it refuses new clients, and running requests may continue for `seconds` before
+    they fail. EXIT_SECONDS later the process ends, even during a computation. A second signal ends
+    it at once.
     """
 
     def __init__(self, app: FastAPI, thread: EngineThread, seconds: float):
-        # A client that does not read its error either is cut off.
+        # A client that does not read its error within another second is disconnected.
         options = {"timeout_graceful_shutdown": seconds + 1, "lifespan": "off"}
         super().__init__(uvicorn.Config(app, log_level="warning", **options, **UVICORN))
         self.monitor = app.state.served.monitor
         self.thread = thread
         self.seconds = seconds
         self.signal: int | None = None
-        self.has_warned = False  # that no more connections are accepted
+        self.has_warned = False  # about the connection limit
         self.accepted = 0
-        # Connections and answers there had been at the last look, and at the last trim.
+        # Number of connections and requests at the last check, and at the last trim.
         self.last_events = self.trimmed_events = 0
 
     async def startup(self, sockets: list[socket.socket]) -> None:
@@ -248,7 +248,7 @@ class Server(uvicorn.Server):
         self.accepting.add_done_callback(self.on_accept_end)
 
     async def accept(self, sock: socket.socket) -> None:
-        """Accept connections for ever, each as soon as there is room for it."""
+        """Accept connections forever, up to the limit of open ones."""
         loop = asyncio.get_running_loop()
         sock.setblocking(False)
         limit = max_connections()
@@ -257,9 +257,9 @@ class Server(uvicorn.Server):
                 await self.wait_for_connection()
             try:
                 connection, _ = await loop.sock_accept(sock)
-            except ConnectionAbortedError:  # its client has left
+            except ConnectionAbortedError:  # the client has left
                 continue
-            except OSError as error:  # whatever else is open has taken all descriptors left
+            except OSError as error:  # other open files have used up the descriptors
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
                     raise
                 await self.wait_for_connection()
@@ -267,7 +267,7 @@ class Server(uvicorn.Server):
                 self.serve_connection(connection)
 
     def on_accept_end(self, accepting: asyncio.Future) -> None:
-        """End the server if it can accept no more: it would look healthy and accept no one."""
+        """End the server if accepting fails: it would look healthy but accept no one."""
         if not accepting.cancelled():
             self.should_exit = True
             print(
@@ -275,7 +275,7 @@ class Server(uvicorn.Server):
             )
 
     async def on_tick(self, counter: int) -> bool:
-        """Trim the heap after a second in which nothing came; uvicorn calls this every 0.1 s."""
+        """Trim the heap after an idle second; uvicorn calls this every 0.1 s."""
         if counter % 10 == 0:
             events = self.accepted + self.server_state.total_requests
             if (
@@ -288,7 +288,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def wait_for_connection(self) -> None:
-        """Wait a moment, in which a connection may end; say once that this had to be."""
+        """Wait 0.1 s for a connection to end, and warn once about the limit."""
         if not self.has_warned:
             self.has_warned = True
             num_open = len(self.server_state.connections)
@@ -297,7 +297,7 @@ class Server(uvicorn.Server):
         await asyncio.sleep(0.1)
 
     def serve_connection(self, connection: socket.socket) -> None:
-        """Begin to serve a connection, which counts from now on."""
+        """Serve a connection, and count it as open from now on."""
         self.accepted += 1
         loop = asyncio.get_running_loop()
         state = self.server_state
@@ -318,7 +318,7 @@ class Server(uvicorn.Server):
             os._exit(128 + sig)
         self.signal = sig
         self.should_exit = True
-        # Threads in native code can hold up the end of Python itself.
+        # Threads in native code can block the interpreter's exit.
         last = threading.Timer(self.seconds + EXIT_SECONDS, os._exit, [128 + sig])
         last.daemon = True
         last.start()
@@ -330,13 +330,13 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def fail_requests(self) -> None:
-        """Fail all requests with a 503, also while the engine's thread is in a step."""
+        """Fail all requests with a 503, even during a step of the engine's thread."""
         self.thread.stop()
         self.thread.mark_dead("the server is shutting down")
 
 
 def max_connections() -> int:
-    """How many of the descriptors of this process may be connections; some are for files."""
+    """Return the maximum number of connections, which leaves file descriptors for other uses."""
     try:
         import resource
     except ImportError:  # Windows has none
@@ -348,7 +348,7 @@ def max_connections() -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket at this address. Raises UserError if there can be none."""
+    """Return a socket that listens at this address. Raises UserError if it cannot be opened."""
     if not 0 <= port < 2**16:
         raise UserError(f"--port {port}: it must be from 0 to 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -359,7 +359,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno > 0 else error.strerror
         raise UserError(f"--host {host} --port {port}: {reason}") from None
-    # Its connections, too: else a small answer waits for the acknowledgement of the one before.
+    # Connections inherit it. Otherwise a small response waits for the ACK of the previous one.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
 
@@ -375,10 +375,9 @@ async def serve(
     sock: socket.socket,
     tp_group: TensorParallelGroup | None = None,
 ) -> int | None:
-    """Load the model, print the address, and answer until a signal comes, which is returned.
+    """Load the model, print the address, serve until a signal, and return the signal.
 
-    While the model is loaded, requests are answered with 503. Raises RankError if another process
-    that the model needs has ended.
+    Requests get a 503 while the model loads. Raises RankError if another rank's process has ended.
     """
     name = served_name(source)
     defaults = server_defaults(args, source)
@@ -399,15 +398,15 @@ async def serve(
         write_stdout(f"{name} at {server_url(*sock.getsockname()[:2])}\n")
     else:
         server.should_exit = True
-        server.force_exit = True  # no client waits for a text
+        server.force_exit = True  # no client waits for output
     failed = False
     if tp_group:
         ended = asyncio.ensure_future(asyncio.to_thread(thread.thread.join))
         await asyncio.wait((ended, serving), return_when=asyncio.FIRST_COMPLETED)
-        failed = ended.done() and not server.should_exit  # by itself: no signal, no failed socket
+        failed = ended.done() and not server.should_exit  # without a signal or a failed socket
         server.should_exit = True
     await serving
-    if not thread.ready.done():  # a signal came first, and no thread can be told to stop loading
+    if not thread.ready.done():  # a signal came first, and loading cannot be interrupted
         os._exit(128 + server.signal)
     await thread.ready  # raises what loading raised
     await thread.close()

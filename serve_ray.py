@@ -1,4 +1,4 @@
-"""Serve a model with several engines, each in a process of its own, on Ray: python serve_ray.py."""
+"""Serve a model with several engines on Ray, each in its own process: python serve_ray.py."""
 
 import contextlib
 import logging
@@ -37,14 +37,14 @@ SECONDS = (int | float, lambda value: 1 <= value < 1e6, "a number from 1 to belo
 CPUS = (int | float, lambda value: 1e-4 <= value < 1e6, "a number from 0.0001 to below 1000000")
 LIMITS = {
     "replicas": (int, lambda value: value >= 1, "an integer >= 1"),
-    "cpus": CPUS,  # Ray's least is 0.0001
+    "cpus": CPUS,  # Ray's minimum is 0.0001
 }
-MAX_ONGOING_REQUESTS = 2**20  # requests at a time: an engine says itself when it has too many
-RAY_ENVIRONMENT = {  # of Ray, which reads them when it is imported
+MAX_ONGOING_REQUESTS = 2**20  # concurrent requests; an engine enforces its own limit
+RAY_ENVIRONMENT = {  # Ray reads these at import
     "RAY_USAGE_STATS_ENABLED": "0",  # send no usage statistics
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",  # calls by gRPC, and fewer threads
-    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",  # no further port
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # as on Windows and macOS
+    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",  # no additional port
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # allow Windows and macOS
 }
 
 
@@ -89,18 +89,19 @@ def run(args) -> None:
             received = wait_for_signal(signals)
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.default_int_handler)  # it does not wait
+                signal.signal(number, signal.default_int_handler)  # which does not wait
         drain()
     if received == signal.SIGINT:
         raise KeyboardInterrupt
 
 
 def wait_for_signal(signals: queue.SimpleQueue) -> int:
-    """The first signal. Raises UserError if Ray itself ends before; what it had started is killed.
+    """Return the first signal.
 
-    Ray restarts whatever else ends, or does without it.
+    If the GCS or raylet ends before, kill all processes that Ray started and raise UserError. Ray
+    restarts its other processes, or runs without them.
     """
-    import psutil  # Ray brings it
+    import psutil  # a dependency of Ray
     from ray._private.worker import _global_node as node
 
     started = psutil.Process().children(recursive=True)
@@ -109,7 +110,7 @@ def wait_for_signal(signals: queue.SimpleQueue) -> int:
             return signals.get(timeout=1)
         children = psutil.Process().children(recursive=True)
         if ended := {name for name, _ in node.dead_processes()} & {"gcs_server", "raylet"}:
-            for process in {*started, *children}:  # those of a raylet that was killed may stay
+            for process in {*started, *children}:  # children of a killed raylet may survive
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             logs = node.get_logs_dir_path()
@@ -118,7 +119,7 @@ def wait_for_signal(signals: queue.SimpleQueue) -> int:
 
 
 def drain() -> None:
-    """Refuse new clients; running texts go on for --drain-seconds at most."""
+    """Refuse new clients, and wait up to --drain-seconds for running requests."""
     from ray import serve
 
     serve.delete("default", _blocking=False)  # not serve.shutdown, which cuts connections first
@@ -127,7 +128,7 @@ def drain() -> None:
 
 
 def check_options(args) -> None:
-    """Raise UserError for what could only fail later, in other processes."""
+    """Raise UserError for options that would otherwise fail later, in other processes."""
     check_server_options(args)
     check_limits(LIMITS, replicas=args.replicas, cpus=args.cpus)
     check_limits({"scale_seconds": SECONDS}, scale_seconds=args.scale_seconds)
@@ -148,18 +149,18 @@ def check_options(args) -> None:
 
 
 def max_replicas(args) -> int:
-    """How many replicas there may be."""
+    """Return the maximum number of replicas."""
     return args.replicas if args.max_replicas is None else args.max_replicas
 
 
 @contextlib.contextmanager
 def ray_server(args) -> Iterator[str]:
-    """The address of the server, inside the block; after it all processes are ended.
+    """Start Ray and yield the server's address; end all processes on exit.
 
-    Raises UserError if Ray is not installed, or replicas cannot be made.
+    Raises UserError if Ray is not installed or a replica fails to start.
     """
     with listen(args.host, args.port) as sock:
-        port = sock.getsockname()[1]  # free, where any will do
+        port = sock.getsockname()[1]  # a free one for --port 0
     os.environ.update(RAY_ENVIRONMENT)
     try:
         import ray
@@ -184,7 +185,7 @@ def ray_server(args) -> Iterator[str]:
 
 
 def application(args):
-    """What Ray Serve runs: the app, and behind it the engines."""
+    """Return the Ray Serve application: the HTTP ingress, bound to the engine replicas."""
     from ray import serve
 
     common_options = {
@@ -196,8 +197,8 @@ def application(args):
         Replica,
         autoscaling_config=autoscaling_config(args),
         ray_actor_options=actor_options,
-        max_constructor_retry_count=1,  # what fails first fails always
-        health_check_period_s=1,  # of which three must fail
+        max_constructor_retry_count=1,  # a constructor that fails once always fails
+        health_check_period_s=1,  # three failures mark a replica as unhealthy
         **common_options,
         **router_options(args),
     )
@@ -208,7 +209,7 @@ def application(args):
 
 
 def autoscaling_config(args) -> dict:
-    """When Ray begins or ends replicas: each is to have as many requests as its engine has rows."""
+    """Return Ray's autoscaling configuration, with a target of max_num_seqs requests a replica."""
     return {
         "min_replicas": args.replicas,
         "max_replicas": max_replicas(args),
@@ -221,7 +222,7 @@ def autoscaling_config(args) -> dict:
 
 
 def router_options(args) -> dict:
-    """The options of a deployment that say who chooses a replica; Ray does if there are none."""
+    """Return the deployment options that select a router; none for Ray's own."""
     if args.routing == "load":
         return {}
     from ray.serve.config import RequestRouterConfig

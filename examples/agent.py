@@ -1,4 +1,4 @@
-"""An agent: it asks, runs the tools that the reply calls, and asks again until none is called.
+"""Tool-calling agent that runs the tools a reply calls, and asks again until none is called.
 
     make smollm2
     pip install openai
@@ -23,7 +23,7 @@ TOOLS = json.loads(Path(__file__).with_name("tools.json").read_text())
 
 
 def answer(client: OpenAI, messages: list[dict], most: int = 8) -> str:
-    """What the model says in the end. All that was said and done is appended to messages."""
+    """Return the model's final reply. Appends all replies and tool results to `messages`."""
     for _ in range(most):
         asked = {"model": client.models.list().data[0].id, "messages": messages, "tools": TOOLS}
         reply = client.chat.completions.create(**asked, temperature=0, max_tokens=100)

@@ -1,1 +1,1 @@
-"""The engine behind HTTP, for clients of OpenAI's API."""
+"""HTTP server for the engine, with OpenAI's API."""

@@ -1,4 +1,4 @@
-"""What answers with texts have in common, whole or as server-sent events."""
+"""Responses to generation requests, as JSON or as server-sent events."""
 
 import asyncio
 import contextlib
@@ -14,11 +14,11 @@ from server.allowed import AllowedTokensTracker
 from server.engine_thread import ConstraintFailed, EngineDead, QueueFull, Update
 from server.protocol import IGNORED_HEADER, APIError, GenerationRequest
 
-MAX_CHUNK_BYTES = 2**16  # bytes of an answer
+MAX_CHUNK_BYTES = 2**16  # bytes
 
 
 def api_error(error: Exception) -> APIError:
-    """What a client is told of an exception."""
+    """Convert an exception to the error that a client gets."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, UserError):
@@ -29,10 +29,10 @@ def api_error(error: Exception) -> APIError:
 
 
 async def with_cancellation(request: Request, handler: Coroutine[None, None, Response]) -> Response:
-    """The answer that some work makes. If its client leaves before, the work is cancelled.
+    """Return a handler's response, or cancel the handler if its client disconnects before.
 
-    The body of the request has been read, so all that can still be received is that the client is
-    gone; and until an answer begins nothing else receives.
+    The request's body has been read, so `receive` can only return the disconnect. Until the
+    response starts, nothing else calls it.
     """
     handler_task = asyncio.ensure_future(handler)
     disconnect_task = asyncio.ensure_future(request.receive())
@@ -45,21 +45,21 @@ async def with_cancellation(request: Request, handler: Coroutine[None, None, Res
 
 
 def with_ignored_fields(response: Response, fields: list[str]) -> Response:
-    """Name, in a header, the fields of the request that were taken and did nothing."""
+    """Name the request's ignored fields in a response header."""
     if fields:
         response.headers[IGNORED_HEADER] = ", ".join(fields)
     return response
 
 
 def split_chunks(data: bytes) -> Iterator[bytes]:
-    """Cut bytes into pieces of MAX_CHUNK_BYTES."""
+    """Split bytes into chunks of MAX_CHUNK_BYTES."""
     return (data[start : start + MAX_CHUNK_BYTES] for start in range(0, len(data), MAX_CHUNK_BYTES))
 
 
 class ChunkedResponse(StreamingResponse):
-    """An answer in parts: each waits until the client has taken the one before.
+    """A response in parts, each sent once the client has taken the previous one.
 
-    However it ends, also before it begins, what makes it is closed.
+    However it ends, even before its first part, it closes the generators of its parts and updates.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ChunkedResponse(StreamingResponse):
 
 
 class EventStreamResponse(ChunkedResponse):
-    """Server-sent events."""
+    """A response of server-sent events."""
 
     media_type = "text/event-stream"
 
@@ -90,15 +90,15 @@ def to_event(data: dict) -> bytes:
 
 
 class ResponseBuilder:
-    """Builds the answer to a request from what is new of its texts. A subclass knows its form.
+    """Builder of a response from updates. Each subclass implements one API.
 
-    response_id: its id. prompt_tokens: of all prompts. updates: of `EngineThread.generate`. They
-    stay open until the client has taken nearly all of the answer, and until then the texts count
-    against --max-waiting: a client that does not read cannot pile up answers.
+    prompt_tokens: total of all prompts. updates: from `EngineThread.generate`. They stay open until
+    the client has taken all of the response but its last chunk. Until then its requests count
+    against --max-waiting, so a client that does not read cannot pile up responses.
     """
 
-    object_type: str  # what "object" says
-    chunk_object_type: str  # and in an event
+    object_type: str  # the "object" of a response
+    chunk_object_type: str  # the "object" of an event
 
     def __init__(
         self,
@@ -124,16 +124,16 @@ class ResponseBuilder:
         }
 
     def choice(self, index: int, update: Update) -> dict:
-        """A text of the answer. update: all of it."""
+        """Return a choice of the response. update: its whole output."""
         raise NotImplementedError
 
     def full_response(self, outputs: dict[int, Update]) -> dict:
-        """The answer. outputs: each as one update."""
+        """Return the response. outputs: the whole output of each choice, as one update."""
         choices = [self.choice(*output) for output in outputs.items()]
         return self.head | {"choices": choices, "usage": self.usage()}
 
     def delta(self, index: int, update: Update) -> list[dict]:
-        """What is new of a text, in one event or more."""
+        """Return the choices of one or more events for an update."""
         raise NotImplementedError
 
     def usage(self) -> dict[str, int]:
@@ -144,9 +144,9 @@ class ResponseBuilder:
         }
 
     async def to_response(self) -> Response:
-        """The answer: when it is complete, or, in events, when it begins.
+        """Return the complete response, or a stream of events once the first update is there.
 
-        Raises what goes wrong until then.
+        Raises any error that occurs before that.
         """
         if self.body.stream:
             update_stream = self.update_stream()
@@ -160,7 +160,7 @@ class ResponseBuilder:
         self.completion_tokens = sum(len(output.tokens) for output in outputs.values())
         try:
             full_response = JSONResponse(self.full_response(outputs))
-        except BaseException:  # else its texts would count until garbage is looked for
+        except BaseException:  # else its requests would count until garbage collection
             await self.updates.aclose()
             raise
         return ChunkedResponse(
@@ -168,9 +168,9 @@ class ResponseBuilder:
         )
 
     async def update_stream(self) -> AsyncIterator[dict[int, Update]]:
-        """What is new until all texts are over; `updates` stays open.
+        """Yield updates until all choices are finished; `self.updates` stays open.
 
-        Raises APIError, which names the field, if a text cannot have the form asked for.
+        Raises APIError, which names the field, if the output cannot satisfy its constraint.
         """
         num_unfinished = self.body.num_choices
         try:
@@ -181,7 +181,7 @@ class ResponseBuilder:
                 if self.allowed_tracker:
                     try:
                         await asyncio.to_thread(self.allowed_tracker.read, updates)
-                    except BaseException:  # as when the client has left
+                    except BaseException:  # such as cancellation when the client leaves
                         await self.updates.aclose()
                         raise
                 yield updates
@@ -194,7 +194,7 @@ class ResponseBuilder:
             ) from error
 
     async def body_chunks(self, answer: bytes) -> AsyncIterator[bytes]:
-        """The answer in pieces."""
+        """Yield the body in chunks; close `updates` before the last."""
         *most, last = split_chunks(answer)
         for chunk in most:
             yield chunk
@@ -204,7 +204,7 @@ class ResponseBuilder:
     async def events(
         self, first: dict[int, Update], update_stream: AsyncIterator[dict[int, Update]]
     ) -> AsyncIterator[bytes]:
-        """The answer as events, one or more at a time. What goes wrong is one, too."""
+        """Yield the response as events, one or more at a time. An error becomes an event, too."""
         try:
             for chunk in split_chunks(self.deltas(first)):
                 yield chunk
@@ -219,7 +219,7 @@ class ResponseBuilder:
         yield b"data: [DONE]\n\n"
 
     def deltas(self, updates: dict[int, Update]) -> bytes:
-        """Events for each text of which something is new."""
+        """Encode the events of each updated choice."""
         events = []
         for index, update in updates.items():
             self.completion_tokens += len(update.tokens)

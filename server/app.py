@@ -1,4 +1,4 @@
-"""The app: what clients find at which path."""
+"""FastAPI application with its routes, middleware and error handlers."""
 
 import base64
 import hashlib
@@ -24,15 +24,15 @@ from server.protocol import IGNORED_HEADER, APIError
 from server.served import ServedModel
 
 HERE = Path(__file__).parent
-MAX_BODY_BYTES = 2**20  # in the body of a request
-MAX_DISCARDED_BYTES = 2**23  # of one that has more
+MAX_BODY_BYTES = 2**20  # of a request
+MAX_DISCARDED_BYTES = 2**23  # read of a longer body before the 413
 
 
 class BodyLimit:
-    """Answers 413 to requests whose body is too long.
+    """Middleware that answers 413 to requests whose body is too long.
 
-    Many clients write all of a body before they read: closed before, they never see the answer. So
-    a part of the rest is read and thrown away.
+    Many clients write the whole body before they read, and never see a response if the connection
+    closes earlier. So part of the excess is read and discarded.
     """
 
     def __init__(self, app):
@@ -57,7 +57,7 @@ class BodyLimit:
 
 
 class KeyMiddleware:
-    """Answers 401 to requests without the key, for /live or below /v1/, before reading them."""
+    """Middleware that answers 401 for /live and /v1/ without the key, before reading the body."""
 
     def __init__(self, app, key: str):
         self.app = app
@@ -67,7 +67,7 @@ class KeyMiddleware:
         guarded = scope["type"] == "http" and scope["path"].startswith(("/v1/", "/live"))
         if guarded and scope["method"] != "OPTIONS":
             scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-            # Not ==, whose time tells how many characters are right.
+            # Not ==, whose timing reveals how many characters match.
             if scheme.lower() != b"bearer" or not secrets.compare_digest(key.strip(), self.key):
                 error = APIError(401, "wrong or no API key", code="invalid_api_key")
                 headers = {"WWW-Authenticate": "Bearer"}
@@ -77,11 +77,11 @@ class KeyMiddleware:
 
 
 class HostMiddleware:
-    """Answers 403 to requests whose Host header names another server.
+    """Middleware that answers 403 to requests whose Host header names another server.
 
-    A web page can point its own name at 127.0.0.1 (DNS rebinding); the browser then lets it read
-    this server's answers, but still sends that name. IP addresses are always allowed: no page can
-    redirect one.
+    A web page can point its own name at 127.0.0.1 (DNS rebinding). The browser then lets it read
+    this server's responses, but still sends that name. IP addresses are always allowed, because no
+    page can redirect one.
     """
 
     def __init__(self, app, names: Iterable[str]):
@@ -92,7 +92,7 @@ class HostMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        # Only clients of HTTP/1.0, which are no browsers, leave it out.
+        # Only HTTP/1.0 clients omit the header, and browsers are not among them.
         host = dict(scope["headers"]).get(b"host", b"localhost").decode("latin-1")
         name = host.rpartition("]")[0].removeprefix("[") or host.partition(":")[0]
         if name.lower().removesuffix(".") in self.names or is_address(name):
@@ -104,7 +104,7 @@ class HostMiddleware:
 
 
 def is_address(name: str) -> bool:
-    """Whether a name is an IP address."""
+    """Return whether a name is an IP address."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -113,10 +113,10 @@ def is_address(name: str) -> bool:
 
 
 def allowed_hosts(host: str, others: Sequence[str]) -> list[str] | None:
-    """The names in a Host header that are allowed; None for all.
+    """Return the names allowed in a Host header; None for all.
 
-    host: what the server listens at. On all interfaces it is known by names that it cannot find
-    out, and the network can reach it anyway: there all are allowed unless others are given.
+    host: the address that the server listens at. If that is all interfaces, the server cannot know
+    its names, and the network can reach it anyway, so all are allowed unless `others` are given.
     """
     everywhere = is_address(host) and ipaddress.ip_address(host).is_unspecified
     if "*" in others or (everywhere and not others):
@@ -130,12 +130,12 @@ def make_app(
     origins: Sequence[str] = (),
     hosts: Sequence[str] | None = None,
 ) -> FastAPI:
-    """An app of FastAPI. served: what `request.app.state.served` is.
+    """Return the FastAPI app for a model, which its routes find in `request.app.state.served`.
 
-    api_key: what clients must send, None if nothing. origins: of web pages that may ask; "*": all.
-    hosts: what `allowed_hosts` returns.
+    api_key: key that clients must send; None for no check. origins: allowed origins of web pages;
+    "*": all. hosts: what `allowed_hosts` returns.
     """
-    # Without its pages of documentation, which load scripts from elsewhere.
+    # No documentation pages: they load scripts from other servers.
     app = FastAPI(title="serve.py", docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit)
     app.state.served = served
@@ -145,7 +145,7 @@ def make_app(
     app.include_router(responses.router)
 
     def get(path: str, **options):
-        """Register a function for GET, and for HEAD, with which monitors ask."""
+        """Register a function for GET, and for HEAD, which monitors use."""
 
         def register(function):
             app.get(path, **options)(function)
@@ -155,19 +155,19 @@ def make_app(
 
     @get("/health")
     async def health() -> Response:
-        """200 with an empty body; 503 if there is no engine, or none that goes on."""
+        """Return an empty 200, or 503 if the engine is not running or is stalled."""
         reason = served.thread.error or served.thread.stall_reason
         return Response(status_code=503 if reason else 200)
 
     @get("/metrics")
     async def read_metrics() -> Response:
-        """What Prometheus reads: counts since the start, by the names that vLLM gives them."""
+        """Return metrics for Prometheus, with vLLM's names, counted since the start."""
         served.thread.admit(0)
         return Response(await require_local(served.metrics).read(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/live")
     async def watch() -> Response:
-        """The engine at work, as server-sent events; server/live.py says what is in them."""
+        """Stream the engine's state as server-sent events; see server/live.py for their content."""
         served.thread.admit(0)
         return FrameStream(require_local(served.monitor).subscribe())
 
@@ -198,8 +198,8 @@ def make_app(
         app.add_middleware(KeyMiddleware, key=api_key)
     if hosts is not None:
         app.add_middleware(HostMiddleware, names=hosts)
-    if origins:  # the outer one: browsers ask without a key whether they may ask
-        # Browsers ask whether a page of the internet may ask a server in a private network.
+    if origins:  # outermost, because browsers send preflight requests without a key
+        # Browsers send a preflight request for a public page that calls a private network.
         allowed = {"allow_methods": ["*"], "allow_headers": ["*"], "allow_private_network": True}
         shown = {"expose_headers": ["Retry-After", IGNORED_HEADER]}
         app.add_middleware(CORSMiddleware, allow_origins=origins, **allowed, **shown)
@@ -207,15 +207,15 @@ def make_app(
 
 
 def file_response(name: str, media_type: str) -> Response:
-    """A file beside this one. FileResponse has it open while it is sent: a descriptor a client."""
+    """Return a file of this directory; FileResponse would hold a descriptor for each client."""
     return Response((HERE / name).read_bytes(), media_type=media_type)
 
 
 def page_policy(page: str) -> str:
-    """Return the Content-Security-Policy of a page: what its browser may load, run and ask.
+    """Return the Content-Security-Policy of a page, which limits what it loads, runs and fetches.
 
-    Scripts are those of this server and those in the page as it is sent, by their hashes: text
-    that a model wrote can never become one. No page of another site may show it in a frame.
+    Allowed scripts are this server's files, and the page's inline scripts by hash, so output of a
+    model can never run as one. No other site may show the page in a frame.
     """
     scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()) for text in scripts]
@@ -226,7 +226,7 @@ def page_policy(page: str) -> str:
 
 
 def require_local(view):
-    """What shows the engine at work. Raises APIError if that is not in this process."""
+    """Return the metrics or monitor. Raises APIError if the engine is not in this process."""
     if view is None:
         raise APIError(404, "the engines are in other processes, and cannot be seen at work here")
     return view
@@ -234,12 +234,12 @@ def require_local(view):
 
 async def handle_error(request: Request, error: Exception) -> JSONResponse:
     response_error = api_error(error)
-    headers = {"Retry-After": "1"} if response_error.status == 429 else None  # in seconds
+    headers = {"Retry-After": "1"} if response_error.status == 429 else None  # seconds
     return JSONResponse(response_error.body, response_error.status, headers)
 
 
 async def handle_validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
-    """The first thing that is wrong with a body, without what the body has there."""
+    """Answer 400 with the first error of a body, without the invalid value."""
     first = error.errors()[0]
     fields = [str(part) for part in first["loc"][1:]]
     message = first["msg"].removeprefix("Value error, ")
@@ -260,7 +260,7 @@ async def handle_validation_error(request: Request, error: RequestValidationErro
 
 
 async def handle_http_exception(request: Request, error: HTTPException) -> JSONResponse:
-    """What the framework refuses, such as an unknown path."""
+    """Answer an error of the framework, such as an unknown path."""
     message = error.detail
     if isinstance(error.__cause__, UnicodeDecodeError):
         message = f"the body is not UTF-8: byte {error.__cause__.start} cannot be decoded"

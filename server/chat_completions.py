@@ -1,4 +1,4 @@
-"""/v1/chat/completions: replies to messages."""
+"""OpenAI's chat completions (/v1/chat/completions)."""
 
 import asyncio
 import functools
@@ -25,7 +25,7 @@ ID_ALPHABET = string.ascii_letters + string.digits
 
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
-    """Reply to messages. A text that outgrows the model's window goes on: the window slides."""
+    """Reply to messages. Output continues past the context window by context shift."""
     return await with_cancellation(request, create_chat_completion(body, request.app.state.served))
 
 
@@ -35,9 +35,9 @@ async def create_chat_completion(
     make_builder: "Callable[..., ChatCompletionBuilder] | None" = None,
     prefix: str = "chatcmpl-",
 ) -> Response:
-    """Answer a chat request. make_builder: makes another builder. prefix: of its id."""
+    """Answer a chat request. make_builder: class of the builder. prefix: of the response id."""
     adapter = served.find_adapter(body.model)
-    served.thread.admit(body.num_choices)  # before there is work
+    served.thread.admit(body.num_choices)  # before any work
     calls = await asyncio.to_thread(served.find_tool_grammar, body)
     prompt = await asyncio.to_thread(served.encode_chat, body)
     max_new_tokens = (
@@ -45,12 +45,12 @@ async def create_chat_completion(
     )
     max_new_tokens = None if max_new_tokens == -1 else max_new_tokens
     window = served.thread.config.block_size
-    reserved_tokens = window // 2 if max_new_tokens is None else max_new_tokens  # by a cut prompt
+    reserved_tokens = window // 2 if max_new_tokens is None else max_new_tokens  # if truncated
     prompt = served.truncate_prompt(
         prompt, body.truncate_prompt_tokens, reserved_tokens, "messages"
     )
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    if max_new_tokens is None:  # what the window and the answer have room for
+    if max_new_tokens is None:  # what fits in the window and the response
         max_new_tokens = max(min(window - len(prompt), body.max_tokens_limit(logprobs)), 1)
     tool_format, grammar = calls or (None, None)
     skip = served.skip_token_ids(body, None if body.tool_mode == "none" else tool_format)
@@ -86,13 +86,13 @@ class ChatCompletionBuilder(ResponseBuilder):
     ):
         super().__init__(response_id, body, body.model or served.name, prompt_tokens, updates)
         self.served = served
-        self.params: SamplingParams | None = None  # of its text
+        self.params: SamplingParams | None = None  # of the first choice
         self.tool_format = tool_format if body.tool_mode != "none" else None
-        self.parsers: dict[int, ToolCallParser | None] = {}  # of choices that had something new
+        self.parsers: dict[int, ToolCallParser | None] = {}  # by choice, from its first update on
 
     @functools.cached_property
     def ignored(self) -> list[str]:
-        """Return the names of the request's fields that are taken and do nothing."""
+        """Return the names of the request's fields that are accepted but ignored."""
         return self.served.variables(self.body)[1]
 
     def choice(self, index: int, update: Update) -> dict:
@@ -110,11 +110,11 @@ class ChatCompletionBuilder(ResponseBuilder):
         } | self.logprobs_and_finish_reason(index, update)
 
     def delta(self, index: int, update: Update) -> list[dict]:
-        # The role not before: clients take it for the first token.
+        # Not before the first update, because clients take the role for the first token.
         role = {} if index in self.parsers else {"role": "assistant"}
         message = self.parse_message(index, update)
         parts = [{"tool_calls": [part]} for part in message.pop("tool_calls", ())]
-        # Clients miss the end of a call that begins in the event with the finish reason.
+        # Clients miss the end of a call that begins in the same event as the finish reason.
         finish_events = [{}] if parts and update.finish_reason else []
         if message["content"] is None and not role:
             message = {}
@@ -127,7 +127,7 @@ class ChatCompletionBuilder(ResponseBuilder):
         return deltas
 
     def parse_message(self, index: int, update: Update) -> dict:
-        """What is new of a message: its content and its calls."""
+        """Return the content and tool call deltas of an update."""
         if index not in self.parsers:
             self.parsers[index] = ToolCallParser(self.tool_format) if self.tool_format else None
         parser = self.parsers[index]
@@ -169,7 +169,7 @@ class ChatCompletionBuilder(ResponseBuilder):
 
 
 def tool_call_delta(part: ToolCallDelta) -> dict:
-    """A part of a call, as a client is told. The first one has an id, which its result names."""
+    """Return the JSON of a tool call delta. Its first has an id, which the tool's result names."""
     if part.name is None:
         return {"index": part.index, "function": {"arguments": part.arguments}}
     id = "".join(secrets.choice(ID_ALPHABET) for _ in PROBE_ID)

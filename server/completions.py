@@ -1,4 +1,4 @@
-"""/v1/completions: texts that go on from prompts."""
+"""OpenAI's completions (/v1/completions)."""
 
 import asyncio
 import uuid
@@ -19,13 +19,13 @@ router = APIRouter()
 
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
-    """Continue prompts. A text that outgrows the model's window goes on: the window slides."""
+    """Continue prompts. Output continues past the context window by context shift."""
     return await with_cancellation(request, create_completion(body, request.app.state.served))
 
 
 async def create_completion(body: CompletionRequest, served: ServedModel) -> Response:
     adapter = served.find_adapter(body.model)
-    served.thread.admit(body.num_choices)  # before there is work
+    served.thread.admit(body.num_choices)  # before any work
     max_new_tokens = 16 if body.max_tokens is None else body.max_tokens
     if max_new_tokens == -1:
         max_new_tokens = min(served.thread.config.block_size, body.max_tokens_limit(body.logprobs))
@@ -37,7 +37,7 @@ async def create_completion(body: CompletionRequest, served: ServedModel) -> Res
     served.check_token_ids(params[0])
     if params[0].constraint_field:
         await run_in_compile_pool(served.check_constraint, body.constraint[0], params[0])
-    # In another thread, because a long text takes long.
+    # In another thread, because a long prompt takes long to encode.
     encoded = await asyncio.to_thread(served.encode, body.prompts)
     keep = body.truncate_prompt_tokens
     prompts = [served.truncate_prompt(prompt, keep, max_new_tokens, "prompt") for prompt in encoded]
@@ -70,15 +70,15 @@ class CompletionBuilder(ResponseBuilder):
 
     def __init__(self, *args):
         super().__init__(*args)
-        # For each choice, if asked for:
-        self.echoes: list[str] = []  # what its text begins with
+        # One per choice, if requested:
+        self.echoes: list[str] = []  # prompt that the text repeats first
         self.logprob_tables: list[LogprobTable] = []
 
     def choice(self, index: int, update: Update) -> dict:
         echo = ""
         if self.echoes:
             echo = self.echoes[index]
-            self.echoes[index] = ""  # once
+            self.echoes[index] = ""  # only in its first event
         return {
             "index": index,
             "text": echo + update.text,
@@ -90,7 +90,7 @@ class CompletionBuilder(ResponseBuilder):
         return [self.choice(index, update)]
 
     def columns(self, index: int, update: Update) -> dict:
-        """The log-probabilities of what is new of a text."""
+        """Return the log-probabilities of an update."""
         table = self.logprob_tables[index]
         columns = table.add(update)
         if self.allowed_tracker:
@@ -101,7 +101,7 @@ class CompletionBuilder(ResponseBuilder):
 
 
 class LogprobTable:
-    """The log-probabilities of a text, part by part, in the columns of this API."""
+    """Log-probabilities of a choice, update by update, in the columns of this API."""
 
     def __init__(self, served: ServedModel, skip_token_ids: tuple[int, ...]):
         self.served = served
@@ -109,12 +109,12 @@ class LogprobTable:
         self.offset = 0
 
     def add(self, update: Update) -> dict:
-        """The columns of the next tokens; text_offset counts the whole characters before each."""
+        """Return the columns of an update; text_offset counts complete characters before each."""
         token_texts = [self.name(token) for token in update.tokens]
         top_logprobs = []
         offsets = []
         for token, name, (chosen, top) in zip(update.tokens, token_texts, update.logprobs):
-            # With the chosen one, which is not always among the best.
+            # Include the sampled token, which is not always among the top ones.
             top_logprobs.append(
                 {self.name(other): logprob for other, logprob in top} | {name: chosen}
             )
@@ -131,7 +131,7 @@ class LogprobTable:
         return {"count": allowed.count, "tokens": list(map(self.name, allowed.tokens))}
 
     def name(self, token: int) -> str:
-        """The text of a token, or, as OpenAI writes a part of a letter, "bytes:\\xf0\\x9f"."""
+        """Return a token's text; for incomplete UTF-8 its bytes, as OpenAI: "bytes:\\xf0\\x9f"."""
         data = self.served.token_bytes(token)
         try:
             return data.decode()

@@ -1,4 +1,4 @@
-"""The engine in a thread of its own, and how an event loop asks it for texts."""
+"""Engine in a background thread, with an asyncio interface for requests."""
 
 import asyncio
 import contextlib
@@ -28,32 +28,32 @@ from server.structured_output import (
     stall_reason,
 )
 
-STALLED_SECONDS = 10  # without the end of a step, after which the engine counts as stuck
+STALLED_SECONDS = 10  # duration of a step after which the engine counts as stalled
 
 
 class EngineDead(Exception):
-    """There is no engine, any more or yet."""
+    """The engine is not running: not yet, or no longer."""
 
 
 class RequestFailed(Exception):
-    """A text could not be computed."""
+    """A request failed while the engine computed it."""
 
 
 class ConstraintFailed(RequestFailed):
-    """A text could not be computed because of the constraint that its request asks for."""
+    """A request failed because of its constraint."""
 
 
 class Update(NamedTuple):
-    """What is new of a text. It never changes; the Request that it comes from does."""
+    """New output of a sequence. Immutable, unlike the Request that it comes from."""
 
     tokens: tuple[int, ...]  # EOS included
     text: str
-    logprobs: tuple[TokenLogprob, ...]  # of each token, if the parameters ask for them
-    finish_reason: str | None  # "stop" or "length" if this is the last
+    logprobs: tuple[TokenLogprob, ...]  # one per token, if requested
+    finish_reason: str | None  # "stop" or "length" in the last update
 
     @staticmethod
     def join(parts: list["Update"]) -> "Update":
-        """What is new of one text, part after part, as one."""
+        """Join consecutive updates of a sequence into one."""
         if len(parts) == 1:
             return parts[0]
         tokens = itertools.chain.from_iterable(part.tokens for part in parts)
@@ -63,9 +63,9 @@ class Update(NamedTuple):
 
 
 class Observer(Protocol):
-    """What hears, in the engine's thread, of each step and of each text that is aborted.
+    """An observer of steps and aborted requests, called in the engine's thread.
 
-    `EngineThread.request_states` still has the requests then.
+    `EngineThread.request_states` still has the requests during the call.
     """
 
     def on_step(self, events: list[Event]) -> None: ...
@@ -74,37 +74,37 @@ class Observer(Protocol):
 
 
 class Generation:
-    """Texts that are asked for together, and what is new of them."""
+    """Sequences of one call, and their updates that the reader has not fetched."""
 
     def __init__(self, num_requests: int, num_tokens: int, request_id: str):
         self.request_id = request_id
         self.arrival_time = time.perf_counter()
-        self.requests: list[Request] = []  # the engine's thread alone has them
-        self.matcher: Matcher | None = None  # holds the compiled constraint of the texts
-        # All else is the event loop's.
+        self.requests: list[Request] = []  # only for the engine's thread
+        self.matcher: Matcher | None = None  # keeps the compiled constraint alive
+        # The fields below are only for the event loop.
         self.num_requests = num_requests
         self.num_unfinished = num_requests
-        self.waiting_tokens = num_tokens  # of prompts, until a text begins
-        self.updates: dict[int, list[Update]] = {}  # by text: not fetched yet
+        self.waiting_tokens = num_tokens  # prompt tokens; 0 from the first update on
+        self.updates: dict[int, list[Update]] = {}  # by index: not fetched yet
         self.error: Exception | None = None
         self.changed = asyncio.Event()
 
     def add_update(self, index: int, update: Update) -> None:
-        """Something is new of a text."""
+        """Queue new output of a sequence for the reader."""
         self.waiting_tokens = 0
         self.num_unfinished -= update.finish_reason is not None
         self.updates.setdefault(index, []).append(update)
         self.changed.set()
 
     def fetch(self) -> dict[int, Update]:
-        """What is new since the last time; several updates if the engine is faster."""
+        """Return and clear the new output of each sequence, joined into one update each."""
         updates = {index: Update.join(parts) for index, parts in self.updates.items()}
         self.updates = {}
         self.changed.clear()
         return updates
 
     def fail(self, error: Exception) -> None:
-        """Nothing more comes but this error, unless all is there."""
+        """Set the error that ends the generation, unless all its sequences are finished."""
         if self.num_unfinished:
             self.error = error
             self.changed.set()
@@ -112,23 +112,23 @@ class Generation:
 
 @dataclass
 class RequestState:
-    """Where to send what is new of a request."""
+    """Where updates of a request go."""
 
     generation: Generation
     index: int
-    number: int  # of this engine's texts
-    num_chars_sent: int = 0  # characters
+    number: int  # counts the requests of this engine
+    num_chars_sent: int = 0
 
 
 class EngineThread:
-    """An engine that computes in a thread of its own, for readers in an event loop.
+    """An engine that runs in its own thread, for readers in an event loop.
 
-    make_engine: makes the engine; it is called in the thread, because it may take long.
-    max_waiting: how many texts there may be besides those that can run at once.
-    max_waiting_tokens: in all prompts together for which no text has begun.
-    clock: returns seconds; it tells how long a step takes.
-    The engine is that thread's alone. So there is no lock, and no reader waits for a step: requests
-    go in through a queue, and after each step all that is new goes to the event loop.
+    make_engine: returns the engine. It is called in the thread, because it may take long.
+    max_waiting: maximum number of requests in addition to max_num_seqs.
+    max_waiting_tokens: maximum number of prompt tokens of all calls without output so far.
+    clock: returns seconds, to measure the duration of a step.
+    Only this thread uses the engine, so it needs no lock, and no reader waits for a step. Requests
+    enter through a queue, and after each step the new output goes to the event loop.
     Use it as an asynchronous context manager.
     """
 
@@ -141,26 +141,26 @@ class EngineThread:
     ):
         self.make_engine = make_engine
         self.clock = clock
-        self.busy_since: float | None = None  # when the thread began what it does; None: it waits
+        self.busy_since: float | None = None  # start of the current step or command; None: idle
         self.max_waiting = max_waiting
         self.max_waiting_tokens = max_waiting_tokens
-        self.engine: Engine | None = None  # None until it is made
+        self.engine: Engine | None = None  # None while the model loads
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.request_states: dict[Request, RequestState] = {}  # the engine's thread alone has it
+        self.request_states: dict[Request, RequestState] = {}  # only for the engine's thread
         self.observers: list[Observer] = []
         self.request_numbers = itertools.count(1)
-        self.generations: set[Generation] = set()  # that have a reader; the event loop's
-        # Why there is no engine, None while there is one.
+        self.generations: set[Generation] = set()  # with a reader; only for the event loop
+        # Why the engine does not run; None while it does.
         self.error: str | None = "the model is being loaded"
-        # A daemon: the process does not wait for a step when it exits.
+        # A daemon thread, so that the process can exit during a step.
         self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
 
     async def __aenter__(self) -> "EngineThread":
-        """Start, and wait for the engine. Raises what `make_engine` raises."""
+        """Start the thread and wait for the engine. Raises what `make_engine` raises."""
         self.start()
         try:
             await self.ready
-        except asyncio.CancelledError:  # the thread ends when the engine is made
+        except asyncio.CancelledError:  # the thread ends once the engine is loaded
             self.stop()
             raise
         return self
@@ -169,23 +169,23 @@ class EngineThread:
         await self.close()
 
     def start(self) -> None:
-        """Begin to make the engine. `ready` is a future for when that is done."""
+        """Start the thread, which makes the engine. The future `ready` resolves when it is made."""
         self.loop = asyncio.get_running_loop()
         self.ready = self.loop.create_future()
         self.thread.start()
 
     def stop(self) -> None:
-        """Let the thread end after the step that is being computed; no text goes on."""
+        """End the thread after the current step; no request continues."""
         self.commands.put(None)
 
     async def close(self) -> None:
-        """Let the thread end, and wait for it."""
+        """Stop the thread and wait until it has ended."""
         self.stop()
         await asyncio.to_thread(self.thread.join)
 
     @property
     def config(self):
-        """The configuration of the engine's model."""
+        """Return the configuration of the engine's model."""
         return self.engine.model.config
 
     @property
@@ -194,7 +194,7 @@ class EngineThread:
 
     @property
     def stall_reason(self) -> str | None:
-        """Why a text may never come although there is an engine; None if nothing says so."""
+        """Return why a live engine seems to be stuck; None if it does not."""
         busy_since = self.busy_since
         if busy_since is not None and self.clock() - busy_since > STALLED_SECONDS:
             return f"no step has ended for more than {STALLED_SECONDS} s"
@@ -202,18 +202,18 @@ class EngineThread:
 
     @property
     def num_unfinished_requests(self) -> int:
-        """Texts of calls that are not closed: one that is over counts until its reader is done."""
+        """Return the number of requests of open calls, finished ones included."""
         return sum(generation.num_requests for generation in self.generations)
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens in the prompts of calls of which no text has begun."""
+        """Return the number of prompt tokens of calls without output so far."""
         return sum(generation.waiting_tokens for generation in self.generations)
 
     def admit(self, num_requests: int, num_tokens: int = 0) -> None:
-        """Check that there is room for more texts, with this number of tokens in their prompts.
+        """Check that the queue has room for more requests, with `num_tokens` prompt tokens in all.
 
-        Raises QueueFull if there is none now, UserError if there never is, and EngineDead.
+        Raises QueueFull if it has no room now, UserError if it never has, and EngineDead.
         """
         if self.error:
             raise EngineDead(self.error)
@@ -236,15 +236,15 @@ class EngineThread:
         request_id: str = "",
         adapter: str = "",
     ) -> AsyncIterator[dict[int, Update]]:
-        """What is new of the texts of these prompts, again and again until all are over.
+        """Yield new output of these prompts until all are finished.
 
-        Each time there is an Update for one or more of them, by their places in `prompts`. What is
-        not fetched in time is joined into one. Raises what `Engine.add` raises, RequestFailed if
-        one of the texts fails, after what is new of it, QueueFull where the constraints of all
-        texts take too much memory or time, and, before anything is done, what `admit` raises;
-        EngineDead later, too. However it ends, texts that are not over are aborted. Where you may
-        leave it before, close it: `async with contextlib.aclosing(...)`. Its texts count until
-        then.
+        Each item has an Update for one or more prompts, by their indices in `prompts`. Updates that
+        are not fetched in time are joined.
+        Raises what `admit` raises, before any work, and EngineDead also later. Raises what
+        `Engine.add` raises, RequestFailed after the last update of a request that fails, and
+        QueueFull if the constraints of all requests take too much memory or time.
+        Unfinished requests are aborted when the generator closes, and count until then. A reader
+        that may leave early must close it: `async with contextlib.aclosing(...)`.
         """
         num_tokens = sum(map(len, prompts))
         self.admit(len(prompts), num_tokens)
@@ -270,15 +270,15 @@ class EngineThread:
                 self.commands.put(functools.partial(self.abort, generation))
 
     def deliver_outputs(self, outputs: list[tuple[RequestState, Update, Exception | None]]) -> None:
-        """In the event loop: hand out what a step has brought."""
+        """Deliver the output of a step to its readers, in the event loop."""
         for state, update, error in outputs:
             state.generation.add_update(state.index, update)
             if error:
                 state.generation.fail(error)
 
     def set_ready(self, error: Exception | None = None) -> None:
-        """In the event loop: the engine is made, or could not be."""
-        if self.ready.done():  # cancelled: the waiting task has gone
+        """Report, in the event loop, that the engine is loaded or failed to load."""
+        if self.ready.done():  # the waiting task was cancelled
             return
         if error:
             self.ready.set_exception(error)
@@ -287,24 +287,24 @@ class EngineThread:
             self.ready.set_result(None)
 
     def mark_dead(self, error: str) -> None:
-        """In the event loop: there is no engine any more; each reader gets the error."""
+        """Record why the engine has ended, and fail all readers, in the event loop."""
         self.error = error
         for generation in self.generations:
             generation.fail(EngineDead(error))
 
-    # All below is for the engine's thread.
+    # The methods below run in the engine's thread.
 
     def call_in_event_loop(self, function: Callable, *args) -> None:
-        """Have the event loop call a function, if it has not ended."""
+        """Schedule a function in the event loop, unless the loop is closed."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function, *args)
 
     def run(self) -> None:
-        """Do what is asked for, and compute, until told to end, or all of it fails."""
+        """Run commands and engine steps until stopped, or until the engine fails."""
         try:
             self.engine = self.make_engine()
         except BaseException as error:
-            if not isinstance(error, Exception):  # no future takes it, and readers must hear
+            if not isinstance(error, Exception):  # futures reject these, and readers must be told
                 error = RuntimeError(repr(error))
             self.call_in_event_loop(self.set_ready, error)
             return
@@ -322,7 +322,7 @@ class EngineThread:
         self.call_in_event_loop(self.mark_dead, reason)
 
     def run_commands(self) -> bool:
-        """Do what is asked for; with nothing to compute, wait for it. False if that is to end."""
+        """Run queued commands, and wait for more while idle; return False on shutdown."""
         while not self.engine.busy or not self.commands.empty():
             self.busy_since = None
             command = self.commands.get()
@@ -340,7 +340,7 @@ class EngineThread:
         cache_salt: str,
         adapter: str,
     ) -> None:
-        """Queue the texts of a call, all or none."""
+        """Add the requests of a call to the engine, all or none."""
         finished = []
         budget = MaskTimeBudget()
         try:
@@ -350,11 +350,11 @@ class EngineThread:
                     request.matcher = TimedMatcher(request.matcher, budget)
                 generation.requests.append(request)
                 state = RequestState(generation, index, next(self.request_numbers))
-                if request.finish_reason:  # no tokens are wanted, and no event comes
+                if request.finish_reason:  # zero tokens requested: no step emits an event
                     finished.append((state, Update((), "", (), request.finish_reason), None))
                 else:
                     self.request_states[request] = state
-        except Exception as error:  # of this call alone
+        except Exception as error:  # fails only this call
             self.abort(generation, notify=False)
             self.call_in_event_loop(generation.fail, error)
         else:
@@ -362,7 +362,7 @@ class EngineThread:
                 self.call_in_event_loop(self.deliver_outputs, finished)
 
     def abort(self, generation: Generation, notify: bool = True) -> None:
-        """End the texts of a call that are not over. notify: the observers, too."""
+        """Abort the unfinished requests of a call. notify: whether to call observers."""
         for request in generation.requests:
             if request in self.request_states:
                 self.engine.abort(request)
@@ -371,7 +371,7 @@ class EngineThread:
                 del self.request_states[request]
 
     def publish_events(self, events: list[Event]) -> None:
-        """Tell the event loop what a step has brought, all at once."""
+        """Send all output of a step to the event loop at once."""
         for observer in self.observers:
             observer.on_step(events)
         outputs = []
@@ -385,9 +385,10 @@ class EngineThread:
             error = None
             if message:
                 error = ConstraintFailed(message) if constraint_failed else RequestFailed(message)
-                if constraint_failed and getattr(request.matcher, "busy", False):  # with others'
+                if constraint_failed and getattr(request.matcher, "busy", False):
+                    # Constraints of other requests took the time or memory.
                     error = QueueFull(message)
             update = Update(tuple(tokens), new, tuple(logprobs), None if error else reason)
             outputs.append((state, update, error))
-        if outputs:  # chunks of prompts bring none
+        if outputs:  # prefill chunks emit none
             self.call_in_event_loop(self.deliver_outputs, outputs)

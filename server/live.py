@@ -1,4 +1,4 @@
-"""The engine at work, for whoever looks: how it stands, and what it did since the last frame."""
+"""Live view of the engine: its state, and its work since the last frame, for subscribers."""
 
 import asyncio
 import contextlib
@@ -12,17 +12,17 @@ from engine.request import Event, Request
 from server.answers import EventStreamResponse, to_event
 from server.engine_thread import EngineThread
 
-PERIOD = 0.02  # seconds between frames, at least
-MAX_TIME_SHARE = 0.02  # of the engine thread's time may go into frames
-MAX_QUEUED_FRAMES = 500  # frames that a client has not fetched; then it is cut off
-SEND_TIMEOUT = 10  # seconds in which it must take what is sent
-MAX_WAITING = 40  # requests of the queue that are in a frame
+PERIOD = 0.02  # minimum seconds between frames
+MAX_TIME_SHARE = 0.02  # of the engine thread's time, spent on frames
+MAX_QUEUED_FRAMES = 500  # unread frames of a client, before it is disconnected
+SEND_TIMEOUT = 10  # seconds for a client to take a frame
+MAX_WAITING = 40  # waiting requests in a frame
 
 Frame = dict[str, Any]
 
 
 class Subscriber:
-    """Frames for one client, a call without texts. For the event loop's thread alone."""
+    """Queue of frames for a client, a Generation without requests. Only for the event loop."""
 
     num_requests = 0
     waiting_tokens = 0
@@ -31,12 +31,12 @@ class Subscriber:
         self.frames: asyncio.Queue[bytes | None] = asyncio.Queue()
 
     def fail(self, error: Exception) -> None:
-        """No more comes."""
+        """End the stream."""
         self.frames.put_nowait(None)
 
 
 class FrameStream(EventStreamResponse):
-    """Frames for one client, which is cut off where it does not take them."""
+    """A stream of frames that disconnects a client that does not read."""
 
     def __init__(self, frames: AsyncIterator[bytes]):
         super().__init__(frames, frames)
@@ -51,24 +51,24 @@ class FrameStream(EventStreamResponse):
 
 
 class EngineMonitor:
-    """Makes frames of numbers: of a request they have its number and counts, but no text.
+    """Observer that sends frames to subscribers: numbers and counts of requests, but no text.
 
-    A frame comes after a step, where the last one is PERIOD ago, and when the engine comes to rest.
-    While no one watches it does nothing.
+    It sends a frame after a step if the last one is PERIOD old, and when the engine becomes idle.
+    Without subscribers it does nothing.
     """
 
     def __init__(self, thread: EngineThread, model_name: str):
         self.thread = thread
         self.model_name = model_name
         thread.observers.append(self)
-        # These are for the event loop's thread alone, all else is for the engine's.
+        # The next two are only for the event loop, all others only for the engine's thread.
         self.subscribers: set[Subscriber] = set()
         self.closed = False
-        self.num_subscribers = 0  # how many watch
-        self.due = 0.0  # when the next frame is
+        self.num_subscribers = 0  # as the engine's thread counts them
+        self.due = 0.0  # time of the next frame, in seconds
 
     async def subscribe(self) -> AsyncIterator[bytes]:
-        """Server-sent events: what the engine is, then frames, to its end or the client's."""
+        """Yield the engine's settings, then frames, as events until the engine or client ends."""
         if self.closed or self.thread.error:
             return
         engine = self.thread.engine
@@ -96,14 +96,14 @@ class EngineMonitor:
             self.unsubscribe(subscriber)
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
-        """Send nothing more except what is queued."""
+        """End a subscriber's stream after its queued frames."""
         if subscriber in self.subscribers:
             self.subscribers.remove(subscriber)
             self.thread.commands.put(self.on_unsubscribe)
             subscriber.frames.put_nowait(None)
 
     def broadcast(self, frame: Frame) -> None:
-        """Hand out a frame."""
+        """Queue a frame for each subscriber; disconnect those that do not read."""
         event = to_event(frame)
         for subscriber in list(self.subscribers):
             if subscriber.frames.qsize() < MAX_QUEUED_FRAMES:
@@ -112,34 +112,34 @@ class EngineMonitor:
                 self.unsubscribe(subscriber)
 
     def close(self) -> None:
-        """End all streams and refuse new ones, or shutdown would wait for them."""
+        """End all streams and refuse new ones, because shutdown would wait for them."""
         self.closed = True
         for subscriber in list(self.subscribers):
             self.unsubscribe(subscriber)
 
-    # In the engine's thread.
+    # The methods below run in the engine's thread.
 
     def reset(self) -> None:
-        """Begin to note what the next frame tells."""
-        # By request: positions computed, drafts among them, accepted ones, new tokens.
+        """Clear the records for the next frame."""
+        # By request: computed positions, draft tokens among them, accepted ones, new tokens.
         self.work: dict[Request, list[int]] = {}
-        self.drafts: dict[Request, list[int]] = {}  # accepted ones, by their place in the output
+        self.drafts: dict[Request, list[int]] = {}  # output indices of accepted draft tokens
         self.finished: list[Frame] = []
         self.preempted: list[int] = []
 
     def on_subscribe(self) -> None:
-        """One more watches, and gets a frame at once."""
+        """Count a new subscriber and send a frame at once."""
         if not self.num_subscribers:
             self.reset()
         self.num_subscribers += 1
         self.flush()
 
     def on_unsubscribe(self) -> None:
-        """One less watches."""
+        """Count a subscriber that has left."""
         self.num_subscribers -= 1
 
     def on_step(self, events: list[Event]) -> None:
-        """Note what a step did; make a frame if it is time."""
+        """Record the work of a step and send a frame if one is due."""
         if not self.num_subscribers:
             return
         engine = self.thread.engine
@@ -164,7 +164,7 @@ class EngineMonitor:
             self.flush()
 
     def on_abort(self, request: Request) -> None:
-        """Note that a client has left."""
+        """Record an aborted request."""
         if not self.num_subscribers:
             return
         self.finished.append(self.request_frame(request) | {"reason": "abort"})
@@ -172,7 +172,7 @@ class EngineMonitor:
             self.flush()
 
     def flush(self) -> None:
-        """Make a frame now."""
+        """Send a frame now."""
         began = time.perf_counter()
         frame = self.frame(began)
         self.reset()
@@ -181,7 +181,7 @@ class EngineMonitor:
         self.due = now + max(PERIOD, (now - began) / MAX_TIME_SHARE)
 
     def frame(self, now: float) -> Frame:
-        """How the engine stands at a time, in seconds, and what it did since the last frame."""
+        """Return the engine's state at time `now` (seconds), and its work since the last frame."""
         engine = self.thread.engine
         scheduler = engine.scheduler
         pool = scheduler.pool
@@ -189,7 +189,7 @@ class EngineMonitor:
             self.request_frame(request) | {"pages": request.pages[:]}
             for request in scheduler.running
         ]
-        # Requests that were computed since are in front: they have been preempted.
+        # Preempted requests with work since the last frame come first in the queue.
         waiting = itertools.islice(scheduler.waiting, max(MAX_WAITING, len(self.work)))
         return {
             "time": round(now, 4),
@@ -208,7 +208,7 @@ class EngineMonitor:
         }
 
     def request_frame(self, request: Request) -> Frame:
-        """What a frame tells of a request."""
+        """Return a request's entry in a frame."""
         state = self.thread.request_states[request]
         return {
             "number": state.number,

@@ -1,18 +1,18 @@
-"""What a process of the server does so that garbage, Python's and the C library's, costs little."""
+"""Settings of the garbage collector and the heap for a server process."""
 
 import ctypes
 import gc
 import sys
 
-GC_THRESHOLD = 10_000  # new objects before garbage is looked for among them
+GC_THRESHOLD = 10_000  # new objects before a collection of the youngest generation
 
 
 def freeze() -> None:
-    """Look for garbage only among what is made from now on, and less often.
+    """Exclude all current objects from garbage collection, and collect less often.
 
-    The libraries are a million objects that stay. A body of 1 MiB has half a million more: without
-    this, garbage is looked for among all of them several times while it is parsed, in which all
-    streams stand still.
+    The libraries hold a million permanent objects, and parsing a body of 1 MiB makes half a million
+    more. Otherwise the collector would scan all of them several times while it is parsed, and all
+    streams would stall.
     """
     gc.collect()
     gc.freeze()
@@ -20,9 +20,9 @@ def freeze() -> None:
 
 
 def trim() -> None:
-    """Give what is garbage or free in the heap back to the system, where the C library can.
+    """Return garbage and free heap memory to the system, if the C library can.
 
-    glibc keeps it otherwise: what many clients needed at one time would stay for ever.
+    Otherwise glibc keeps the peak memory of many clients forever.
     """
     gc.collect()
     if sys.platform == "linux":

@@ -1,4 +1,4 @@
-"""What Prometheus reads of an engine, by the names that vLLM gives it."""
+"""Prometheus metrics of an engine, with vLLM's names."""
 
 import time
 from collections.abc import Iterator
@@ -9,24 +9,24 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from engine.request import Event, Request
 from server.engine_thread import EngineThread
 
-# Seconds. A step of a small model takes a millisecond or two on a CPU, of a large one a second.
+# Seconds. On a CPU, a step of a small model takes 1 to 2 ms, of a large one a second.
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
 LATENCY_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000)
 
 
 class Metrics:
-    """What an engine has done since it was made, and what it does now.
+    """Counters, gauges and histograms of an engine, in a registry of their own.
 
-    Each time series has the label model_name. They are in a registry of their own. What the engine
-    counts itself is read when somebody asks; the rest is noted after each step, in its thread.
+    Each time series has the label model_name. Counts that the engine keeps are read on each scrape.
+    The others are recorded after each step, in the engine's thread.
     """
 
     def __init__(self, thread: EngineThread, model_name: str):
         self.thread = thread
         thread.observers.append(self)
         self.model_name = model_name
-        self.last_token_time: dict[Request, float] = {}  # when each had its last tokens
+        self.last_token_time: dict[Request, float] = {}  # time of the last tokens
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self.time_to_first_token = self.histogram(
@@ -74,11 +74,11 @@ class Metrics:
         return family.labels(self.model_name)
 
     async def read(self) -> bytes:
-        """What Prometheus gets."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """What the engine counts itself; the registry calls this."""
+        """Yield the counts that the engine keeps; the registry calls this."""
         engine = self.thread.engine
         scheduler = engine.scheduler
         pool = scheduler.pool
@@ -110,7 +110,7 @@ class Metrics:
                 yield metric
 
     def on_step(self, events: list[Event]) -> None:
-        """Note what a step has brought."""
+        """Record the events of a step."""
         now = time.perf_counter()
         self.generation_tokens.inc(sum(len(event.tokens) for event in events))
         for request, tokens, reason, *_ in events:
@@ -130,7 +130,7 @@ class Metrics:
                 self.count_finished(request, reason)
 
     def on_abort(self, request: Request) -> None:
-        """Note that a client has left."""
+        """Record an aborted request."""
         self.count_finished(request, "abort")
 
     def count_finished(self, request: Request, reason: str) -> None:

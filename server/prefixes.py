@@ -1,4 +1,4 @@
-"""Which replica has the beginning of a prompt, as far as its sender can know."""
+"""Estimate of the prompt prefixes that each replica has cached, from the requests sent to it."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
@@ -8,9 +8,10 @@ from engine.pages import default_num_pages, hash_page, root_hash
 
 
 class PrefixIndex:
-    """What each replica has been sent, and what it writes now.
+    """Pages and running requests of each replica, estimated from the requests sent to it.
 
-    All but block_size are options of the replicas' engines. itemsize: as of `default_num_pages`.
+    All arguments but block_size are options of the replicas' engines. itemsize: see
+    `default_num_pages`.
     """
 
     def __init__(
@@ -29,12 +30,12 @@ class PrefixIndex:
             max_num_seqs, block_size, page_size, itemsize
         )
         self.max_num_seqs = max_num_seqs
-        # The names of each replica's pages, in LRU order: those asked for last at the end.
+        # The hashes of each replica's pages, least recently used first.
         self.pages: dict[Hashable, OrderedDict[bytes, None]] = {}
-        self.requests: dict[str, tuple[Hashable, int]] = {}  # where each is, and how many texts
+        self.requests: dict[str, tuple[Hashable, int]] = {}  # replica and number of prompts
 
     def set_replicas(self, replicas: set) -> None:
-        """These are all there are, now."""
+        """Keep the state of these replicas only, and add new ones."""
         self.pages = {each: self.pages.get(each, OrderedDict()) for each in replicas}
         self.requests = {
             request_id: location
@@ -43,10 +44,10 @@ class PrefixIndex:
         }
 
     def rank_replicas(self, replicas: list, prompts: list[list[int]], cache_salt: str) -> list:
-        """The replicas for a call, the best one first.
+        """Return the replicas for a call, best first.
 
-        A page that it has counts for a replica, and a text that it writes against it. Where no row
-        is free, pages do not count. Among equals the one that has the fewest pages comes first.
+        The score is the number of cached pages minus the number of running requests. Pages do not
+        count for a replica with max_num_seqs running requests. Ties go to the fewest pages.
         """
         page_hashes = self.page_hashes(prompts, cache_salt, 1)  # the last token is always computed
         num_running = Counter()
@@ -67,8 +68,8 @@ class PrefixIndex:
     def add_request(
         self, replica, request_id: str, prompts: list[list[int]], cache_salt: str
     ) -> None:
-        """A call of this name is with a replica, and no other."""
-        if replica not in self.pages:  # it has ended meanwhile
+        """Record that a replica, and no other, has this request."""
+        if replica not in self.pages:  # the replica has ended
             return
         self.requests[request_id] = replica, len(prompts)
         replica_pages = self.pages[replica]
@@ -79,14 +80,14 @@ class PrefixIndex:
             replica_pages.popitem(last=False)
 
     def finish_request(self, replica, request_id: str) -> None:
-        """A call is over there. By now it may be elsewhere."""
+        """Record that a request is finished, unless another replica has it by now."""
         if self.requests.get(request_id, (None, 0))[0] == replica:
             del self.requests[request_id]
 
     def page_hashes(
         self, prompts: list[list[int]], cache_salt: str, num_excluded: int = 0
     ) -> list[bytes]:
-        """Names of the full pages of all prompts' windows, less their last tokens, each once."""
+        """Return distinct hashes of the prompt windows' full pages, less num_excluded tokens."""
         page_hashes = {}
         for prompt in prompts:
             window = prompt[window_start(len(prompt), self.block_size, self.stride) :]

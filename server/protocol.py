@@ -1,4 +1,4 @@
-"""What a client may ask for, and how it is told what is wrong, in the form of OpenAI's API."""
+"""Request models and error bodies of OpenAI's API."""
 
 import contextlib
 import difflib
@@ -29,16 +29,16 @@ from loading.chat import RESERVED_VARIABLES
 from loading.tools import MAX_TOOLS
 from sampling import LIMITS, SamplingParams, is_logit_bias
 
-MAX_RESPONSE_BYTES = 2**22  # of an answer, at TOKEN_BYTES for each token and so on
+MAX_RESPONSE_BYTES = 2**22  # estimated with TOKEN_BYTES and LOGPROB_BYTES
 TOKEN_BYTES = 16
-LOGPROB_BYTES = 64  # of which a token has one, and one for each of the best
-MAX_ECHO = 2**20  # bytes of prompts that an answer repeats
+LOGPROB_BYTES = 64  # for the sampled token, and for each of its top_logprobs
+MAX_ECHO = 2**20  # bytes of echoed prompts in a response
 MAX_ITEMS = 2**14  # prompts, messages, or parts of a message
 MAX_BIASES = 2**10
 LONE_SURROGATE = "not UTF-8 text; it has half of a surrogate pair"
-MAX_CHOICES = 2**10  # each of up to 128 texts is checked and looked up by all of them
+MAX_CHOICES = 2**10  # each of up to 128 sequences is matched against all choices
 
-SAMPLING_FIELDS = (  # fields of SamplingParams by the same name
+SAMPLING_FIELDS = (  # fields of SamplingParams with the same name
     "ignore_eos",
     "temperature",
     "top_k",
@@ -51,7 +51,7 @@ SAMPLING_FIELDS = (  # fields of SamplingParams by the same name
 )
 
 
-# Fields of OpenAI's and vLLM's API that change no text: who a client is, and hints for speed.
+# Fields of OpenAI's and vLLM's API that never change the output: client ids and cache hints.
 SILENTLY_IGNORED_FIELDS = frozenset(
     {
         "metadata",
@@ -64,8 +64,8 @@ SILENTLY_IGNORED_FIELDS = frozenset(
     }
 )
 
-# Fields that change no text, of the APIs of OpenAI, vLLM, llama.cpp and Ollama, and values of them
-# that ask for nothing. Another value is taken, and the answer's header names the field.
+# Fields of the APIs of OpenAI, vLLM, llama.cpp and Ollama that do not change the output, with their
+# no-op values. Any other value is accepted, and a response header names the field.
 IGNORED_FIELDS = {
     "cache_prompt": (True,),
     "enable_thinking": (False,),
@@ -86,7 +86,7 @@ IGNORED_FIELDS = {
 }
 IGNORED_HEADER = "X-Ignored-Fields"
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-# Names that APIs give to one field. The first that a request has is suggested for the others.
+# Synonyms across APIs. The error for an unknown one suggests the first that the request defines.
 SYNONYMS = (
     (
         "max_tokens",
@@ -101,8 +101,8 @@ SYNONYMS = (
     ("stop", "stop_sequences"),
 )
 
-# Fields of OpenAI's and vLLM's API that nothing here does, and values of them that ask for nothing.
-# A request with a field of that name does it.
+# Unsupported fields of OpenAI's and vLLM's API, with the no-op values that are accepted.
+# A request model that defines a field of the same name supports it.
 UNSUPPORTED_FIELDS = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
@@ -144,9 +144,9 @@ UNSUPPORTED_FIELDS = {
 
 
 class APIError(Exception):
-    """An answer that is not the one asked for.
+    """An HTTP error response.
 
-    param: the field of the request that is wrong. code: a name for what is wrong, for programs.
+    param: the invalid field of the request. code: a machine-readable error code.
     """
 
     def __init__(
@@ -165,20 +165,20 @@ class APIError(Exception):
 
 
 def field_error(field: str, what: str) -> PydanticCustomError:
-    """What is wrong with a field, where a whole request is looked at."""
-    # The name comes last: pydantic fills in one after the other, and it may be "{what}".
+    """Return an error about a field, for validators of a whole request."""
+    # The name comes last: pydantic substitutes in order, and the name itself may be "{what}".
     return PydanticCustomError("field", "{field} {what}", {"what": what, "field": field})
 
 
 def must_be(allowed: str) -> WrapValidator:
-    """One sentence for a value of several types, where pydantic has one for each type."""
+    """Return a validator with one error for a union, where pydantic has one for each type."""
 
     def check(value: Any, validate: Callable[[Any], Any]) -> Any:
         try:
             return validate(value)
         except ValidationError as error:
             for found in error.errors(include_url=False, include_input=False):
-                if found["type"] == "field":  # an object inside has said what is wrong
+                if found["type"] == "field":  # from the validator of a nested object
                     path = [str(part) for part in found["loc"] if isinstance(part, int)]
                     name = ".".join([*path, found["ctx"]["field"]])
                     raise field_error(name, found["ctx"]["what"]) from None
@@ -188,16 +188,16 @@ def must_be(allowed: str) -> WrapValidator:
 
 
 def prompt_type(prompt: Any) -> str:
-    """The only type a prompt can have, as its first element tells: no other is validated."""
+    """Return the tag of a prompt's type, so that pydantic validates only this type."""
     if isinstance(prompt, list):
         return f"list of {type(prompt[0]).__name__}" if prompt else "empty list"
     return type(prompt).__name__
 
 
 def parse_logit_bias(value: Any) -> Any:
-    """An object of biases with integers for its names, each written as JSON writes it.
+    """Convert the keys of a logit_bias object to integers.
 
-    Raises ValueError at the first that is wrong.
+    Each key must be in canonical JSON notation. Raises ValueError at the first invalid entry.
     """
 
     def good(name: str, bias: Any) -> bool:
@@ -213,8 +213,8 @@ def parse_logit_bias(value: Any) -> Any:
     raise ValueError(f"it must be {what}")
 
 
-# A list fails at its first bad element: a body of 1 MiB can hold half a million of them, and an
-# error for each would stop all streams for seconds.
+# A list fails at its first bad element. A body of 1 MiB can hold half a million of them, and
+# collecting an error for each would block the event loop, and so all streams, for seconds.
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=16)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
@@ -230,21 +230,21 @@ Prompt = Annotated[
 
 
 class StrictModel(BaseModel):
-    """An object in a request: a field that is not known is refused by its name.
+    """An object in a request that rejects unknown fields by name.
 
-    Null is the same as nothing.
+    Null equals an absent field.
     """
 
-    model_config = ConfigDict(strict=True)  # "1" is no number
+    model_config = ConfigDict(strict=True)  # "1" is not a number
 
-    # Names of fields that are known beside its own, and values of them that ask for nothing.
+    # Further known fields, with their no-op values.
     no_op_values: ClassVar[dict[str, tuple]] = {}
-    silently_ignored: ClassVar[frozenset[str]] = frozenset()  # fields that may have any value
+    silently_ignored: ClassVar[frozenset[str]] = frozenset()  # fields with any value
 
     @model_validator(mode="before")
     @classmethod
     def check_known_fields(cls, data: Any) -> Any:
-        """Raise PydanticCustomError for the first field that is unknown, or asks for something."""
+        """Raise PydanticCustomError for the first unknown field, or unsupported value of one."""
         names = field_names(cls)
         for name, value in data.items() if isinstance(data, dict) else ():
             if name in names or name in cls.silently_ignored:
@@ -262,12 +262,12 @@ class StrictModel(BaseModel):
 
 @functools.cache
 def field_names(model: type[BaseModel]) -> set[str]:
-    """The names of its fields in a request."""
+    """Return the names of a model's fields in a request."""
     return {field.alias or name for name, field in model.model_fields.items()}
 
 
 def describe_unknown_field(name: str, names: Iterable[str]) -> str:
-    """What is wrong with a field of this name, and which name it may have been meant to have."""
+    """Return the error for an unknown field, with the likely intended name."""
     synonyms = next((group for group in SYNONYMS if name in group), ())
     matches = [other for other in synonyms if other in names][:1]
     matches = matches or difflib.get_close_matches(name[:100], names, 1)
@@ -277,11 +277,11 @@ def describe_unknown_field(name: str, names: Iterable[str]) -> str:
 
 
 def find_lone_surrogate(body: Any) -> tuple[str | int, ...] | None:
-    """Return the path to a text with half of a surrogate pair; None if there is none.
+    """Return the path to a string with a lone surrogate; None if the body has none.
 
-    It has up to 6 parts. An object's own names count, but not those of the body's fields.
+    The path has up to 6 parts. Keys of nested objects are checked, keys of the body are not.
     """
-    with contextlib.suppress(ValueError):  # also for objects that are too deep for it
+    with contextlib.suppress(ValueError):  # to_json also rejects objects nested too deeply
         to_json(body)
         return None
     pending = [((), body)]
@@ -293,14 +293,14 @@ def find_lone_surrogate(body: Any) -> tuple[str | int, ...] | None:
         for name, each in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(each, str) and has_lone_surrogate(each):
                 return (*path, name)[:6]
-            if each and isinstance(each, dict | list):  # most of a long body is numbers
+            if each and isinstance(each, dict | list):  # long bodies consist mostly of numbers
                 inner.append(((*path, name)[:6], each))
         pending += reversed(inner)
     return None
 
 
 def has_lone_surrogate(text: str) -> bool:
-    """Return whether a text has half of a surrogate pair, which UTF-8 cannot write."""
+    """Return whether a string has a lone surrogate, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -309,12 +309,12 @@ def has_lone_surrogate(text: str) -> bool:
 
 
 class RequestBody(StrictModel):
-    """A whole request."""
+    """The JSON body of a request."""
 
     @model_validator(mode="before")
     @classmethod
     def check_utf8(cls, data: Any) -> Any:
-        """Raise ValidationError for a text that UTF-8 cannot write."""
+        """Raise ValidationError for a string that UTF-8 cannot encode."""
         path = find_lone_surrogate(data) if isinstance(data, dict) else None
         if path is not None:
             path = [ascii(part[:100])[1:-1] if isinstance(part, str) else part for part in path]
@@ -326,20 +326,20 @@ class RequestBody(StrictModel):
 
 
 def with_untyped_fields(base: type[StrictModel], names: Iterable[str]) -> type[StrictModel]:
-    """Return a model with further fields, each of which may be left out or have any value."""
+    """Return a model with further optional fields of any type."""
     return create_model(base.__name__, __base__=base, **dict.fromkeys(names, (Any, None)))
 
 
 class StreamOptions(StrictModel):
-    """What an answer in events tells of its tokens."""
+    """Options for the events of a streamed response."""
 
-    include_obfuscation: bool | None = None  # against who sees how long events are; not done
-    include_usage: bool | None = None  # in one more event, the last
-    continuous_usage_stats: bool | None = None  # then also in each other, vLLM's addition
+    include_obfuscation: bool | None = None  # hides event lengths; not supported
+    include_usage: bool | None = None  # in an additional last event
+    continuous_usage_stats: bool | None = None  # usage in every event, vLLM's extension
 
 
 class JSONSchema(StrictModel):
-    """OpenAI's way to name a schema. Texts are held to it, strict or not."""
+    """A schema as OpenAI's API names it. Output follows it even without strict."""
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]+$", max_length=64)]
     description: str | None = None
@@ -348,7 +348,7 @@ class JSONSchema(StrictModel):
 
 
 class ResponseFormat(StrictModel):
-    """The constraint on a text in OpenAI's words."""
+    """The output constraint in OpenAI's API."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
@@ -361,7 +361,7 @@ class ResponseFormat(StrictModel):
 
     @functools.cached_property
     def constraint(self) -> dict:
-        """Fields of SamplingParams. A schema may be long: it is written once."""
+        """Return fields of SamplingParams. Cached, because a schema may be long to serialize."""
         if self.type == "text":
             return {}
         schema = self.json_schema.schema_ if self.json_schema else {"type": "object"}
@@ -369,12 +369,12 @@ class ResponseFormat(StrictModel):
 
 
 class StructuredOutputs(StrictModel):
-    """The constraint on a text in vLLM's words: one of its fields says it."""
+    """The output constraint in vLLM's API: exactly one field is set."""
 
     no_op_values = {
         "disable_additional_properties": (False,),
-        "disable_any_whitespace": (True, False),  # there never is any
-        "disable_fallback": (True, False),  # there is none
+        "disable_any_whitespace": (True, False),  # output never has any
+        "disable_fallback": (True, False),  # no fallback exists
         "structural_tag": (),
         "whitespace_pattern": (),
     }
@@ -398,7 +398,7 @@ class StructuredOutputs(StrictModel):
 
     @functools.cached_property
     def constraint(self) -> dict:
-        """Fields of SamplingParams. A schema may be long: it is written once."""
+        """Return fields of SamplingParams. Cached, because a schema may be long to serialize."""
         schema = self.json_ if isinstance(self.json_, str | None) else json.dumps(self.json_)
         values = {"json_schema": schema, "regex": self.regex, "grammar": self.grammar}
         values["choices"] = None if self.choice is None else tuple(self.choice)
@@ -408,22 +408,22 @@ class StructuredOutputs(StrictModel):
         return values
 
 
-MaxTokens = Annotated[int | None, Field(ge=-1)]  # -1: no limit of its own, as in llama.cpp
+MaxTokens = Annotated[int | None, Field(ge=-1)]  # -1: no explicit limit, as in llama.cpp
 
 
 class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
-    """What all requests for texts have in common."""
+    """Fields and checks common to all generation requests."""
 
     no_op_values = UNSUPPORTED_FIELDS
     silently_ignored = SILENTLY_IGNORED_FIELDS
 
     model: str | None = None
-    n: Annotated[int | None, Field(ge=1, le=128)] = None  # texts for each prompt
+    n: Annotated[int | None, Field(ge=1, le=128)] = None  # sequences per prompt
     best_of: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: MaxTokens = None
-    # How many tokens of a prompt to keep, its last ones; -1: what leaves room for max_tokens.
+    # Number of last prompt tokens to keep; -1: as many as leave room for max_tokens.
     truncate_prompt_tokens: Annotated[
         Literal[-1] | Annotated[int, Field(ge=1)] | None, must_be("-1 or an integer >= 1")
     ] = None
@@ -443,18 +443,18 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(parse_logit_bias)] = None
     ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None  # null: as true, in OpenAI's API and vLLM's
+    skip_special_tokens: bool | None = None  # null means true, as in OpenAI's and vLLM's API
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
-    # Ours alone: how many of the tokens that the constraint allows to list with each
+    # Only in this server: maximum number of tokens allowed by the constraint to list with each
     # log-probability.
     show_allowed: Annotated[int | None, Field(ge=0, le=20)] = None
 
     @field_validator("stop", mode="before")
     @classmethod
     def drop_empty_strings(cls, value: Any) -> Any:
-        """Leave out empty stop strings, with which clients say that there is none."""
+        """Drop empty stop strings, which clients send to set none."""
         if isinstance(value, list):
             return [text for text in value if text != ""]
         return None if value == "" else value
@@ -462,7 +462,7 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
     @field_validator("top_k")
     @classmethod
     def disable_top_k(cls, value: int | None) -> int | None:
-        return 0 if value == -1 else value  # vLLM's way to say it
+        return 0 if value == -1 else value  # -1 disables top_k in vLLM
 
     @field_validator(*SAMPLING_FIELDS)
     @classmethod
@@ -493,12 +493,12 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings."""
+        """Return the stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def ignored(self) -> list[str]:
-        """Return the names of fields that ask for what is not done here, and change no text."""
+        """Return the names of fields that are set but ignored, and do not change the output."""
         names = [
             name
             for name, no_op in IGNORED_FIELDS.items()
@@ -510,20 +510,20 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
 
     @property
     def constraint(self) -> tuple[str, dict]:
-        """The field that constrains each text, and the fields of SamplingParams."""
+        """Return the field that constrains the output, and its fields of SamplingParams."""
         if self.structured_outputs:
             return "structured_outputs", self.structured_outputs.constraint
         return "response_format", self.response_format.constraint if self.response_format else {}
 
     @property
     def num_choices(self) -> int:
-        """How many the answer has."""
+        """Return the number of choices in the response."""
         return self.n or 1
 
     def max_tokens_limit(self, logprobs: int | None) -> int:
-        """The largest max_tokens for which all texts together are not too long."""
+        """Return the largest max_tokens that keeps the response within MAX_RESPONSE_BYTES."""
         entries = 0 if logprobs is None else 1 + logprobs
-        if self.show_allowed is not None:  # also of the next place, in each event
+        if self.show_allowed is not None:  # each event also has those of the next position
             entries += (1 + self.show_allowed) * (2 if self.stream else 1)
         return MAX_RESPONSE_BYTES // (self.num_choices * (TOKEN_BYTES + entries * LOGPROB_BYTES))
 
@@ -535,12 +535,12 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
         skip_token_ids: tuple[int, ...] = (),
         defaults: Mapping[str, float] | None = None,
     ) -> list[SamplingParams]:
-        """The parameters of each of the n texts that follow a prompt: text i has the seed + i.
+        """Return the sampling parameters of each of a prompt's n choices; choice i has seed + i.
 
-        tool_grammar: the grammar of a reply that may call tools. skip_token_ids: what texts leave
-        out. defaults: fields of SamplingParams for what the request leaves open. Raises APIError if
-        all texts together could be too long, or min_tokens is more than that, and for a constraint
-        that is too large or does not go with other fields.
+        tool_grammar: the grammar of a reply that may call tools. skip_token_ids: tokens left out of
+        the text. defaults: fields of SamplingParams that the request does not set.
+        Raises APIError if the response could be too long, if min_tokens exceeds max_new_tokens, or
+        if the constraint is too large or conflicts with other fields.
         """
         limit = self.max_tokens_limit(logprobs)
         if max_new_tokens > limit:
@@ -595,7 +595,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each for itself; without any there is an empty one."""
+        """Return the prompts as a list; an absent prompt is one empty string."""
         given = self.prompt or ""
         return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
@@ -604,7 +604,7 @@ class CompletionRequest(GenerationRequest):
         return len(self.prompts) * (self.n or 1)
 
     def check_echo(self, prompts: list[str]) -> None:
-        """Raise APIError if the answer would repeat too much: each of its prompts n times."""
+        """Raise APIError if the response would echo too many bytes: each prompt n times."""
         size = sum(len(text.encode(errors="replace")) for text in prompts) * (self.n or 1)
         if size > MAX_ECHO:
             message = f"echo would repeat {size} bytes of prompts; it may repeat {MAX_ECHO}"
@@ -614,7 +614,7 @@ class CompletionRequest(GenerationRequest):
 FunctionName = Annotated[str, Field(max_length=64, pattern="^[A-Za-z0-9_-]+$")]
 
 
-# What clients note in messages and their parts: hints for a cache, and what they show themselves.
+# Client metadata in messages and their parts: cache hints and display fields.
 METADATA_FIELDS = frozenset(
     {
         "additional_kwargs",
@@ -631,7 +631,7 @@ METADATA_FIELDS = frozenset(
         "metadata",
         "model",
         "opts",
-        "parsed",  # what .parse() of the official client has made of the content
+        "parsed",  # the content as parsed by the official client's .parse()
         "prompt_cache_breakpoint",
         "providerMetadata",
         "providerOptions",
@@ -651,7 +651,7 @@ METADATA_FIELDS = frozenset(
 
 
 class ContentPart(StrictModel):
-    """A part of a message; text is the only kind that is known here."""
+    """A part of a message's content; only text is supported."""
 
     no_op_values = {"file": (), "image_url": (), "input_audio": (), "refusal": ()}
     silently_ignored = METADATA_FIELDS
@@ -660,7 +660,7 @@ class ContentPart(StrictModel):
 
 
 class Arguments(str):
-    """The JSON of a call's arguments. given: what it says, read once."""
+    """The JSON of a call's arguments. given: the parsed object, so that it is parsed only once."""
 
     given: dict[str, Any]
 
@@ -679,7 +679,7 @@ class FunctionCall(StrictModel):
             read = Arguments(value or "{}")
             read.given = json.loads(read)
             if isinstance(read.given, dict):
-                if "\\u" in value:  # no halves of characters
+                if "\\u" in value:  # reject lone surrogates
                     json.dumps(read.given, ensure_ascii=False).encode()
                 return read
         except UnicodeEncodeError:
@@ -690,9 +690,9 @@ class FunctionCall(StrictModel):
 
 
 class ToolCall(StrictModel):
-    """A call that a reply made."""
+    """A tool call in an earlier reply."""
 
-    silently_ignored = METADATA_FIELDS  # also the index that it had in a stream
+    silently_ignored = METADATA_FIELDS  # includes the index from a stream
     id: Annotated[str, Field(max_length=256)]
     type: Literal["function"]
     function: FunctionCall
@@ -708,23 +708,23 @@ class NamedFunction(StrictModel):
 
 
 class NamedTool(StrictModel):
-    """The one tool that a reply calls."""
+    """The tool that a reply must call."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class Message(StrictModel):
-    # What an answer's message has, which a client may send back as it is; litellm's has most.
+    # A client may send a response's message back unchanged; litellm's has the most fields.
     no_op_values = {"audio": (), "function_call": (), "images": ([],), "refusal": ("",)}
     silently_ignored = METADATA_FIELDS
 
-    # A template writes it as it is, so it must not be able to close a message and begin another.
+    # A template writes the role verbatim, so it must not be able to close a message and start one.
     role: Annotated[str, Field(pattern="^[a-z_]+$", max_length=64)]
     name: Annotated[str | None, Field(pattern="^[A-Za-z0-9_-]+$", max_length=64)] = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_call_id: Annotated[str | None, Field(max_length=256)] = None
-    # The reasoning before a reply, as a template may write it again; and vLLM's name for it.
+    # The reasoning before a reply, for templates that render it; `reasoning` is vLLM's name.
     reasoning_content: str | None = None
     reasoning: str | None = None
     content: Annotated[
@@ -735,7 +735,7 @@ class Message(StrictModel):
     @field_validator("content", mode="before")
     @classmethod
     def allow_null_content(cls, value: Any, info: ValidationInfo) -> Any:
-        """Take null for no text, where a reply or a result may have none."""
+        """Accept null as empty content in replies and tool results."""
         return "" if value is None and info.data.get("role") in ("assistant", "tool") else value
 
     @model_validator(mode="after")
@@ -748,21 +748,21 @@ class Message(StrictModel):
 
     @property
     def text_fields(self) -> list[str]:
-        """Its content, and the arguments of its calls as a template writes them."""
+        """Return the content, reasoning and call arguments as a template writes them."""
         made = [call.as_dict["function"]["arguments"] for call in self.tool_calls or ()]
         calls = [json.dumps(arguments, ensure_ascii=False) for arguments in made]
         return [self.text, *filter(None, [self.reasoning_text]), *calls]
 
     @property
     def reasoning_text(self) -> str:
-        """The reasoning before a reply."""
+        """Return the reasoning before a reply."""
         return self.reasoning_content or self.reasoning or "" if self.role == "assistant" else ""
 
     @property
     def as_dict(self) -> dict[str, Any]:
-        """What a template gets of it."""
+        """Return the message as a template gets it."""
         fields = {"role": self.role, "content": self.text}
-        if self.name:  # most templates leave it out
+        if self.name:  # most templates ignore it
             fields["name"] = self.name
         if self.tool_calls:
             fields["tool_calls"] = [call.as_dict for call in self.tool_calls]
@@ -780,9 +780,9 @@ class Message(StrictModel):
 
 
 def effort_variables(effort: str) -> dict[str, bool | str]:
-    """Return the template variables of an effort; none for a word that is not in REASONING_EFFORTS.
+    """Return the template variables of an effort; none if it is not in REASONING_EFFORTS.
 
-    A template would write such a word as it is, control tokens too.
+    A template would write an unknown effort verbatim, control tokens included.
     """
     variables = {"reasoning_effort": effort} if effort in REASONING_EFFORTS else {}
     return variables | ({"enable_thinking": False} if effort == "none" else {})
@@ -794,13 +794,13 @@ class ChatRequest(GenerationRequest):
     }  # templates add their own
 
     messages: Annotated[list[Message], ListLimits]
-    # No strings: a template would write them as they are, control tokens too.
+    # No strings: a template would write them verbatim, control tokens included.
     chat_template_kwargs: Annotated[
         Annotated[dict[str, bool], Field(max_length=16)] | None,
         must_be("an object of up to 16 fields, each true or false"),
     ] = None
     max_completion_tokens: MaxTokens = None
-    # Variables of a template that looks at them.
+    # Template variables, where the template reads them.
     enable_thinking: bool | None = None
     reasoning_effort: Annotated[str | None, Field(max_length=64)] = None
     think: Annotated[
@@ -836,7 +836,7 @@ class ChatRequest(GenerationRequest):
     @field_validator("tools")
     @classmethod
     def drop_cache_control(cls, value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-        """Leave out hints for a cache, which a template would write into the prompt."""
+        """Drop cache hints, which a template would write into the prompt."""
         return value and [
             {name: part for name, part in tool.items() if name != "cache_control"} for tool in value
         ]
@@ -865,9 +865,10 @@ class ChatRequest(GenerationRequest):
 
     @property
     def reasoning_variables(self) -> dict[str, dict[str, bool | str]]:
-        """Return the template variables that each field on reasoning asks for.
+        """Return the template variables that each reasoning field requests.
 
-        `enable_thinking` turns it off or on, as in Qwen3; `reasoning_effort` says how much.
+        `enable_thinking` switches reasoning on or off, as in Qwen3. `reasoning_effort` sets its
+        amount.
         """
         variables = {}
         if self.reasoning_effort is not None:
@@ -882,12 +883,12 @@ class ChatRequest(GenerationRequest):
 
     @property
     def tool_mode(self) -> str:
-        """Whether a reply may call tools, as `build_tool_grammar` has it."""
+        """Return the tool_choice for `build_tool_grammar`: none, auto or required."""
         if not self.tools:
             return "none"
         return "required" if self.named_tool else self.tool_choice or "auto"
 
     @property
     def named_tool(self) -> str | None:
-        """The one tool that a reply calls, if the request names one."""
+        """Return the tool that the reply must call, if the request names one."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None

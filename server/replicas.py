@@ -1,4 +1,4 @@
-"""An engine in each of several processes, and what an app has in place of one."""
+"""Engine replicas in Ray actors, and their client and metrics for the app."""
 
 import contextlib
 import functools
@@ -23,7 +23,7 @@ from server.structured_output import stall_reason
 
 
 class Replica:
-    """An engine in a process of its own, which Ray starts. args: of the command line."""
+    """An engine in a process that Ray starts. args: of the command line."""
 
     async def __init__(self, args):
         make = functools.partial(
@@ -43,7 +43,7 @@ class Replica:
         request_id: str,
         adapter: str,
     ) -> AsyncIterator[dict[int, Update] | Exception]:
-        """Yield what `EngineThread.generate` yields; an error comes last, or Ray would wrap it."""
+        """Yield what `EngineThread.generate` yields, then any error, which Ray would wrap."""
         try:
             updates = self.thread.generate(prompts, params, cache_salt, request_id, adapter)
             async with contextlib.aclosing(updates):
@@ -53,12 +53,12 @@ class Replica:
             yield error
 
     def check_health(self) -> None:
-        """Ray asks again and again, and replaces a replica that raises."""
-        if self.thread.error:  # not if it is stuck: a long step is no reason to end its texts
+        """Raise EngineDead if the engine has ended, so that Ray replaces this replica."""
+        if self.thread.error:  # not if it stalls: a long step is no reason to abort its requests
             raise EngineDead(self.thread.error)
 
     def read_metrics(self) -> list[Metric]:
-        """What this engine has done and does, each sample with the label engine, as vLLM has it."""
+        """Return the engine's metrics, each sample with the label engine, as in vLLM."""
         families = list(self.metrics.registry.collect())
         for family in families:
             family.samples = [
@@ -75,9 +75,9 @@ class AggregatedMetrics:
         self.handle = handle
 
     async def read(self) -> bytes:
-        """What Prometheus gets. A replica that has just ended is left out.
+        """Return the merged metrics in Prometheus' text format, without replicas that just ended.
 
-        Raises TimeoutError if one does not answer in 10 s, which is how long Prometheus waits.
+        Raises TimeoutError if a replica does not answer within 10 s, Prometheus' own timeout.
         """
         responses = self.handle.broadcast("read_metrics")
         merged = MetricFamilies()
@@ -90,19 +90,19 @@ class AggregatedMetrics:
 
 
 class MetricFamilies(dict[str, Metric]):
-    """By name, in the place of a registry."""
+    """Metric families by name, with the interface of a registry."""
 
     def collect(self) -> Iterable[Metric]:
         return self.values()
 
 
 class ReplicaClient:
-    """Engines in other processes, for an app that takes them for its own EngineThread.
+    """Client of engine replicas, with the interface of an EngineThread.
 
-    handle: Ray's, of a deployment of Replica; each call goes to one of them.
+    handle: Ray's handle of a Replica deployment; each call goes to one replica.
     """
 
-    error = None  # where there is no replica, calls wait until there is one
+    error = None  # never set: calls wait until a replica is available
 
     def __init__(self, handle, model):
         self.handle = handle.options(stream=True)
@@ -111,11 +111,11 @@ class ReplicaClient:
 
     @property
     def stall_reason(self) -> str | None:
-        """As of EngineThread, for this process: Ray asks each replica itself."""
+        """Return the stall reason of this process only, because Ray checks the replicas itself."""
         return stall_reason()
 
     def admit(self, num_requests: int, num_tokens: int = 0) -> None:
-        """A replica says itself when it is asked."""
+        """Do nothing, because the replica that gets the call checks its own limits."""
 
     async def generate(
         self,
@@ -125,7 +125,7 @@ class ReplicaClient:
         request_id: str = "",
         adapter: str = "",
     ) -> AsyncIterator[dict[int, Update]]:
-        """Yield what `EngineThread.generate` yields: all texts of a call come from one replica."""
+        """Yield what `EngineThread.generate` yields; one replica computes the whole call."""
         updates = self.handle.generate.remote(prompts, params, cache_salt, request_id, adapter)
         try:
             while True:
@@ -133,7 +133,7 @@ class ReplicaClient:
                     update = await anext(updates)
                 except StopAsyncIteration:
                     return
-                except Exception as error:  # of Ray, of many kinds
+                except Exception as error:  # Ray raises many types
                     reason = "the process that wrote this text has ended, or cannot be reached"
                     raise EngineDead(f"{reason}: {type(error).__name__}") from None
                 if isinstance(update, Exception):
@@ -144,7 +144,7 @@ class ReplicaClient:
 
 
 class Ingress:
-    """Where clients come in: the app, without an engine. replicas: Ray's handle."""
+    """Ray ingress deployment with the HTTP app, without an engine. replicas: Ray's handle."""
 
     def __init__(self, args, replicas):
         self.args = args

@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's newer API for replies. Each is the reply of a chat request."""
+"""OpenAI's Responses API (/v1/responses), on top of chat completions."""
 
 import asyncio
 import functools
@@ -26,13 +26,13 @@ router = APIRouter()
 
 
 class ItemStore:
-    """The newest output items, for requests that refer to them by id. Others are forgotten.
+    """LRU store of output items, for requests that refer to them by id.
 
-    Clients are not told apart: an item is for whoever names its id. An id is 128 random bits from
-    `secrets`, and only the answer that the item is part of says it, so nobody can guess one.
-    Nothing is on disk, and items of requests with store: false are not here.
+    Clients are not distinguished: whoever sends an id gets its item. An id is 128 random bits from
+    `secrets` and appears only in the response with the item, so nobody can guess one.
+    Nothing is written to disk, and items of requests with store: false are not kept.
 
-    max_bytes: of the JSON of all items. The least recently used leave first.
+    max_bytes: maximum total size of the items' JSON.
     """
 
     def __init__(self, max_bytes: int = MAX_STORED_BYTES):
@@ -41,7 +41,7 @@ class ItemStore:
         self.items: OrderedDict[str, bytes] = OrderedDict()  # JSON by id
 
     def add(self, item: dict) -> None:
-        """Keep an output item, without its log-probabilities."""
+        """Store an output item without its log-probabilities."""
         if item["type"] == "message":
             item = item | {"content": [part | {"logprobs": []} for part in item["content"]]}
         self.items[item["id"]] = to_json(item)
@@ -51,7 +51,7 @@ class ItemStore:
             self.num_bytes -= len(oldest)
 
     def get(self, name: str) -> bytes | None:
-        """Return the JSON of the item with this id, and use it; None if it is not kept."""
+        """Return an item's JSON and mark the item as recently used; None if it is not kept."""
         if name in self.items:
             self.items.move_to_end(name)
         return self.items.get(name)
@@ -59,7 +59,7 @@ class ItemStore:
 
 @router.post("/v1/responses")
 async def responses(body: ResponsesRequest, request: Request) -> Response:
-    """Reply to input items. Each request brings the whole conversation, or ids of kept items."""
+    """Reply to input items. Each request has the whole conversation, or ids of kept items."""
     state = request.app.state
     return await with_cancellation(request, create_response(body, state.served, state.item_store))
 
@@ -68,20 +68,20 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     "/v1/responses/{name:path}", methods=["GET", "HEAD", "POST", "DELETE"], include_in_schema=False
 )
 async def stored(name: str) -> Response:
-    """Say that there is no stored response of any name."""
+    """Answer 404 for any stored response, because none is stored."""
     raise APIError(404, "no response is stored here: none can be read, cancelled or deleted")
 
 
 @router.api_route("/v1/embeddings", methods=["GET", "HEAD", "POST"], include_in_schema=False)
 async def embeddings() -> Response:
-    """Say that there are none, to clients that try."""
+    """Answer 404, with the reason for clients that try."""
     raise APIError(404, "there are no embeddings here: this server's models only write text")
 
 
 async def create_response(
     body: ResponsesRequest, served: ServedModel, item_store: ItemStore
 ) -> Response:
-    """Answer the chat request that this one stands for. Raises in terms of this one."""
+    """Answer with the equivalent chat request. Errors name the fields of the response request."""
     body = body.resolve_references(item_store.get)
     make_builder = functools.partial(ResponsesBuilder, body, item_store)
     try:
@@ -98,20 +98,20 @@ async def create_response(
 
 
 class ResponsesBuilder(ChatCompletionBuilder):
-    """Builds a response: output items, which are a message, if there is text, and function calls.
+    """Builder of a response, whose output items are a message, if any, and function calls.
 
-    responses_request: the response request. The base class answers the chat request that it stands
-    for. item_store: where its output items go, unless the client asks not to store.
+    responses_request: the response request. The base class answers its equivalent chat request.
+    item_store: keeps the output items, unless the client sets store: false.
     """
 
     def __init__(self, responses_request: ResponsesRequest, item_store: ItemStore, *reply):
         super().__init__(*reply)
         self.responses_request = responses_request
         self.item_store = item_store
-        self.output: list[dict] = []  # items that are complete
-        self.item: dict | None = None  # that is being written
-        self.item_text: list[str] = []  # its text or arguments so far
-        self.logprobs: list[dict] = []  # of its tokens
+        self.output: list[dict] = []  # completed items
+        self.item: dict | None = None  # in progress
+        self.item_text: list[str] = []  # text or arguments so far, of the item in progress
+        self.logprobs: list[dict] = []  # of the tokens of the item in progress
         self.events_sent = 0
 
     @functools.cached_property
@@ -126,7 +126,7 @@ class ResponsesBuilder(ChatCompletionBuilder):
     async def events(
         self, first: dict[int, Update], update_stream: AsyncIterator[dict[int, Update]]
     ) -> AsyncIterator[bytes]:
-        """Yield the response as events, in pieces. What goes wrong is an event, too."""
+        """Yield the response as events, in chunks. An error becomes an event, too."""
         for event_type in ("response.created", "response.in_progress"):
             for chunk in split_chunks(
                 self.event(event_type, response=self.response("in_progress"))
@@ -154,19 +154,19 @@ class ResponsesBuilder(ChatCompletionBuilder):
         yield end
 
     def event(self, event_type: str, **fields) -> bytes:
-        """Return a server-sent event with the next sequence_number."""
+        """Encode a server-sent event with the next sequence_number."""
         data = {"type": event_type, "sequence_number": self.events_sent} | fields
         self.events_sent += 1
         return b"event: %b\ndata: %b\n\n" % (event_type.encode(), to_json(data))
 
     def encode_events(self, updates: dict[int, Update]) -> Iterator[bytes]:
-        """Yield the events that updates amount to, in pieces."""
+        """Yield the encoded events for updates, in chunks."""
         self.completion_tokens += len(updates[0].tokens)
         for event_type, fields in self.message_events(updates[0]):
             yield from split_chunks(self.event(event_type, **fields))
 
     def message_events(self, update: Update) -> Iterator[tuple[str, dict]]:
-        """Yield the type and the fields of each event that an update of the text amounts to."""
+        """Yield the type and fields of each event for an update of the reply."""
         message = self.parse_message(0, update)
         logprobs = self.logprobs_and_finish_reason(0, update)["logprobs"]
         entries = logprobs["content"] if logprobs else []
@@ -192,17 +192,18 @@ class ResponsesBuilder(ChatCompletionBuilder):
                 yield "response.function_call_arguments.delta", self.item_location | delta
         if update.finish_reason:
             is_cut = update.finish_reason == "length"
-            if self.item["type"] == "function_call":  # whole or not, however the text has ended
+            if self.item["type"] == "function_call":
+                # A stop string can cut a call, and one that ends at max_tokens can be complete.
                 is_cut = self.parsers[0].state == "arguments"
             yield from self.finish_item("incomplete" if is_cut else "completed")
 
     @property
     def item_location(self) -> dict:
-        """Return where in the output the item is that is being written."""
+        """Return the id and output index of the item in progress."""
         return {"item_id": self.item["id"], "output_index": len(self.output)}
 
     def start_item(self, prefix: str, **fields) -> Iterator[tuple[str, dict]]:
-        """Begin an output item, and yield the events for it."""
+        """Begin an output item and yield its events."""
         self.item = {"id": prefix + secrets.token_hex(16), "status": "in_progress"} | fields
         self.item_text = []
         self.logprobs = []
@@ -213,7 +214,7 @@ class ResponsesBuilder(ChatCompletionBuilder):
             yield "response.content_part.added", self.item_location | part
 
     def finish_item(self, status: str) -> Iterator[tuple[str, dict]]:
-        """Complete the item that is being written, if there is one, and yield the events for it."""
+        """Complete the item in progress, if any, and yield its events."""
         if not self.item:
             return
         text = "".join(self.item_text)
@@ -237,11 +238,11 @@ class ResponsesBuilder(ChatCompletionBuilder):
         self.item = None
 
     def status(self, update: Update) -> str:
-        """Return the status of a response of which this is the last update."""
+        """Return the status of a response after its last update."""
         return "incomplete" if update.finish_reason == "length" else "completed"
 
     def response(self, status: str, error: dict | None = None) -> dict:
-        """Return the response as it is now."""
+        """Return the response object in its current state."""
         is_over = status in ("completed", "incomplete")
         effort = self.body.reasoning_effort
         effort = None if "reasoning.effort" in self.ignored else effort
@@ -280,5 +281,5 @@ class ResponsesBuilder(ChatCompletionBuilder):
 
 
 def text_part(text: str, logprobs: list[dict]) -> dict:
-    """Return a part of a message's content."""
+    """Return an output_text part of a message's content."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

@@ -1,4 +1,4 @@
-"""What a client may ask of /v1/responses, and the chat request that it stands for."""
+"""Request models of /v1/responses, and their translation to chat requests."""
 
 import re
 from collections.abc import Callable
@@ -35,9 +35,9 @@ NOT_KEPT = (
     "is the id of no item that this server still keeps; set store: false, so that the client sends"
     " the items themselves (AI SDK: providerOptions: {openai: {store: false}})"
 )
-MAX_REFERENCED_BYTES = 2**20  # bytes of the items that an input refers to: what a body may have
+MAX_REFERENCED_BYTES = 2**20  # bytes of all referenced items; the limit of a body
 
-# Fields of ChatRequest by the same name, which checks them.
+# Fields with the same name in ChatRequest, which validates them.
 CHAT_FIELDS = (
     "model",
     "stream",
@@ -45,7 +45,7 @@ CHAT_FIELDS = (
     "top_p",
     "top_logprobs",
     "parallel_tool_calls",
-    # vLLM's and llama.cpp's additions
+    # vLLM's and llama.cpp's extensions
     "cache_salt",
     "chat_template_kwargs",
     "frequency_penalty",
@@ -64,8 +64,7 @@ CHAT_FIELDS = (
     *sorted(IGNORED_FIELDS.keys() - {"reasoning_effort", "verbosity"}),  # renamed here
 )
 
-# Fields beside those of IGNORED_FIELDS that change no text, and values of them that ask for
-# nothing.
+# Further fields that do not change the output, as in IGNORED_FIELDS, with their no-op values.
 MORE_IGNORED_FIELDS = {
     "access_programs": (),
     "max_tool_calls": (),  # of hosted tools
@@ -77,7 +76,7 @@ MORE_IGNORED_FIELDS = {
     "stream_options.include_obfuscation": (False,),
 }
 
-# Why a field is refused that a client of this API, or of chat completions, may well send.
+# Reasons for rejecting fields that clients of this API, or of chat completions, commonly send.
 REFUSAL_REASONS = {
     "background": "is not supported: a response ends with its connection",
     "conversation": NOTHING_STORED,
@@ -89,7 +88,7 @@ REFUSAL_REASONS = {
     "verbosity": "is not a field of this request; did you mean text.verbosity?",
 }
 
-# A path in a message about the chat request, and the field of the response request it came from.
+# Patterns of a chat request's paths in errors, and the response request's field for each.
 RESPONSES_NAMES = {
     r"messages[.\w]*": "input",
     r"max_tokens": "max_output_tokens",
@@ -101,39 +100,39 @@ RESPONSES_NAMES = {
 
 
 class TypedModel(StrictModel):
-    """An object whose type says what else it has."""
+    """An object whose `type` determines its other fields."""
 
     types: ClassVar[tuple[str, ...]]
 
     @model_validator(mode="before")
     @classmethod
     def check_type(cls, data: Any) -> Any:
-        """Raise PydanticCustomError for another type, before fields of it are looked at."""
+        """Raise PydanticCustomError for an unsupported type, before its fields are checked."""
         item_type = data.get("type") if isinstance(data, dict) else None
         if isinstance(item_type, str) and item_type not in cls.types:
             allowed = ", ".join(cls.types)
             raise field_error(
                 "type", f"is {ascii(item_type[:100])[1:-1]}; this server supports {allowed} only"
             )
-        # The reasoning of another model: templates have no place for it.
+        # Drop another model's reasoning: templates cannot render it.
         return {"type": item_type} if item_type == "reasoning" else data
 
 
 class InputContentPart(TypedModel):
-    """A part of a message's content, or of a function's output: text."""
+    """A text part of a message's content or of a function's output."""
 
     types = ("input_text", "output_text", "text")
     no_op_values = ContentPart.no_op_values
-    silently_ignored = METADATA_FIELDS | {"logprobs"}  # which the text of an answer has
+    silently_ignored = METADATA_FIELDS | {"logprobs"}  # present in output text
 
     type: Literal[types]
     text: str
 
 
 def to_parts(value: Any) -> Any:
-    """Return the parts that a string stands for; a list is left to be validated.
+    """Convert a string to a list of one part; return a list as it is, for validation.
 
-    Raises ValueError for neither a string nor a list.
+    Raises ValueError if the value is neither.
     """
     if isinstance(value, str):
         return [{"type": "input_text", "text": value}]
@@ -144,9 +143,9 @@ def to_parts(value: Any) -> Any:
 
 
 def to_items(value: Any) -> Any:
-    """Return the items that a string stands for; a list is left to be validated.
+    """Convert a string to a list of one user message; return a list as it is, for validation.
 
-    Raises ValueError for neither a string nor a list.
+    Raises ValueError if the value is neither.
     """
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
@@ -156,7 +155,7 @@ def to_items(value: Any) -> Any:
 
 
 def check_size(value: Any) -> Any:
-    """Raise ValueError for an object of more than 16 fields, before each is looked at."""
+    """Raise ValueError for an object of more than 16 fields, before validating each."""
     if isinstance(value, dict) and len(value) > 16:
         raise ValueError(f"it has {len(value)} fields; it may have 16")
     return value
@@ -170,9 +169,9 @@ CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class InputItem(TypedModel):
-    """An item of the input: a message, a function's call, its output, reasoning, or a reference.
+    """An input item: a message, a function call, its output, reasoning, or a reference.
 
-    id: of the item that a reference stands for. Other items may have any.
+    id: the referenced item's id. Other items may have any id.
     """
 
     types = ("message", "function_call", "function_call_output", "reasoning", ITEM_REFERENCE)
@@ -185,7 +184,7 @@ class InputItem(TypedModel):
     }
     no_op_values = Message.no_op_values | {
         "async": (False,),
-        "async_": (False,),  # as the official client's model_dump() has it
+        "async_": (False,),  # the official client's model_dump() writes it so
         "caller": ({"type": "direct"},),
         "namespace": (),
     }
@@ -203,7 +202,7 @@ class InputItem(TypedModel):
     @model_validator(mode="after")
     def check_complete(self) -> "InputItem":
         required = self.required[self.item_type]
-        # A message may name who wrote it, and an output its function.
+        # A message may name its author, and an output its function.
         may_have = ("name",) if self.item_type in ("message", "function_call_output") else ()
         for name in ("role", "content", "call_id", "name", "arguments", "output"):
             given = getattr(self, name) is not None
@@ -224,7 +223,7 @@ class InputItem(TypedModel):
 
 
 class FunctionTool(TypedModel):
-    """A function that a reply may call."""
+    """A function tool that a reply may call."""
 
     types = ("function",)
     no_op_values = {
@@ -242,14 +241,14 @@ class FunctionTool(TypedModel):
 
     @property
     def as_dict(self) -> dict[str, Any]:
-        """Return it in the form that chat completions have."""
+        """Return the tool as chat completions define it."""
         function = {"name": self.name, "description": self.description}
         function |= {"parameters": self.parameters, "strict": self.strict}
         return {"type": "function", "function": drop_none(function)}
 
 
 class ToolName(TypedModel):
-    """The one function that a reply calls."""
+    """The function that a reply must call."""
 
     types = ("function",)
 
@@ -258,7 +257,7 @@ class ToolName(TypedModel):
 
 
 class TextFormat(TypedModel):
-    """The format of a text."""
+    """The format of the output text."""
 
     types = ("text", "json_object", "json_schema")
 
@@ -277,7 +276,7 @@ class TextFormat(TypedModel):
 
     @property
     def as_dict(self) -> dict[str, Any]:
-        """Return it in the form that chat completions have."""
+        """Return the format as chat completions define it."""
         if self.type != "json_schema":
             return {"type": self.type}
         text_format = {"name": self.name, "description": self.description}
@@ -286,7 +285,7 @@ class TextFormat(TypedModel):
 
     @property
     def echo(self) -> dict[str, Any]:
-        """Return it as an answer repeats it."""
+        """Return the format as the response repeats it."""
         return self.model_dump(by_alias=True) if self.type == "json_schema" else {"type": self.type}
 
 
@@ -296,7 +295,7 @@ class TextOptions(StrictModel):
 
 
 class Reasoning(StrictModel):
-    """Wishes about what a model thinks before its reply. A chat request checks the effort."""
+    """Options for reasoning before the reply. ChatRequest validates the effort."""
 
     effort: Any = None
     context: Any = None
@@ -306,9 +305,9 @@ class Reasoning(StrictModel):
 
 
 class ResponseStreamOptions(StrictModel):
-    """What a response in events tells of its tokens."""
+    """Options for the events of a streamed response."""
 
-    silently_ignored = frozenset({"include_usage"})  # the last event always has it
+    silently_ignored = frozenset({"include_usage"})  # the last event always has usage
 
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
@@ -316,7 +315,7 @@ class ResponseStreamOptions(StrictModel):
 
 ResponseIncludable = Literal[
     "message.output_text.logprobs",
-    # Nothing here has these.
+    # Accepted, but no response here has these.
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -328,7 +327,7 @@ ResponseIncludable = Literal[
 
 
 class ResponsesRequest(with_untyped_fields(RequestBody, CHAT_FIELDS)):
-    """A request for a response. What it has in common with a chat request, that one checks."""
+    """A request for a response. ChatRequest validates the fields that both have."""
 
     no_op_values = ChatRequest.no_op_values | {
         "background": (False,),
@@ -361,16 +360,16 @@ class ResponsesRequest(with_untyped_fields(RequestBody, CHAT_FIELDS)):
         dict[str, Annotated[str, Field(max_length=512)]] | None, BeforeValidator(check_size)
     ] = None
     stream_options: ResponseStreamOptions | None = None
-    store: bool | None = None  # whether items are kept; a response never is
+    store: bool | None = None  # whether to keep items; responses are never stored
 
-    # Those of MORE_IGNORED_FIELDS. Those of CHAT_FIELDS come from the base.
+    # Top-level fields of MORE_IGNORED_FIELDS; the base class has CHAT_FIELDS.
     access_programs: Any = None
     max_tool_calls: Any = None
 
     @model_validator(mode="before")
     @classmethod
     def check_refused_fields(cls, data: Any) -> Any:
-        """Raise PydanticCustomError for a field that is refused for a reason."""
+        """Raise PydanticCustomError for a field in REFUSAL_REASONS."""
         for name in data if isinstance(data, dict) else ():
             if name in REFUSAL_REASONS and data[name] is not None and data[name] is not False:
                 raise field_error(name, REFUSAL_REASONS[name])
@@ -380,7 +379,7 @@ class ResponsesRequest(with_untyped_fields(RequestBody, CHAT_FIELDS)):
     def check_combination(self) -> "ResponsesRequest":
         for name, value in self.echo.items():
             try:
-                to_json([[[value]]])  # as deep as a response has it
+                to_json([[[value]]])  # as deeply nested as in a response
             except ValueError:
                 raise field_error(name, "may have up to 250 objects inside each other") from None
         if not self.instructions and all(item.item_type == "reasoning" for item in self.input):
@@ -395,12 +394,12 @@ class ResponsesRequest(with_untyped_fields(RequestBody, CHAT_FIELDS)):
 
     @property
     def logprobs(self) -> bool:
-        """Return whether the client asks for log-probabilities."""
+        """Return whether the request includes log-probabilities."""
         return LOGPROBS in (self.include or ())
 
     @property
     def ignored(self) -> list[str]:
-        """Return the names of fields that are in MORE_IGNORED_FIELDS, and ask for something."""
+        """Return the names of fields in MORE_IGNORED_FIELDS that are set to other than a no-op."""
         names = []
         for name, no_op in MORE_IGNORED_FIELDS.items():
             value = self
@@ -427,9 +426,9 @@ class ResponsesRequest(with_untyped_fields(RequestBody, CHAT_FIELDS)):
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """Return the messages that instructions and input stand for.
+        """Return the chat messages of instructions and input.
 
-        Function calls in a row, and a reply's text before them, are one message.
+        Consecutive function calls, and a reply's text before them, become one message.
         """
         messages = []
         if self.instructions:
@@ -450,11 +449,12 @@ class ResponsesRequest(with_untyped_fields(RequestBody, CHAT_FIELDS)):
         return messages
 
     def resolve_references(self, find: Callable[[str], bytes | None]) -> "ResponsesRequest":
-        """Return the request with items in the place of references to them.
+        """Return the request with each reference replaced by its item.
 
-        find: returns the JSON of the item with an id, None if there is none.
-        Raises APIError for a reference to no item, for items that are together larger than a body,
-        and for the output of no call; RequestValidationError for a call that was cut.
+        find: returns the JSON of the item with an id, or None.
+        Raises APIError for a reference to an unknown item, for items that exceed
+        MAX_REFERENCED_BYTES in total, and for an output without its call. Raises
+        RequestValidationError for a truncated call.
         """
         items = []
         size = 0
@@ -484,9 +484,9 @@ class ResponsesRequest(with_untyped_fields(RequestBody, CHAT_FIELDS)):
         return self.model_copy(update={"input": items})
 
     def to_chat(self) -> ChatRequest:
-        """Return the chat request that asks for the same text. `resolve_references` comes before.
+        """Return the equivalent chat request. Call `resolve_references` first.
 
-        Raises RequestValidationError, in this request's terms, for what a chat request refuses.
+        Raises RequestValidationError, with this request's field names, if ChatRequest rejects it.
         """
         choice = self.tool_choice
         if isinstance(choice, ToolName):
@@ -519,19 +519,19 @@ class ResponsesRequest(with_untyped_fields(RequestBody, CHAT_FIELDS)):
 
 
 def join_text(parts: list[InputContentPart]) -> str:
-    """Join the texts of parts, as chat completions do."""
+    """Concatenate the text of parts, as chat completions do."""
     return "".join(part.text for part in parts)
 
 
 def drop_none(fields: dict[str, Any]) -> dict[str, Any]:
-    """Leave out fields without a value."""
+    """Drop fields whose value is None."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def to_responses_names(message: str) -> str:
-    """Rewrite what is said of a chat request for the response request that it comes from.
+    """Rename the fields in an error about the chat request to those of the response request.
 
-    Only where a message names a field: at its beginning, and after "; ", "or" or "with a".
+    A field name is expected at the start, and after "; ", "or " or "with a ".
     """
     for chat_name, responses_name in RESPONSES_NAMES.items():
         message = re.sub(

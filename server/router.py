@@ -1,4 +1,4 @@
-"""How Ray chooses a replica for a call of `Replica.generate`."""
+"""Prefix-aware request router of Ray Serve, for calls of `Replica.generate`."""
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
@@ -7,15 +7,15 @@ from server.prefixes import PrefixIndex
 
 
 def prompts_and_salt(request: PendingRequest) -> tuple[list[list[int]], str]:
-    """The prompts of a call, and the cache_salt that an engine gives them."""
+    """Return the prompts of a call, and the cache_salt that the engine uses for them."""
     prompts, _, cache_salt, _, adapter = request.args
     return prompts, salt_with_adapter(cache_salt, adapter)
 
 
 class PrefixAwareRouter(RequestRouter):
-    """The replica that has most of the prompts, unless it has too much to do: see PrefixIndex.
+    """Router to the replica with the most cached pages, unless it is overloaded: see PrefixIndex.
 
-    Ray makes one for each handle, and calls it in one thread.
+    Ray makes one router per handle, and calls it in a single thread.
     """
 
     def initialize_state(self, **options) -> None:
@@ -30,13 +30,14 @@ class PrefixAwareRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Where Ray is to try first, second, ...: the next one if a replica takes no more."""
+        """Return the candidates in order; Ray tries the next one if a replica is full."""
         prompts, cache_salt = prompts_and_salt(pending_request)
         request_id = pending_request.metadata.internal_request_id
         candidates = {replica.replica_id: replica for replica in candidate_replicas}
         order = self.prefix_index.rank_replicas(list(candidates), prompts, cache_salt)
         first = order[0]
-        self.prefix_index.add_request(first, request_id, prompts, cache_salt)  # counted at once
+        # Count the request at once, before Ray routes the next one.
+        self.prefix_index.add_request(first, request_id, prompts, cache_salt)
         future = pending_request.future
         future.add_done_callback(
             lambda _: future.cancelled() and self.prefix_index.finish_request(first, request_id)
@@ -44,7 +45,7 @@ class PrefixAwareRouter(RequestRouter):
         return [[candidates[each]] for each in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, _) -> None:
-        """Perhaps it is not with the first one, and perhaps it is over."""
+        """Correct the replica of an unfinished request that is not with the first choice."""
         prompts, cache_salt = prompts_and_salt(pending_request)
         request_id = pending_request.metadata.internal_request_id
         if self.prefix_index.requests.get(request_id, (replica_id, 0))[0] != replica_id:

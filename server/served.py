@@ -1,4 +1,4 @@
-"""What an app serves: a model and its engine."""
+"""The served model, its engine, and the encoding of requests for them."""
 
 import contextlib
 import functools
@@ -23,8 +23,8 @@ from server.protocol import APIError, ChatRequest, GenerationRequest
 from server.structured_output import TimedMatcher, compile_matcher
 
 OTHER_MODEL = "serve a model that takes it: make smollm2, then python serve.py --model smollm2"
-PROBE = "xprobex"  # what no template has
-ROLE_EXAMPLES = {  # for each role a talk in which a template would expect it
+PROBE = "xprobex"  # occurs in no template
+ROLE_EXAMPLES = {  # for each role, the roles of a conversation that templates accept
     "system": ["system", "user"],
     "user": ["user"],
     "assistant": ["user", "assistant", "user"],
@@ -32,7 +32,7 @@ ROLE_EXAMPLES = {  # for each role a talk in which a template would expect it
 
 
 def served_name(source: Source) -> str:
-    """What clients call a model."""
+    """Return the name of a model for clients."""
     if source.package:
         return source.package
     if source.type == "gguf":
@@ -41,9 +41,9 @@ def served_name(source: Source) -> str:
 
 
 def find_chat(source: Source, file: Path | None = None) -> Chat | UserError:
-    """A model's template; the error, for those who want to chat, if it has none.
+    """Return a model's chat template, or the error to raise for chat requests if it has none.
 
-    file: of a template to use instead. Raises UserError as `Chat` if that is broken.
+    file: a template to use instead. Raises UserError if this file is invalid, as `Chat` does.
     """
     if file:
         return Chat(source, file)
@@ -54,7 +54,7 @@ def find_chat(source: Source, file: Path | None = None) -> Chat | UserError:
 
 
 def server_defaults(args, source: Source) -> dict[str, float]:
-    """Return the sampling parameters of a model for chats, by the options of a command line.
+    """Return the model's default sampling parameters for chats, as the command line selects.
 
     A model without a chat template has none. Raises UserError.
     """
@@ -63,12 +63,12 @@ def server_defaults(args, source: Source) -> dict[str, float]:
 
 
 class ServedModel:
-    """A model by the name that clients know.
+    """A model served under a name, with its adapters.
 
-    root: where it comes from. chat: its template, or the error that says why it has none.
-    adapters: directories by name: to clients each is a model of its own.
-    defaults: sampling parameters of chats whose request names none.
-    has_local_engine: whether the engine is in this process, so that it can be seen at work.
+    root: the model's source. chat: its template, or the error that says why it has none.
+    adapters: directories by name; each is a model of its own for clients.
+    defaults: sampling parameters of chats, where a request sets none.
+    has_local_engine: whether the engine is in this process, for metrics and /live.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ServedModel:
         self.monitor = EngineMonitor(thread, name) if has_local_engine else None
 
     def model(self, name: str) -> dict:
-        """What /v1/models says of it, or of an adapter. Raises EngineDead if there is no engine."""
+        """Return the /v1/models entry of the model or an adapter. Raises EngineDead."""
         self.thread.admit(0)
         return {
             "id": name,
@@ -106,17 +106,17 @@ class ServedModel:
 
     @functools.cached_property
     def chat_roles(self) -> list[str]:
-        """The roles whose messages the model's template writes; none without a template.
+        """Return the roles whose messages the model's template renders; none without a template.
 
-        A template is a program: it may refuse a role, or leave its messages out without a word.
+        A template is a program, so it may reject a role or silently drop its messages.
         """
         if isinstance(self.chat, UserError):
             return []
         return [role for role, example in ROLE_EXAMPLES.items() if self.renders_role(role, example)]
 
     def renders_role(self, role: str, example: list[str]) -> bool:
-        """Whether the template writes what this role says in a talk of these roles."""
-        for roles in (example, ["system", *example]):  # a template may want a system message
+        """Return whether the template renders the content of `role` in conversations like this."""
+        for roles in (example, ["system", *example]):  # a template may require a system message
             messages = [{"role": each, "content": PROBE if each == role else "a"} for each in roles]
             with contextlib.suppress(UserError):
                 if PROBE in self.chat.render(messages):
@@ -124,9 +124,9 @@ class ServedModel:
         return False
 
     def find_adapter(self, name: str | None) -> str:
-        """The adapter that a model's name means: "", none, for the model itself, None and "".
+        """Return the adapter of a request's model name; "" for the model itself, None and "".
 
-        Raises APIError for the name of another model.
+        Raises APIError for an unknown name.
         """
         if name and name not in self.roots:
             names = ", ".join(map(repr, self.roots))
@@ -135,9 +135,9 @@ class ServedModel:
         return "" if name in (None, "", self.name) else name
 
     def encode(self, prompts: list[str | list[int]]) -> list[list[int]]:
-        """The token ids of prompts; the BOS token where there are none, as in the engine.
+        """Return the token ids of prompts; an empty prompt becomes the BOS token, as in the engine.
 
-        Raises UserError for a text with bytes that the vocabulary lacks.
+        Raises UserError for a prompt with bytes that the vocabulary lacks.
         """
         ids = []
         for prompt in prompts:
@@ -148,25 +148,25 @@ class ServedModel:
         return ids
 
     def check_token_ids(self, params: SamplingParams) -> None:
-        """Raise APIError for an id in the parameters that the model lacks."""
+        """Raise APIError for a token id in the parameters that is not in the vocabulary."""
         try:
             check_token_ids(params, self.thread.config)
         except UserError as error:
             raise APIError(400, str(error), str(error).partition(" ")[0]) from None
 
     def check_dropped(self, field: str, dropped: str) -> None:
-        """Raise UserError if bytes of a field would be dropped: a client sees no note."""
+        """Raise UserError for dropped bytes of a field, because clients see no warning."""
         if dropped:
             raise UserError(f"{field}: the model's vocabulary lacks these bytes of it: {dropped}")
 
     def truncate_prompt(
         self, prompt: list[int], keep: int | None, new_tokens: int, field: str
     ) -> list[int]:
-        """The last `keep` tokens of a prompt, or all of it for None.
+        """Return the last `keep` tokens of a prompt, or all of it for None.
 
-        keep: -1 for as many as leave room for new_tokens, as in vLLM; where a window has none, its
-        size, because it slides. field: the request's, that the prompt comes from.
-        Raises APIError for more tokens than the window holds: an engine would leave out the first.
+        keep: -1 for as many as leave room for new_tokens, as in vLLM. If new_tokens fill the window
+        anyway, -1 keeps a whole window, because the context shifts. field: the prompt's field.
+        Raises APIError if the result exceeds the window, where the engine would drop its start.
         """
         window = self.thread.config.block_size
         if keep is not None and keep > window:
@@ -184,10 +184,10 @@ class ServedModel:
         return truncated
 
     def encode_chat(self, body: ChatRequest) -> list[int]:
-        """The token ids of a conversation up to where the reply begins.
+        """Return the token ids of a conversation up to the start of the reply.
 
-        Raises UserError for a model without a template and as `encode`, APIError for what the
-        template refuses.
+        Raises UserError for a model without a template and as `encode` does. Raises APIError for
+        messages or tools that the template rejects.
         """
         if isinstance(self.chat, UserError):
             raise self.chat
@@ -205,7 +205,7 @@ class ServedModel:
             has_tool_messages = any(
                 message.tool_calls or message.tool_call_id for message in body.messages
             )
-            if has_tool_messages and not body.tools:  # else `find_tool_grammar` has found it
+            if has_tool_messages and not body.tools:  # else `find_tool_grammar` checked it
                 detect_tool_format(chat, self.thread.encoding, self.thread.config.eos_token_ids)
             try:
                 return chat.encode(plain, self.thread.encoding)
@@ -215,10 +215,10 @@ class ServedModel:
                 raise
 
     def variables(self, body: ChatRequest) -> tuple[dict[str, bool | str], list[str]]:
-        """Return the template variables that a request sets, and its fields that are ignored.
+        """Return the template variables that a request sets, and the fields that are ignored.
 
-        A field on reasoning sets the variables that the template looks at, and is ignored if it
-        looks at none.
+        A reasoning field sets the variables that the template reads, and is ignored if the
+        template reads none of them.
         """
         template = "" if isinstance(self.chat, UserError) else self.chat.template_text
         variables = {}
@@ -232,19 +232,19 @@ class ServedModel:
 
     @contextlib.contextmanager
     def as_api_error(self, field: str):
-        """Raise a UserError as the APIError of a field, without the path of the template's file."""
+        """Convert a UserError to an APIError about a field, without the template file's path."""
         try:
             yield
         except UserError as error:
-            file = getattr(self.chat, "file", "")  # an error has none
+            file = getattr(self.chat, "file", "")  # self.chat may be an error
             raise APIError(400, str(error).removeprefix(f"{file}: "), field) from None
         except RecursionError:
             raise APIError(400, f"{field}: too many objects inside each other", field) from None
 
     def find_tool_grammar(self, body: ChatRequest) -> tuple[ToolFormat, str] | None:
-        """How a reply calls tools, and the grammar that holds it to that; None without tools.
+        """Return the template's tool format and the grammar of replies; None without tools.
 
-        Raises APIError for invalid tools, and as `with_tools` and `detect_tool_format`.
+        Raises APIError for invalid tools, and where `with_tools` or `detect_tool_format` raises.
         """
         if not body.tools or isinstance(self.chat, UserError):
             return None
@@ -262,7 +262,7 @@ class ServedModel:
             chat = self.chat.with_template_kwargs(self.variables(body)[0])
             plain = [message.as_dict for message in body.messages]
             tool_format = detect_tool_format(chat.with_tools(body.tools, plain), encoding, ends)
-            if body.tool_mode == "none" and body.constraint[1]:  # the text has that constraint
+            if body.tool_mode == "none" and body.constraint[1]:  # constrains the reply
                 return None
             vocabulary = get_vocabulary(encoding, config.vocab_size, ends)
             parallel = body.parallel_tool_calls is not False and not named_tools
@@ -274,10 +274,10 @@ class ServedModel:
     def skip_token_ids(
         self, body: GenerationRequest, tool_format: ToolFormat | None = None
     ) -> tuple[int, ...]:
-        """Return the ids of special tokens that the texts of a request leave out.
+        """Return the ids of special tokens that are left out of a request's output text.
 
-        tool_format: of the calls that a reply may make. What it or a stop string names stays,
-        because it is looked for in the text.
+        tool_format: syntax of tool calls in a reply. Special tokens that occur in it or in a stop
+        string stay, because the text is searched for them.
         """
         if body.skip_special_tokens is False:
             return ()
@@ -289,9 +289,9 @@ class ServedModel:
         return tuple(id for name, id in special if not any(name in text for text in searched))
 
     def check_constraint(self, field: str, params: SamplingParams) -> None:
-        """Compile what the texts of a request must be, which may take long.
+        """Compile a request's constraint, which may take long.
 
-        field: that says it. Raises APIError, and QueueFull as `compile_matcher`.
+        field: the constraint's field. Raises APIError, and QueueFull as `compile_matcher` does.
         """
         with self.as_api_error(field):
             compile_matcher(params, self.thread.encoding, self.thread.config)
@@ -299,7 +299,7 @@ class ServedModel:
     def allowed_tracker(
         self, body: GenerationRequest, params: SamplingParams
     ) -> AllowedTokensTracker | None:
-        """What tells which tokens its texts allow, if a request asks for that."""
+        """Return a tracker of allowed tokens if the request has show_allowed, else None."""
         if body.show_allowed is None:
             return None
 
@@ -309,14 +309,14 @@ class ServedModel:
         return AllowedTokensTracker(make, body.show_allowed)
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token writes; nothing for one without text, as padded vocabularies have."""
+        """Return a token's bytes; b"" for padding ids of the vocabulary."""
         try:
             return self.thread.encoding.decode_single_token_bytes(token)
         except KeyError:
             return b""
 
     def decode(self, prompt: str | list[int]) -> str:
-        """The text of a prompt. Ids that there are not have none: the engine refuses them."""
+        """Return the text of a prompt; ids out of range are dropped, the engine rejects them."""
         if isinstance(prompt, str):
             return prompt
         prompt = [token for token in prompt if 0 <= token < 2**32]
