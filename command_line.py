@@ -1,4 +1,4 @@
-"""What scripts share: options, prompts, where and how a model runs, output, and how a run ends."""
+"""Options, prompts, model loading, output and exit codes shared by the scripts."""
 
 import argparse
 import dataclasses
@@ -29,9 +29,9 @@ MODEL_HELP = (
     "directory, FILE.gguf, ORG/NAME of the hub, gpt2, random:gpt2, ... or"
     " smollm2 (538 MB of memory in float32, 135 in int8)"
 )
-# A limit, because lists for 10**9 texts fill the memory before any tensor is made.
+# Lists for 10**9 sequences would fill the memory before any tensor is allocated.
 MAX_SEQUENCES = 2**16
-# Packages of requirements-test.txt that benchmarks import where they need them.
+# Packages of requirements-test.txt that benchmarks import lazily.
 OPTIONAL_PACKAGES = {"gguf", "matplotlib", "pandas", "transformers"}
 DTYPES = {
     "float32": torch.float32,
@@ -41,12 +41,12 @@ DTYPES = {
     "blocks": torch.uint8,
 }
 CACHE_DTYPES = {"auto": None, "float16": torch.float16, "int8": torch.int8}
-# Fields of SamplingParams whose option has another name.
+# SamplingParams fields whose option is not named after the field.
 OPTION_NAMES = {"choices": "--choice", "stop_token_ids": "--stop-token-id"}
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, except None and (): the help says what that means."""
+    """A formatter that shows defaults, except None and (), which the help text explains."""
 
     def _get_help_string(self, action):
         return super()._get_help_string(action) if action.default not in (None, ()) else action.help
@@ -70,7 +70,7 @@ RENAMED_OPTIONS = (  # old name, new name
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, and which refuses old names of options."""
+    """An ArgumentParser with one-line errors that refuses old option names."""
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         for argument in sys.argv[1:] if args is None else args:
             option, _, value = argument.partition("=")
-            if option.startswith("--") and value == "--":  # argparse would make a list of it
+            if option.startswith("--") and value == "--":  # argparse would store a list
                 self.error(f"argument {option}: expected one argument")
             for old, new in RENAMED_OPTIONS:
                 names = self._option_string_actions
@@ -88,14 +88,14 @@ class Parser(argparse.ArgumentParser):
 
 
 class AppendToTuple(argparse.Action):
-    """Adds its value to a tuple: an option that is repeatable."""
+    """An action that appends its value to a tuple, for repeatable options."""
 
     def __call__(self, parser, namespace, value, option_string=None):
         setattr(namespace, self.dest, (*getattr(namespace, self.dest), value))
 
 
 class StoreExplicit(argparse.Action):
-    """Stores its value, and notes in `explicit` that the user has set it."""
+    """An action that stores its value and adds its name to `explicit`, as set by the user."""
 
     def __call__(self, parser, namespace, value, option_string=None):
         setattr(namespace, self.dest, value)
@@ -103,7 +103,7 @@ class StoreExplicit(argparse.Action):
 
 
 def parse_logit_bias(text: str) -> tuple[int, float]:
-    """The pair that ID=BIAS stands for. Raises ArgumentTypeError for another form."""
+    """Parse ID=BIAS into (token id, bias). Raises ArgumentTypeError for any other syntax."""
     token, _, bias = text.partition("=")
     try:
         if token.isascii() and token.isdecimal():
@@ -114,7 +114,7 @@ def parse_logit_bias(text: str) -> tuple[int, float]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options on what to write, and on where and how to run."""
+    """Add the prompt and seed options, and those of `add_model_options`."""
     parser.add_argument(
         "--prompt", action="append", help="text to continue, repeatable; empty: a text of its own"
     )
@@ -131,7 +131,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """The options on where and how to run."""
+    """Add the options for device, dtype, KV cache, adapter and backend."""
     parser.formatter_class = HelpFormatter
     parser.add_argument(
         "--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run"
@@ -156,7 +156,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """The options on how to choose tokens, and on how far the window moves."""
+    """Add the sampling options and --stride."""
     parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
     temperature_help = "0: greedy; below 1: safer; above 1: more surprising"
@@ -194,7 +194,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_constraint_options(parser: argparse.ArgumentParser) -> None:
-    """The options that constrain a text."""
+    """Add the structured output options: choices, JSON schema, regex and grammar."""
     choice_help = "one of the texts to choose from: nothing else is written; repeatable"
     options = {"dest": "choices", "metavar": "TEXT", "action": AppendToTuple, "default": ()}
     parser.add_argument(OPTION_NAMES["choices"], help=choice_help, **options)
@@ -206,7 +206,7 @@ def add_constraint_options(parser: argparse.ArgumentParser) -> None:
 
 
 def text_file(name: str) -> str:
-    """The text of a file that an option names."""
+    """Read the UTF-8 file that an option names. Raises ArgumentTypeError if that fails."""
     try:
         return Path(name).read_text("utf-8-sig")
     except OSError as error:
@@ -222,16 +222,15 @@ def add_stride_option(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_params(args, defaults: Mapping[str, float] | None = None) -> SamplingParams:
-    """The SamplingParams of a command line.
+    """Build SamplingParams from the parsed options.
 
-    defaults: what `chat_sampling_defaults` returns.
-    A note on stderr names options that do nothing at temperature 0. Raises UserError for a choice
-    that is not UTF-8.
+    defaults: the result of `chat_sampling_defaults`. A note on stderr names options that have no
+    effect at temperature 0. Raises UserError for a choice that is not UTF-8.
     """
     for text in args.choices:
         check_utf8(OPTION_NAMES["choices"], text)
-    # Each text gets a seed of its own.
-    # Calls need the model's template, which is not loaded yet.
+    # Each sequence gets its own seed later.
+    # tool_grammar needs the model's chat template, which is not loaded yet.
     excluded = {"seed", "tool_grammar"}
     names = [
         field.name for field in dataclasses.fields(SamplingParams) if field.name not in excluded
@@ -248,10 +247,10 @@ def sampling_params(args, defaults: Mapping[str, float] | None = None) -> Sampli
 
 
 def read_prompts(args) -> list[str]:
-    """The prompts of a command line, then the lines of its file that are not empty.
+    """Return the prompts of --prompt, then the nonempty lines of --prompt-file.
 
-    Each comes --num-samples times; without any there is an empty one. Raises UserError for too
-    many, one that is not UTF-8, or a file that is missing or empty.
+    Each is repeated --num-samples times. The default is one empty prompt. Raises UserError for too
+    many prompts, a prompt that is not UTF-8, or a file that is missing or empty.
     """
     prompts = list(args.prompt or [])
     if args.prompt_file is not None:
@@ -277,15 +276,15 @@ def read_prompts(args) -> list[str]:
 
 
 def check_utf8(name: str, text: str) -> None:
-    """Raise UserError for a text that is not UTF-8. name: of the option that it comes from."""
+    """Raise UserError if a string is not UTF-8. name: the option it came from, for the message."""
     try:
         text.encode()
-    except UnicodeEncodeError:  # Python puts such a character where a byte of an argument is wrong
+    except UnicodeEncodeError:  # Python decodes an invalid byte of an argument to a surrogate
         raise UserError(f"{name} {text!a}: not UTF-8 text") from None
 
 
 def add_chat_options(parser: argparse.ArgumentParser) -> None:
-    """The options for a chat model."""
+    """Add the options for a chat model."""
     chat_help = "prompts are messages to a chat model; without any, talk: a message a line"
     parser.add_argument("--chat", action="store_true", help=chat_help)
     parser.add_argument(
@@ -317,7 +316,7 @@ def add_template_option(parser: argparse.ArgumentParser, where: str = "") -> Non
 
 
 def check_chat_options(args) -> None:
-    """Raise UserError for options that do not go together with or without --chat."""
+    """Raise UserError for options that conflict with --chat or require it."""
     if args.system is not None and not args.chat:
         raise UserError("--system is for --chat only")
     if args.no_thinking and not args.chat:
@@ -335,19 +334,19 @@ def check_chat_options(args) -> None:
 
 
 def chat_sampling_defaults(args, source: Source) -> dict[str, float]:
-    """Return the sampling parameters of a model for its chats that the user has not set.
+    """Return the model's default sampling parameters that the user has not set.
 
-    There are none without --chat. Raises UserError.
+    The dict is empty without --chat or with --generation-config none. Raises UserError.
     """
     if not args.chat or args.generation_config == "none":
         return {}
-    from loading.defaults import apply_sampling_defaults, read_sampling_defaults  # few runs chat
+    from loading.defaults import apply_sampling_defaults, read_sampling_defaults  # few runs need it
 
     return apply_sampling_defaults(read_sampling_defaults(source), args.explicit, args.temperature)
 
 
 def print_sampling_defaults(defaults: Mapping[str, float]) -> None:
-    """Name the sampling parameters of a model on stderr, once it is loaded."""
+    """Print the sampling parameters that a model sets on stderr. Call it once it is loaded."""
     if defaults:
         from loading.defaults import describe_sampling_defaults
 
@@ -355,9 +354,10 @@ def print_sampling_defaults(defaults: Mapping[str, float]) -> None:
 
 
 def load_chat(args, source: Source) -> Chat | None:
-    """The template of a model, None without --chat. Raises UserError as `Chat`.
+    """Load the chat template of a model, or return None without --chat.
 
-    With --no-thinking the template must look at enable_thinking.
+    Raises UserError like `Chat`, and if --no-thinking is set but the template ignores
+    enable_thinking.
     """
     if not args.chat:
         return None
@@ -374,10 +374,10 @@ def load_chat(args, source: Source) -> Chat | None:
 def with_tool_calls(
     params: SamplingParams, chat: Chat | None, encoding: Encoding, config
 ) -> SamplingParams:
-    """Parameters that let a reply call the tools of the chat, if it has any, and no others.
+    """Return parameters with a grammar that allows calls of the chat's tools and of no others.
 
-    Raises UserError as `detect_tool_format` and `build_tool_grammar`, and for another constraint on
-    the text.
+    They are unchanged if the chat has no tools. Raises UserError like `detect_tool_format` and
+    `build_tool_grammar`, and if the parameters have another constraint.
     """
     if chat is None or chat.tools is None:
         return params
@@ -389,7 +389,7 @@ def with_tool_calls(
 
 
 def is_interactive(args) -> bool:
-    """Whether messages come from standard input."""
+    """Return True if messages come from standard input."""
     return args.chat and args.prompt is None and args.prompt_file is None
 
 
@@ -398,21 +398,21 @@ def write_outputs(
 ) -> None:
     """Continue the prompts, or hold a conversation of at most `max_prompt_tokens` tokens.
 
-    write: a function of prompts, as token ids, and of what to show before their texts. It prints
-    the texts, and returns what is shown in all.
+    write: function (prompts as token ids, strings to print before their outputs) that prints the
+    outputs and returns the printed string of each prompt.
     """
     warn_dropped_bytes(encoding, *prompts, args.system or "", args.tools or "", plain=args.chat)
     if is_interactive(args):
         chat_loop(chat, encoding, system_messages(args), max_prompt_tokens, write)
     elif chat:
-        # The reply alone is shown.
+        # Print only the replies.
         write(encode_messages(args, prompts, encoding, chat), [""] * len(prompts))
     else:
         write([encoding.encode(prompt, allowed_special="all") for prompt in prompts], prompts)
 
 
 def warn_dropped_bytes(encoding, *texts: str, plain: bool = False) -> None:
-    """Say which bytes of texts the model does not see, because its vocabulary lacks them.
+    """Note on stderr which bytes are dropped because the vocabulary lacks them.
 
     plain: as in `Encoding.dropped_bytes`.
     """
@@ -422,7 +422,7 @@ def warn_dropped_bytes(encoding, *texts: str, plain: bool = False) -> None:
 
 
 def warn_long_prompts(prompts: list[list[int]], block_size: int, stride: int | None) -> None:
-    """Note on stderr how many prompts, as token ids, exceed the context window of block_size."""
+    """Note on stderr how many prompts exceed the context window of block_size tokens."""
     longest = max(map(len, prompts))
     if longest <= block_size:
         return
@@ -436,25 +436,25 @@ def warn_long_prompts(prompts: list[list[int]], block_size: int, stride: int | N
 
 
 def encode_messages(args, prompts: list[str], encoding, chat: Chat) -> list[list[int]]:
-    """The token ids of prompts as messages to a chat model, each for itself."""
+    """Encode each prompt as the user message of a separate conversation."""
     system = system_messages(args)
     conversations = [system + [{"role": "user", "content": prompt}] for prompt in prompts]
     return [chat.encode(messages, encoding) for messages in conversations]
 
 
 def system_messages(args) -> list[dict[str, str]]:
-    """What stands before the first message of a user."""
+    """Return the system message of --system as a list, empty without it."""
     return [] if args.system is None else [{"role": "system", "content": args.system}]
 
 
 def chat_loop(
     chat: Chat, encoding, system: list[dict[str, str]], max_prompt_tokens: int, write
 ) -> None:
-    """Reply to each line of standard input, after the system message and all that was said before.
+    """Reply to each line of standard input, with the system message and the history as context.
 
-    Where more than `max_prompt_tokens` tokens were said, the oldest messages are left out, each
-    with its reply: the window of `generate` would move past the system message first, and begin
-    inside another one. That window cuts a last message that is longer by itself.
+    Beyond `max_prompt_tokens` tokens the oldest messages are dropped, each with its reply. The
+    context shift of `generate` would drop the system message first and cut inside another message.
+    It still cuts a last message that is too long alone.
     """
     history = []
     for line in read_lines():
@@ -474,11 +474,14 @@ def chat_loop(
 
 
 def read_lines() -> Iterator[str]:
-    """The lines of standard input, except empty ones. On a terminal it prints a prompt."""
+    """Yield the nonempty lines of standard input. On a terminal, print a prompt before each.
+
+    Raises UserError if standard input is closed or not UTF-8.
+    """
     if sys.stdin is None:
         raise UserError("standard input is closed, and there is no --prompt")
     typed = sys.stdin.isatty()
-    coding = "utf-8-sig"  # the first line may begin with a mark of byte order
+    coding = "utf-8-sig"  # the first line may begin with a byte order mark
     while True:
         if typed:
             print("> ", end="", file=sys.stderr, flush=True)
@@ -500,7 +503,7 @@ def read_lines() -> Iterator[str]:
 def warn_truncated_outputs(
     params: SamplingParams, encoding, config, outputs: list[list[int]]
 ) -> None:
-    """Note on stderr how many texts the length limit has cut before they were complete."""
+    """Note on stderr how many constrained outputs the length limit has truncated."""
     if params.constraint_field is None:
         return
     matcher = make_matcher(params, encoding, config)
@@ -512,7 +515,7 @@ def warn_truncated_outputs(
 
 
 def pick_device(name: str) -> str:
-    """The device to run on. `auto` is the first of cuda, mps, cpu that is here; a name is kept.
+    """Return the device to run on. `auto` is the first available of cuda, mps and cpu.
 
     Raises UserError for a device that this machine lacks.
     """
@@ -529,10 +532,10 @@ def pick_device(name: str) -> str:
 
 
 def pick_dtype(name: str, device: str) -> torch.dtype:
-    """The torch dtype of that name. Raises UserError if the device has no products of it."""
+    """Return the torch dtype of that name. Raises UserError if the device has no matmul for it."""
     dtype = DTYPES[name]
     if not dtype.is_floating_point:
-        return dtype  # of the weights only: products are computed in float32
+        return dtype  # of the weights only: matmuls run in float32
     try:
         torch.ones(2, 2, dtype=dtype, device=device) @ torch.ones(2, 2, dtype=dtype, device=device)
     except (RuntimeError, TypeError):
@@ -542,11 +545,11 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
 
 
 def load_models(names: list, args, device: str, load_first: Callable | None = None) -> list[Model]:
-    """The models of a command line, in its dtype and with its backend; the first has its adapter.
+    """Load models with the dtype and backend of the options, the first with the adapter.
 
-    load_first: what loads the first of them, as `load_model`, which loads the others.
-    Raises UserError for a model that cannot be loaded, or a backend, a dtype and a device that do
-    not go together.
+    load_first: loader for the first model, with the signature of `load_model` (the default).
+    Raises UserError for a model that cannot be loaded, or an incompatible backend, dtype and
+    device.
     """
     for name in names:
         check_utf8("the model", str(name.name if isinstance(name, Source) else name))
@@ -564,7 +567,7 @@ def load_models(names: list, args, device: str, load_first: Callable | None = No
 
 
 def use_native_backend(models: list[Model], is_explicit: bool) -> None:
-    """Let C compute what it can. A note says what it lacks if it was asked for by name."""
+    """Use native kernels where possible. If is_explicit, note on stderr what they lack."""
     is_native = False
     for model in models:
         try:
@@ -573,7 +576,7 @@ def use_native_backend(models: list[Model], is_explicit: bool) -> None:
         except BuildError as error:
             print(f"note: {error}; torch computes instead", file=sys.stderr)
             return
-        except ValueError as error:  # such as an architecture that gpt.c does not know
+        except ValueError as error:  # such as an architecture that gpt.c does not support
             if is_explicit:
                 print(f"note: --backend native: {error}; torch computes instead", file=sys.stderr)
     if is_explicit and is_native and ("plain C" in kernel() or "one thread" in kernel()):
@@ -582,23 +585,23 @@ def use_native_backend(models: list[Model], is_explicit: bool) -> None:
 
 
 def pick_seed(seed: int | None) -> int:
-    """That seed, or a new one for None. Raises UserError for a seed out of range."""
+    """Return the seed, or a random one for None. Raises UserError for a seed out of range."""
     if seed is not None and not 0 <= seed < 2**64:
         raise UserError(f"--seed {seed}: it must be an integer from 0 to 2**64 - 1")
     return secrets.randbits(64) if seed is None else seed
 
 
 def with_request_seeds(params: SamplingParams, first: int, count: int) -> list[SamplingParams]:
-    """These parameters for `count` texts, each with a seed of its own: first, first + 1, ..."""
+    """Return `count` copies of the parameters with the seeds first, first + 1, ... modulo 2**64."""
     return [dataclasses.replace(params, seed=(first + row) % 2**64) for row in range(count)]
 
 
 class OutputWriter:
-    """Prompts and their texts on stdout: a single one as it comes, several in order at the end.
+    """A writer of outputs to stdout: a single one is streamed, several are printed at the end.
 
-    A text is written as it is, control characters too, as `cat` would.
-    skip: tokens that print nothing, those that end a text. seed: of the draws, None without any.
-    Use it as a context manager. However the block ends, what was generated is printed, then
+    Outputs are written verbatim, control characters included, as `cat` would.
+    skip: token ids that print nothing, such as EOS. seed: the sampling seed, None if greedy.
+    Use it as a context manager. However the block ends, the generated text is printed, then
     statistics on stderr.
     """
 
@@ -608,23 +611,23 @@ class OutputWriter:
         self.texts = list(prompts)
         self.streams = [IncrementalDetokenizer(encoding, skip) for _ in prompts]
         self.seed = seed
-        self.pass_count = None  # of the model, where they are not as many as steps
-        self.printed = 0  # characters of the first text, if it is the only one
+        self.pass_count = None  # forward passes, if not one per step
+        self.printed = 0  # characters of the first text, if there is only one
         self.count = 0
         self.times = [time.perf_counter()]
 
     def add(self, row: int, token: int) -> None:
-        """Put a token at the end of a row's text."""
+        """Append a token to the output of sequence `row`."""
         self.texts[row] += self.streams[row].add(token)
         self.count += 1
 
     def replace(self, row: int, text: str, count: int) -> None:
-        """A row has this text now, with `count` more tokens."""
+        """Replace the text of sequence `row`, which gained `count` tokens."""
         self.texts[row] = text
         self.count += count
 
     def end_step(self) -> None:
-        """Take the time, and print what is new if there is one text only."""
+        """Record the time of a step, and print the new characters if there is only one text."""
         self.times.append(time.perf_counter())
         if len(self.texts) == 1:
             write_stdout(self.texts[0][self.printed :])
@@ -635,14 +638,14 @@ class OutputWriter:
 
     def __exit__(self, error_type, *_):
         if error_type is not None and not self.times[1:]:
-            return  # an error before the first token
+            return  # the error came before the first token
         texts = [text + stream.end() for text, stream in zip(self.texts, self.streams)]
         write_stdout(("\n" + "-" * 40 + "\n").join(texts)[self.printed :] + "\n")
         if self.times[1:]:
             print(self.statistics(), file=sys.stderr)
 
     def statistics(self) -> str:
-        """The speed of the run, and the seed of its draws."""
+        """Format throughput, time to first token (seconds) and the sampling seed."""
         first = self.times[1] - self.times[0]
         total = self.times[-1] - self.times[0]
         passes = "" if self.pass_count is None else f" in {self.pass_count} passes"
@@ -652,7 +655,7 @@ class OutputWriter:
 
 
 def write_stdout(text: str) -> None:
-    """Write a text to stdout at once. Raises UserError if it takes no more, as a full disk does."""
+    """Write to stdout and flush. Raises UserError if that fails, as on a full disk."""
     try:
         print(text, end="", flush=True)
     except BrokenPipeError:
@@ -663,24 +666,24 @@ def write_stdout(text: str) -> None:
 
 
 def discard_stdout() -> None:
-    """Let stdout lead nowhere. Python flushes it once more at exit, and would complain."""
+    """Redirect stdout to os.devnull: Python flushes it again at exit, which would fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def is_distributed() -> bool:
-    """Whether torchrun has started this process as one of several."""
+    """Return True if torchrun started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", 1)) > 1
 
 
 def is_worker() -> bool:
-    """Whether this process is not the first of several."""
+    """Return True if this process has a rank above 0."""
     return is_distributed() and os.environ["RANK"] != "0"
 
 
 def prepare_streams() -> None:
-    """Let closed streams lead nowhere, and make escapes of what stdout cannot encode.
+    """Redirect closed streams to os.devnull, and escape characters that stdout cannot encode.
 
-    So do those of ranks above 0: what they have to say is what rank 0 says.
+    Streams of ranks above 0 go to os.devnull too, because rank 0 prints the same.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None or is_worker():
@@ -692,8 +695,8 @@ def prepare_streams() -> None:
 def run_script(parser: argparse.ArgumentParser, action, argv=None) -> None:
     """Parse a command line and call action(args).
 
-    What a user can put right is one line on stderr and exit code 2. After Ctrl-C the exit code is
-    130. A closed pipe ends it quietly.
+    A UserError prints one line on stderr and exits with code 2. Ctrl-C exits with code 130. A
+    closed pipe exits silently with code 141.
     """
     prepare_streams()
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
@@ -712,4 +715,4 @@ def run_script(parser: argparse.ArgumentParser, action, argv=None) -> None:
         sys.exit(130)
     except BrokenPipeError:
         discard_stdout()
-        sys.exit(141)  # as a program that SIGPIPE ended
+        sys.exit(141)  # 128 + SIGPIPE, as a shell reports it

@@ -1,4 +1,4 @@
-"""Errors that the user can put right."""
+"""Errors that the user can fix, and warnings."""
 
 import contextlib
 import functools
@@ -6,10 +6,10 @@ import sys
 
 
 class UserError(ValueError):
-    """Something the user can put right: one line that says what is wrong and what is allowed.
+    """An error that the user can fix: one line that says what is wrong and what is allowed.
 
-    It is safe to print: names in files are anyone's, and a terminal obeys control characters. So
-    what is not printable is escaped; and of a long line the middle is left out.
+    The line is safe to print. Names in files are untrusted, and a terminal obeys control
+    characters, so unprintable characters are escaped. A long line loses its middle.
     """
 
     def __init__(self, message: str):
@@ -22,14 +22,14 @@ class UserError(ValueError):
 
 @functools.cache
 def warn_once(line: str) -> None:
-    """Print a note on stderr, made safe as a UserError is. The same note is printed once."""
+    """Print a note on stderr, escaped like a UserError. Repeated notes are printed once."""
     print(f"note: {UserError(line)}", file=sys.stderr)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out.
+    """Return True if an error says that memory ran out.
 
-    On a CPU torch raises a plain RuntimeError for it, as for much else.
+    On a CPU torch raises a plain RuntimeError, as for many other errors.
     """
     if isinstance(error, RuntimeError):
         return "alloc" in str(error) or "out of memory" in str(error)
@@ -48,9 +48,9 @@ def catch_out_of_memory(what: str):
 
 
 def check_limits(limits: dict[str, tuple], **values) -> None:
-    """Raise UserError for the first value that is of a wrong type or out of range.
+    """Raise UserError for the first value that has a wrong type or is out of range.
 
-    limits: for each name the type, which values of it are valid, and how to say that.
+    limits: name -> (type, predicate for valid values, description of the allowed values).
     """
     for name, value in values.items():
         expected_type, valid, allowed = limits[name]

