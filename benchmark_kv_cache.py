@@ -1,4 +1,4 @@
-"""What does the cache gain, and how fast is transformers? python benchmark_kv_cache.py."""
+"""Greedy decoding with a KV cache, without it, in transformers: python benchmark_kv_cache.py."""
 
 import importlib.util
 import itertools
@@ -8,7 +8,7 @@ import tempfile
 import textwrap
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(__file__))  # which python -P leaves out
+    sys.path.insert(0, os.path.dirname(__file__))  # python -P leaves it out
     import loading.interrupt  # noqa: F401, before torch, whose import takes a second
 
 import torch
@@ -29,7 +29,7 @@ TRANSFORMERS_IMPORTS = [
 
 
 def load(mode: str, directory, dtype: torch.dtype, device: str):
-    """The model as that mode runs it."""
+    """Return the model as `mode` runs it."""
     if mode != "transformers":
         return load_model(directory, dtype, device)
     from transformers import AutoModelForCausalLM, logging
@@ -37,14 +37,14 @@ def load(mode: str, directory, dtype: torch.dtype, device: str):
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     hf_model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
-    hf_model.generation_config.eos_token_id = None  # so that it ignores EOS
+    hf_model.generation_config.eos_token_id = None  # ignore EOS
     return hf_model
 
 
 def run(
     mode: str, model, prompts: list[list[int]], length: int, device: str
 ) -> tuple[list, float, float]:
-    """Greedy steps of one token a prompt, the seconds to the first, and from there to the last."""
+    """Generate greedily; return steps (a token per prompt), TTFT and decode time in seconds."""
     if mode != "transformers":
         params = SamplingParams(max_new_tokens=length, ignore_eos=True)
         return common.timed(generate(model, prompts, params, use_cache=mode == "cache"), device)
@@ -60,11 +60,11 @@ def run(
 
 
 class Clock:
-    """A streamer of transformers' generate: it gets the prompt first, then each step's tokens."""
+    """A streamer for transformers' `generate`: gets the prompt, then the tokens of each step."""
 
     def __init__(self, device: str):
         self.device = device
-        self.times = []  # of the first two
+        self.times = []  # seconds, of the prompt and of the first token
 
     def put(self, tokens) -> None:
         if len(self.times) < 2:
@@ -77,14 +77,14 @@ class Clock:
 def run_once(
     mode: str, directory, dtype: torch.dtype, device: str, prompts: list[list[int]], length: int
 ) -> None:
-    """Load the model and generate once, for its memory."""
+    """Load the model and generate once, so that its peak memory can be measured."""
     run(mode, load(mode, directory, dtype, device), prompts, length, device)
 
 
 def check(ours, models: dict, prompts: list[list[int]], length: int, device: str) -> None:
-    """Exit unless all modes make the same greedy tokens, or logits that are close.
+    """Exit unless all modes generate the same greedy tokens, or close logits.
 
-    The tokens count in float32, the logits in half precision; texts are of that length in both.
+    Float32 compares tokens, half precision compares logits. Both require `length` tokens.
     """
     outputs = {mode: run(mode, model, prompts, length, device)[0] for mode, model in models.items()}
     first = next(iter(outputs.values()))
@@ -104,9 +104,9 @@ def check(ours, models: dict, prompts: list[list[int]], length: int, device: str
 
 
 def available(names: list[str]) -> list[str]:
-    """The modes that can run here, in their order; a line on stderr says if one cannot.
+    """Return the modes that can run here, in the order of MODES; report a missing one on stderr.
 
-    Raises UserError if none can.
+    Raises UserError if none can run.
     """
     modes = [mode for mode in MODES if mode in names]
     if "transformers" in modes and importlib.util.find_spec("transformers") is None:
@@ -143,7 +143,7 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
                     first = (run, modes[0], models[modes[0]], prompts)
                     steps = min(length, common.PROFILED)
                     common.profile(args.profile, device, *first, steps, device)
-                    args.profile = None  # the first setting alone
+                    args.profile = None  # profile only the first setting
                 memory = {}
                 for mode in modes:
                     imports = TRANSFORMERS_IMPORTS if mode == "transformers" else []
@@ -151,7 +151,7 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
                     memory[mode] = common.in_own_process(device, imports, *alone) / 1e6
                 for repeat, mode in itertools.product(range(args.repeats), modes):
                     _, ttft, decode_time = run(mode, models[mode], prompts, length, device)
-                    # Without a cache none is read, and all positions are computed.
+                    # Without a cache the roofline does not apply: a step recomputes all positions.
                     read = None if mode == "no cache" else model
                     results.write(
                         **environment
@@ -166,9 +166,9 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
 
 
 def plot(summary):
-    """Decode rate by length, a line for each mode.
+    """Plot the decode rate over the length, with a line for each mode.
 
-    A row of panels for each model and dtype, a column for each batch size.
+    Each model and dtype is a row of panels, each batch size a column.
     """
     from matplotlib.figure import Figure
 
@@ -188,7 +188,7 @@ def plot(summary):
         axes.set_xticks(sorted(set(summary["new_tokens"])))
         axes.set_xlabel("new tokens in each text")
     for axes in panels.flat:
-        axes.set_ylim(0)  # after all lines, because it ends the scaling
+        axes.set_ylim(0)  # after all lines, because it turns autoscaling off
     for axes in panels[:, 0]:
         axes.set_ylabel("decode rate, tokens/s in all texts")
     panels[0][0].legend(fontsize="small")

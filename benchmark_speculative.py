@@ -1,4 +1,4 @@
-"""Is speculation faster than its cached target alone? python benchmark_speculative.py --gamma 3."""
+"""Speculative decoding against its cached target: python benchmark_speculative.py --gamma 3."""
 
 import dataclasses
 import itertools
@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(__file__))  # which python -P leaves out
+    sys.path.insert(0, os.path.dirname(__file__))  # python -P leaves it out
     import loading.interrupt  # noqa: F401, before torch, whose import takes a second
 
 import torch
@@ -35,7 +35,7 @@ PROMPTS = (
 def passes(
     target, draft, prompt: list[int], params: SamplingParams, gamma: int, generator=None
 ) -> Iterator[SpeculativeStep]:
-    """Passes of the target: by itself, with its cache, where gamma is 0."""
+    """Return the passes of the target. Gamma 0 means cached decoding without drafts."""
     if gamma == 0:
         return (
             SpeculativeStep(step, [], 0) for step in generate(target, [prompt], params, generator)
@@ -51,16 +51,16 @@ def run_once(
     params: SamplingParams,
     gamma: int,
 ) -> None:
-    """Load what it takes and generate one text, for its memory."""
+    """Load the models and generate one sequence, so that peak memory can be measured."""
     target = load_model(names[0], dtype, device)
     draft = load_model(names[1], dtype, device) if gamma else None
     list(passes(target, draft, prompt, params, gamma))
 
 
 def check(target, draft, prompt: list[int], params: SamplingParams, gammas: list[int]) -> None:
-    """Exit unless all modes have the same greedy tokens, or the cache gives close logits.
+    """Exit unless all modes generate the same greedy tokens, or the cache gives close logits.
 
-    The tokens count in float32, the logits in half precision.
+    Float32 compares tokens, half precision compares logits.
     """
     outputs = []
     for gamma in gammas:
@@ -74,7 +74,7 @@ def check(target, draft, prompt: list[int], params: SamplingParams, gammas: list
 
 
 def check_options(args) -> None:
-    """Raise UserError for a pair or a length that says nothing."""
+    """Raise UserError for a random model, or for a length shorter than two full passes."""
     random = [name for name in (args.target, args.draft) if resolve_source(name).type == "random"]
     if random:
         why = "a random model agrees with no other, so speculation says nothing; train a pair"
@@ -87,7 +87,10 @@ def check_options(args) -> None:
 
 
 def encode_prompts(args, config) -> list[list[int]]:
-    """The prompts of a run. Raises UserError if the target's window cannot hold their texts."""
+    """Return the encoded prompts of a run.
+
+    Raises UserError if the target's context window cannot hold a prompt and its new tokens.
+    """
     encoding = load_encoding(args.target, config.vocab_size)
     prompts = [encoding.encode(text) for text in PROMPTS[: args.prompts]]
     longest = max(args.max_new_tokens) + max(len(prompt) for prompt in prompts)
@@ -121,7 +124,7 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
                 steps = passes(target, draft, prompts[0], greedy, args.gamma[0])
                 first = itertools.islice(steps, common.PROFILED)
                 common.profile(args.profile, device, list, first)
-                args.profile = None  # the first setting alone
+                args.profile = None  # profile only the first setting
             alone = (run_once, names, dtype, device, prompts[0], greedy)
             memory = {}
             for gamma in gammas:
@@ -129,7 +132,7 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
             for setting in settings:
                 params = dataclasses.replace(setting, max_new_tokens=length)
                 for gamma in gammas:
-                    list(passes(target, draft, prompts[0], params, gamma))  # to warm up
+                    list(passes(target, draft, prompts[0], params, gamma))  # warm up
                 runs = itertools.product(range(args.repeats), enumerate(prompts), gammas)
                 for repeat, (number, prompt), gamma in runs:
                     generator = torch.Generator(device).manual_seed(len(PROMPTS) * repeat + number)
@@ -152,7 +155,7 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
 
 
 def speculation(items: list[SpeculativeStep]) -> dict:
-    """The columns about drafts. Prefill and roofline are those of the target alone."""
+    """Return the columns about drafts. Prefill and roofline apply only to the target alone."""
     drafts = sum(len(item.drafts) for item in items)
     return {
         "prefill_tokens_per_s": None,
@@ -163,9 +166,9 @@ def speculation(items: list[SpeculativeStep]) -> dict:
 
 
 def plot(summary):
-    """Speed-up over the cached target by gamma, a line for each setting.
+    """Plot the speed-up over the cached target by gamma, with a line for each setting.
 
-    Bars go from the smallest to the largest.
+    Error bars span the minimum and maximum.
     """
     from matplotlib.figure import Figure
 
@@ -176,7 +179,7 @@ def plot(summary):
     lines = drafted.groupby(["dtype", "new_tokens", "temperature"], sort=False)
     for index, (setting, rows) in enumerate(lines):
         median, low, high = (rows[f"speedup_{name}"] for name in ("median", "min", "max"))
-        # A little aside, so that bars do not cover each other.
+        # Offset each line, so that error bars do not overlap.
         at = gammas[rows.index] + 0.03 * (index - (len(lines) - 1) / 2)
         spread = [median - low, high - median]
         label = "{}, {} tokens, temperature {}".format(*setting)
@@ -189,7 +192,7 @@ def plot(summary):
     names = textwrap.fill("{} drafted by {}".format(*summary.loc[0, ["model", "draft"]]), 90)
     title = f"Speculative decoding: median, min and max of paired ratios\n{names}"
     axes.set_title(title, fontsize="medium")
-    figure.legend(fontsize="small", loc="outside right upper")  # it would cover lines
+    figure.legend(fontsize="small", loc="outside right upper")  # inside, it would cover lines
     return figure
 
 

@@ -1,1 +1,1 @@
-"""Measurements that no lesson runs by itself: python -m benchmarks.engine, and so on."""
+"""Benchmarks to run by hand, such as python -m benchmarks.engine."""

@@ -1,4 +1,4 @@
-"""Tokens/s, first tokens and memory of engines over batch sizes: python -m benchmarks.batching."""
+"""Tokens/s, TTFT and peak memory of engines by batch size: python -m benchmarks.batching."""
 
 import contextlib
 import importlib.util
@@ -31,15 +31,15 @@ from sampling import SamplingParams
 
 
 class Engine(NamedTuple):
-    """What can be timed."""
+    """An engine that can be timed."""
 
-    package: str  # that it needs, or ""
+    package: str  # required package, or ""
     dtype: str
     description: str
 
     @property
     def is_ours(self) -> bool:
-        """Whether this repository computes, and no other library."""
+        """Return whether the engine belongs to this repository, not to another library."""
         return self.package in ("", "native")
 
 
@@ -62,24 +62,24 @@ IMPORTS = {
     "ctranslate2": ["ctranslate2"],
     "llama_cpp": ["llama_cpp"],
 }
-# Of an engine that needs more than its package, or one that pip calls otherwise: module -> pip's.
+# Packages with further requirements or another name in pip: module -> name in pip.
 NEEDS = {"llama_cpp": {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}}
-LABELS = (  # of a model's panels
+LABELS = (  # y-axes of a model's panels
     "tokens/s of all texts together",
     "tokens/s of each text",
     "seconds to the first token",
     "peak memory, MB",
 )
-COLOURS = [*(f"C{number}" for number in range(10)), "black", "gold"]  # of lines
-# The largest divergence of a position from float32, in nats; on average it may be a tenth.
+COLOURS = [*(f"C{number}" for number in range(10)), "black", "gold"]  # of the engines' lines
+# Maximum KL divergence of a position from float32, in nats; the mean may be a tenth of it.
 BOUNDS = {"bfloat16": 0.1, "int8": 0.5, "blocks": 0.5}
-# By so much, in log-probability, a token may be less probable than float32's choice. llama.cpp has
-# a float16 cache, and a table of float16 for GPT-2's GELU.
+# Maximum log-probability by which a token may be below float32's choice. llama.cpp has a float16
+# cache, and a float16 table for GPT-2's GELU.
 TIES = {"llama.cpp": 0.05}
 
 
 def load(name: str, directory: Path, device: str):
-    """The model as that engine runs it. The directory is what `prepare` made."""
+    """Return the model as the engine runs it. directory: written by `prepare`."""
     package, dtype, _ = ENGINES[name]
     if package == "transformers":
         return benchmark_kv_cache.load(package, directory, torch.float32, device)
@@ -97,9 +97,9 @@ def load(name: str, directory: Path, device: str):
 
 
 def prepare(model, directory: Path, names: list[str]) -> None:
-    """Write the model where all engines load it.
+    """Write the model in the format of each engine.
 
-    For CTranslate2 it is converted, with the ids for a vocabulary; for llama.cpp once a dtype.
+    CTranslate2's is converted, with the ids as its vocabulary; llama.cpp gets one file per dtype.
     """
     save_model(model, directory)
     for dtype in [ENGINES[name].dtype for name in names if ENGINES[name].package == "llama_cpp"]:
@@ -121,7 +121,7 @@ def prepare(model, directory: Path, names: list[str]) -> None:
 def run(
     name: str, model, prompts: list[list[int]], length: int, device: str
 ) -> tuple[list, float, float]:
-    """Greedy steps of one token a prompt, the seconds to the first, and from there to the last."""
+    """Generate greedily; return steps (a token per prompt), TTFT and decode time in seconds."""
     package = ENGINES[name].package
     if package == "transformers":
         return benchmark_kv_cache.run(package, model, prompts, length, device)
@@ -158,9 +158,9 @@ def run_ctranslate2(
 def throughput_columns(
     name: str, model, prompts: list[list[int]], length: int, device: str, bandwidth: float
 ) -> dict:
-    """The columns of one run.
+    """Run the engine once and return its columns.
 
-    Shares of the roofline are for engines whose bytes are known: ours, with their cache.
+    The roofline share needs the bytes read, so only our engines with a cache have one.
     """
     _, ttft, decode_time = run(name, model, prompts, length, device)
     engine = ENGINES[name]
@@ -174,15 +174,15 @@ def throughput_columns(
 def run_once(
     name: str, directory: Path, device: str, prompts: list[list[int]], length: int
 ) -> None:
-    """Load the model and generate once, for its memory."""
+    """Load the model and generate once, so that its peak memory can be measured."""
     run(name, load(name, directory, device), prompts, length, device)
 
 
 class EngineProcess:
-    """A process of its own in which an engine has its model: waiting threads disturb others.
+    """A process for one engine and its model, so that its idle threads do not disturb others.
 
-    Call it with a function and arguments: function(name, model, *arguments) runs there, and what
-    it returns is here.
+    Call it with a function and arguments: function(name, model, *arguments) runs there, and its
+    result is returned here.
     """
 
     def __init__(self, name: str, directory: Path, device: str):
@@ -212,8 +212,8 @@ class EngineProcess:
 
 
 def run_engine_process(connection, name: str, directory: Path, device: str, threads: int) -> None:
-    """What an engine's process does, until the other end of the connection is closed, or gone."""
-    # Ctrl-C is for the process that waits for this one.
+    """Serve calls in an engine's process until the connection closes or breaks."""
+    # The parent process handles Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     model = None
@@ -230,7 +230,7 @@ def run_engine_process(connection, name: str, directory: Path, device: str, thre
 
 @torch.inference_mode()
 def log_probs(name: str, model, tokens: list[int]) -> torch.Tensor:
-    """Log-probabilities of the token after each position, (T, vocab_size), by that engine."""
+    """Return the engine's log-probabilities after each position, (T, vocab_size)."""
     if ENGINES[name].package == "ctranslate2":
         import numpy
 
@@ -244,9 +244,9 @@ def log_probs(name: str, model, tokens: list[int]) -> torch.Tensor:
 
 
 def check(engine_processes: dict, prompts: list[list[int]], length: int, device: str) -> None:
-    """Exit unless engines with float32 make the same tokens, others nearly the same log-probs.
+    """Exit unless float32 engines generate the same tokens, and others nearly the same log-probs.
 
-    Of two tokens that are nearly as probable, as TIES has it, either is the same.
+    Where an engine has TIES, a token that is less probable by at most that counts as the same.
     """
     outputs = {}
     for name, engine_process in engine_processes.items():
@@ -269,9 +269,9 @@ def check(engine_processes: dict, prompts: list[list[int]], length: int, device:
 def diverges(
     output: list, engine_process, prompts: list[list[int]], expected: list, tie: float
 ) -> bool:
-    """Whether a row leaves the expected tokens for one that is less probable by more than `tie`.
+    """Return whether a sequence picks a token less probable than expected by more than `tie`.
 
-    output, expected: steps of one token a prompt. engine_process: for the log-probabilities.
+    output, expected: steps of one token per prompt. engine_process: computes log-probabilities.
     """
     for prompt, sequence, expected_tokens in zip(prompts, zip(*output), zip(*expected)):
         if sequence != expected_tokens:
@@ -283,7 +283,7 @@ def diverges(
 
 
 def unavailable_reason(name: str, device: str) -> str:
-    """Why an engine cannot run here, or ""."""
+    """Return the reason why an engine cannot run here, or ""."""
     package = ENGINES[name].package
     if package == "native":
         return common.native_refusal(device)
@@ -295,9 +295,9 @@ def unavailable_reason(name: str, device: str) -> str:
 
 
 def available(names: list[str], device: str) -> list[str]:
-    """The engines that can run here, `cache` always among them.
+    """Return the engines that can run here, `cache` always among them.
 
-    A line on stderr says which cannot, and why.
+    The others are reported on stderr with the reason.
     """
     wanted = [name for name in ENGINES if name in ("cache", *names)]
     reasons = {}
@@ -349,10 +349,10 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
 
 
 def plot(summary):
-    """Decode rates, times to the first token and peak memory over batch sizes.
+    """Plot decode rates, times to the first token, and peak memory over batch sizes.
 
-    Four panels for each model and length: the rate of all texts together, of each text, then the
-    other two.
+    Each model and length has four panels: the rate of the whole batch, the rate of each sequence,
+    then the other two.
     """
     from matplotlib.figure import Figure
 
@@ -378,7 +378,7 @@ def plot(summary):
 
 
 def draw_engine(panels, name: str, points) -> None:
-    """A line in each panel, dashed for another library's engine."""
+    """Draw a line in each panel, dashed for the engine of another library."""
     sizes = points["batch_size"]
     rate = "decode_tokens_per_s"
     median, low, high = (points[f"{rate}_{what}"] for what in ("median", "min", "max"))

@@ -1,7 +1,7 @@
-"""A server of OpenAI's API under load, as its clients see it: python -m benchmarks.client.
+"""Load generator for servers of OpenAI's API, with latencies: python -m benchmarks.client.
 
-The client may share its cores with the server. So while there is load it only notes which bytes
-came when, and reads them afterwards.
+The client may share its cores with the server. Under load it only records bytes with their times,
+and parses them afterwards.
 """
 
 import argparse
@@ -49,28 +49,28 @@ METRICS = {
     "send lag": "how late requests were sent: whether the client kept up",
     "client CPU": "what the client itself took",
 }
-# Each is one token after a blank, in most vocabularies.
+# After a space each word is one token in most vocabularies.
 WORDS = """the and to was a he she it they day said with in his her mom play big little happy of
     friend then so had were boy girl dog cat bird tree park house ball toy car sun water box red
     blue saw went ran loved home very good new old up down sad time food rain fish book""".split()
-# A text goes on after EOS, and each chunk counts the tokens so far, where a server can do that.
+# Ignore EOS, and count the tokens so far in each chunk, if the server supports it.
 EXTRA_BODY = {
     "ignore_eos": True,
     "stream_options": {"include_usage": True, "continuous_usage_stats": True},
 }
-TIMEOUT = 120  # seconds for an answer
-MAX_REQUESTS = 10**6  # requests of an open loop, which are all made before it begins
-CLIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # no socket: nothing was sent
+TIMEOUT = 120  # seconds per request
+MAX_REQUESTS = 10**6  # of an open loop, which builds all requests before it begins
+CLIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # no socket, so nothing was sent
 
 
 # Requests
 
 
 def request_bodies(seed: str, prompt, tokens, first: str = "") -> Iterator[dict]:
-    """Requests without end, the same ones for a seed.
+    """Yield request bodies without end, the same ones for the same seed.
 
-    prompt, tokens: the least and the most words, and tokens of an answer. first: what each prompt
-    begins with.
+    prompt: min and max words of a prompt. tokens: min and max tokens of an answer. first: common
+    prefix of all prompts.
     """
     source = random.Random(seed)
     while True:
@@ -80,9 +80,9 @@ def request_bodies(seed: str, prompt, tokens, first: str = "") -> Iterator[dict]
 
 
 def poisson_arrivals(count: int, request_rate: float, seed: str) -> list[float]:
-    """When `count` requests are due, in seconds: a Poisson process of `request_rate` a second.
+    """Return `count` arrival times in seconds: a Poisson process of `request_rate` per second.
 
-    As in vLLM the last one is due at count / request_rate, so that each run has just that rate.
+    As in vLLM, the last one is due at count / request_rate, so that each run has exactly that rate.
     """
     source = random.Random(seed)
     arrival_times = list(itertools.accumulate(source.expovariate(1) for _ in range(count)))
@@ -90,7 +90,7 @@ def poisson_arrivals(count: int, request_rate: float, seed: str) -> list[float]:
 
 
 class Exchange(asyncio.Protocol):
-    """A request for a completion, in a connection of its own, and the bytes that come back."""
+    """A completion request on its own connection, and the bytes that come back."""
 
     def __init__(self, url: str, body: dict):
         self.url = urlsplit(url)
@@ -106,7 +106,7 @@ class Exchange(asyncio.Protocol):
         self.request = b"".join(map(self.http.send, (*parts, h11.EndOfMessage())))
 
     async def run(self, arrival_time: float) -> None:
-        """Send it, and wait until the server closes the connection."""
+        """Send the request, and wait until the server closes the connection."""
         self.loop = asyncio.get_running_loop()
         self.closed = self.loop.create_future()
         self.arrival_time = arrival_time
@@ -119,7 +119,7 @@ class Exchange(asyncio.Protocol):
                     await asyncio.shield(self.closed)
         except TimeoutError:
             self.failure = f"no end in {TIMEOUT} s"
-        except (OSError, UnicodeError) as error:  # Unicode's for a host that no address can have
+        except (OSError, UnicodeError) as error:  # UnicodeError: invalid host name
             is_client_error = getattr(error, "errno", None) in CLIENT_ERRNOS
             self.failure = f"client: {error.strerror}" if is_client_error else "no connection"
 
@@ -134,24 +134,24 @@ class Exchange(asyncio.Protocol):
 
 
 async def open_loop(exchanges: list[Exchange], arrival_times: list[float]) -> tuple:
-    """Send each one when it is due, whatever became of those before it.
+    """Send each request when it is due, even if earlier ones are unfinished.
 
-    Returns them, when the load began, and the seconds to the arrival of the last one.
+    Returns the exchanges, the start of the load, and the seconds to the last arrival.
     """
     loop = asyncio.get_running_loop()
     began = loop.time()
     tasks = []
     for exchange, arrival_time in zip(exchanges, arrival_times, strict=True):
-        await asyncio.sleep(began + arrival_time - loop.time())  # late once is not late for ever
+        await asyncio.sleep(began + arrival_time - loop.time())  # absolute: delays do not add up
         tasks.append(asyncio.create_task(exchange.run(began + arrival_time)))
     await asyncio.gather(*tasks)
     return exchanges, began, arrival_times[-1]
 
 
 async def closed_loop(exchanges: Iterator[Exchange], clients: int, seconds: float) -> tuple:
-    """`clients` clients for `seconds`; each sends its next request when the last is answered.
+    """Run `clients` clients for `seconds`, each with one request in flight at a time.
 
-    Returns what was sent, when the load began, and its seconds.
+    Returns the exchanges sent, the start of the load, and its seconds.
     """
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -172,22 +172,22 @@ async def closed_loop(exchanges: Iterator[Exchange], clients: int, seconds: floa
 
 
 class RequestFailed(Exception):
-    """Why a request has no whole answer."""
+    """The reason why a request has no complete answer."""
 
 
 class RequestOutput(NamedTuple):
-    """What came back, or as much as did."""
+    """The answer to a request, possibly incomplete."""
 
     arrival_time: float
     send_time: float
-    times: list[float]  # of each token; of each chunk if it is not known which tokens it had
+    times: list[float]  # of each token, or of each chunk if the server does not count tokens
     tokens: int
     text: str
     failure: str  # "" for none
 
     @property
     def ttft(self) -> float:
-        """In milliseconds, as tpot is."""
+        """Return the time to first token in milliseconds, the unit of tpot too."""
         return 1000 * (self.times[0] - self.arrival_time)
 
     @property
@@ -196,7 +196,7 @@ class RequestOutput(NamedTuple):
 
 
 def read(exchange: Exchange) -> RequestOutput:
-    """What an answer says."""
+    """Parse the answer to a request. A failure is recorded, not raised."""
     chunks = []  # (time, tokens so far or None, text)
     times = []
     reason = None
@@ -233,9 +233,9 @@ def read(exchange: Exchange) -> RequestOutput:
 
 
 def events(exchange: Exchange) -> Iterator[tuple[float, bytes]]:
-    """The data of each server-sent event but [DONE], and when all of it was there.
+    """Yield the arrival time and data of each complete server-sent event except [DONE].
 
-    Raises RequestFailed for another status than 200, and for an answer without its end.
+    Raises RequestFailed for a status other than 200, and for a truncated answer.
     """
     rest = b""
     try:
@@ -255,22 +255,22 @@ def events(exchange: Exchange) -> Iterator[tuple[float, bytes]]:
         raise RequestFailed("cut off") from None
 
 
-# What a load showed
+# Metrics
 
 
 class LoadResult(NamedTuple):
-    """What came of a load."""
+    """The outputs and timing of a load."""
 
     outputs: list[RequestOutput]
     began: float
-    seconds: float  # in which requests were due
-    cpu: float  # seconds that this process took
+    seconds: float  # period in which requests were due
+    cpu: float  # CPU seconds of this process
 
 
 def run(load: Coroutine) -> LoadResult:
-    """Do what `open_loop` or `closed_loop` says, then read what came back."""
+    """Run `open_loop` or `closed_loop`, then parse the answers."""
     gc.collect()
-    gc.freeze()  # the libraries are a million objects; looking through them takes many steps' time
+    gc.freeze()  # a scan of the libraries' million objects takes as long as many steps
     before = time.process_time()
     exchanges, began, seconds = asyncio.run(load)
     cpu = time.process_time() - before
@@ -278,7 +278,7 @@ def run(load: Coroutine) -> LoadResult:
 
 
 def percentiles(name: str, values: list[float], *percents: int) -> dict[str, float]:
-    """Percentiles of milliseconds, by name; none without values."""
+    """Return percentiles of milliseconds by name, or {} without values."""
     percents = percents if values else ()
     return {
         f"{name}, ms, p{percent}": float(numpy.percentile(values, percent)) for percent in percents
@@ -286,7 +286,7 @@ def percentiles(name: str, values: list[float], *percents: int) -> dict[str, flo
 
 
 def calculate_metrics(load: LoadResult, ttft: float, tpot: float) -> dict[str, float]:
-    """METRICS of a load. ttft, tpot: limits for the goodput, in milliseconds."""
+    """Return the METRICS of a load. ttft, tpot: limits for the goodput, in milliseconds."""
     completed = [output for output in load.outputs if not output.failure]
     failures = Counter(output.failure for output in load.outputs if output.failure)
     end = load.began + load.seconds
@@ -322,7 +322,7 @@ def calculate_metrics(load: LoadResult, ttft: float, tpot: float) -> dict[str, f
 
 
 def positive_float(text: str) -> float:
-    """An argparse type."""
+    """Parse a positive finite number, as an argparse type."""
     with contextlib.suppress(ValueError):
         if 0 < float(text) < math.inf:
             return float(text)
@@ -330,7 +330,7 @@ def positive_float(text: str) -> float:
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
-    """The options that say what is asked for, and for how long, and what the measures are."""
+    """Add the options of a load, and explain METRICS in the epilog."""
     number = {"type": integer_in_range(1)}
     positive = {"type": positive_float}
     parser.add_argument("--seconds", **positive, default=5.0, help="in which requests are due")
@@ -347,7 +347,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_load_options(args) -> None:
-    """Raises UserError where the first number of two is not the smaller one."""
+    """Raise UserError if a minimum is above its maximum."""
     for name in ("prompt_words", "new_tokens"):
         least, most = getattr(args, name)
         if least > most:
@@ -372,13 +372,13 @@ def main(argv=None) -> None:
 
 
 def show(args) -> None:
-    """Print the measures of a load. Raises UserError for bad options.
+    """Run a load and print its metrics. Raises UserError for bad options.
 
     The exit code is 1 if all requests failed.
     """
     check_load_options(args)
     known = None
-    with contextlib.suppress(ValueError):  # of a port that cannot be
+    with contextlib.suppress(ValueError):  # invalid port
         known = re.fullmatch(r"http://[\w.-]+:\d+", args.url, re.ASCII) and urlsplit(args.url).port
     if not known:
         raise UserError(f"--url {args.url}: it must be http://HOST:PORT")

@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, results, times, the memory roofline and peak memory."""
+"""Shared parts of the benchmarks: options, results, timing, memory roofline and peak memory."""
 
 import argparse
 import csv
@@ -26,9 +26,9 @@ from native import BuildError, kernel
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark_results"  # the default directory
-PROFILED = 8  # steps in a profile: a trace of more opens slowly
+PROFILED = 8  # steps in a profile; a longer trace opens slowly
 FLOATS = [name for name, dtype in DTYPES.items() if dtype.is_floating_point]
-SETTING = {  # what a summary keeps apart
+SETTING = {  # columns that a summary groups by
     "model": "what --model or --target names",
     "draft": "what --draft names",
     "dtype": "of weights, activations and cache",
@@ -66,7 +66,7 @@ MEASURED = {
     "tokens_per_pass": "tokens for each pass of the target",
 }
 COLUMNS = SETTING | CONDITIONS | MEASURED
-ENVIRONMENT = (  # the columns of every file
+ENVIRONMENT = (  # columns in every file
     "model",
     "draft",
     "dtype",
@@ -81,7 +81,7 @@ ENVIRONMENT = (  # the columns of every file
 
 
 def columns(own: dict[str, str]) -> dict[str, str]:
-    """Return these columns, followed by those that say what ran on what."""
+    """Return these columns, followed by the ENVIRONMENT columns that they lack."""
     return own | {name: COLUMNS[name] for name in ENVIRONMENT if name not in own}
 
 
@@ -89,21 +89,21 @@ def columns(own: dict[str, str]) -> dict[str, str]:
 
 
 class Formatter(HelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, and keeps the line breaks of the list of columns."""
+    """A help formatter that shows defaults and keeps the line breaks of the column list."""
 
 
 class Unique(argparse.Action):
-    """Drops values that were given before: the runs of both could not be told apart."""
+    """An argparse action that drops duplicate values, whose runs could not be told apart."""
 
     def __call__(self, parser, args, values, option=None):
         setattr(args, self.dest, list(dict.fromkeys(values)))
 
 
-LIST = {"nargs": "+", "action": Unique}  # keywords of an option with several values
+LIST = {"nargs": "+", "action": Unique}  # keyword arguments of an option with several values
 
 
 def integer_in_range(least: int, most: int | None = None):
-    """An argparse type: an integer from `least` to `most`, None for no limit."""
+    """Return an argparse type for integers from `least` to `most`, None for no limit."""
 
     def convert(text: str) -> int:
         if not text.isdecimal() or not least <= int(text) <= (most or int(text)):
@@ -115,7 +115,7 @@ def integer_in_range(least: int, most: int | None = None):
 
 
 def trace_file(text: str) -> Path:
-    """An argparse type: a .json file that can be written."""
+    """Parse the path of a writable .json file, as an argparse type."""
     path = Path(text)
     if path.suffix != ".json":
         raise argparse.ArgumentTypeError(f"{text!r}: the name must end in .json")
@@ -127,7 +127,7 @@ def trace_file(text: str) -> Path:
 
 
 def add_profile_option(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add --profile. what: the run that is profiled."""
+    """Add --profile. what: the profiled run, for the help."""
     help_text = (
         f"Chrome trace of {PROFILED} steps of {what}, not timed; none if not given. A table of"
     )
@@ -143,10 +143,10 @@ def add_options(
     dtypes: bool = True,
     columns: dict[str, str] = COLUMNS,
 ) -> None:
-    """The options that benchmarks share, and an explanation of the columns.
+    """Add the options that benchmarks share, and explain the columns in the epilog.
 
-    lengths, repeats: the defaults of --max-new-tokens and --repeats, None for no such option.
-    dtypes: --dtype is one.
+    lengths, repeats: the defaults of --max-new-tokens and --repeats, None to omit the option.
+    dtypes: whether to add --dtype.
     """
     parser.formatter_class = Formatter
     explained = (f"  {name:20} {text}" for name, text in columns.items())
@@ -180,12 +180,12 @@ def add_options(
 
 
 class ResultsFile:
-    """A CSV file that has each row as soon as it is measured; a summary and a plot lie beside it.
+    """A CSV file, written row by row as results arrive, with a summary and a plot beside it.
 
-    Rows and summary are there as JSON, too: a list of records with the values of the CSV.
-    Rows are written to PATH.part. It must not exist, so two runs never share a file, and the rows
-    of a run that was killed stay there. `close` renames it. Raises UserError for a path that
-    cannot be used, OSError for a full disk.
+    Rows and summary are also written as JSON: a list of records with the values of the CSV.
+    Rows go to PATH.part, which `close` renames. PATH.part must not exist, so two runs never share a
+    file, and the rows of a killed run stay there. Raises UserError for an unusable path, OSError
+    for a full disk.
     """
 
     columns = COLUMNS
@@ -201,13 +201,13 @@ class ResultsFile:
         self.summary_records = self.summary.with_suffix(".json")
         self.related_files = (self.summary, self.plot, self.records, self.summary_records)
         self.rows = []
-        self.lines = []  # what the file has, its header first
+        self.lines = []  # the file's lines, header first
         if taken := [file for file in (path, *self.related_files) if file.is_dir()]:
             raise UserError(f"--output {path}: {taken[0]} is a directory")
-        if path.parent.resolve() == RESULTS:  # any other directory must be there
+        if path.parent.resolve() == RESULTS:  # any other directory must exist
             RESULTS.mkdir(exist_ok=True)
         try:
-            self.file = self.part.open("xb", buffering=0)  # x: fails if it is there
+            self.file = self.part.open("xb", buffering=0)  # x: fail if it exists
         except FileExistsError:
             why = "another run writes to it, or was killed and left its rows there"
             raise UserError(f"{self.part} exists: {why}; wait, or move that file") from None
@@ -218,13 +218,13 @@ class ResultsFile:
             raise
 
     def append(self, row: dict) -> None:
-        """Write a line, or nothing: no part of a line that does not fit on the disk is left."""
+        """Write a line. If the disk is full, remove its partial bytes and raise OSError."""
         line = io.StringIO()
         csv.DictWriter(line, self.columns, lineterminator="\n").writerow(row)
         data = line.getvalue().encode()
         end = self.file.tell()
         try:
-            while data:  # a nearly full disk takes the beginning first
+            while data:  # a nearly full disk may take only the beginning
                 data = data[self.file.write(data) :]
         except OSError:
             self.file.truncate(end)
@@ -232,7 +232,7 @@ class ResultsFile:
         self.lines.append({name: row.get(name) for name in self.columns})
 
     def write(self, **row) -> None:
-        """Add a row, and show it on stderr. Measured numbers get four digits.
+        """Add a row and print it on stderr. The file gets measured numbers with four digits.
 
         Raises ValueError for unknown columns.
         """
@@ -245,13 +245,13 @@ class ResultsFile:
         print(shown.format(**row), file=sys.stderr)
 
     def summarise(self, baseline: str | dict | None):
-        """The table of all rows, as the function of that name."""
+        """Return the summary of all rows, as the function `summarise` does."""
         return summarise(self.rows, baseline)
 
     def close(self) -> bool:
-        """Put the rows where an older file may be, and remove what lies beside that one.
+        """Move the rows to `path`, and remove the summary, plot and JSON of an earlier run.
 
-        Returns False if there are no rows; then the older files stay.
+        Returns False if there are no rows. The earlier files then stay.
         """
         self.file.close()
         if not self.rows:
@@ -266,15 +266,15 @@ class ResultsFile:
 class MetricsFile(ResultsFile):
     """A CSV file with a row for each value, for a benchmark that measures different things.
 
-    Its columns are those in which runs differ, then "measure", "value" and "repeat", and what ran
-    on what. A subclass says in `setting` which of them a summary keeps apart.
+    Columns that identify the run come first, then "measure", "value" and "repeat", then
+    ENVIRONMENT. A subclass lists in `setting` the columns that a summary groups by.
     """
 
     setting: list[str]
-    environment = {}  # what ran on what
+    environment = {}  # columns with the same value in all rows
 
     def add(self, which: str, run: dict, values: dict) -> None:
-        """Add the values of a run, measure -> number, and show them on stderr after its name."""
+        """Add the values of a run, measure -> number, and print them on stderr after `which`."""
         for measure, value in values.items():
             self.rows.append(self.environment | run | {"measure": measure, "value": value})
             self.append(self.rows[-1] | {"value": four_digits(value)})
@@ -282,7 +282,7 @@ class MetricsFile(ResultsFile):
         print(f"{which}: {shown}", file=sys.stderr)
 
     def summarise(self, baseline):
-        """A table with a line for each measure of each setting: median, min and max of repeats."""
+        """Return the median, min and max over repeats for each measure of each setting."""
         import pandas
 
         values = pandas.DataFrame(self.rows).groupby(self.setting, sort=False)["value"]
@@ -300,7 +300,7 @@ def run_benchmark(
 ) -> None:
     """Parse a command line and call measure(args, device, results); then summarise and plot.
 
-    That is done with whatever rows are there, also after Ctrl-C and errors. baseline: as in
+    Ctrl-C and errors also end in a summary and a plot, of the rows measured so far. baseline: as in
     `summarise`. plot: a function of the summary that returns a figure.
     """
 
@@ -317,21 +317,21 @@ def run_benchmark(
                 report(results, baseline, plot)
         except BrokenPipeError:
             raise
-        except OSError as error:  # of the results, or no space for a temporary file
+        except OSError as error:  # in a results file, or no space for a temporary file
             raise UserError(f"{error.filename or args.output}: {error.strerror or error}") from None
 
     run_script(parser, run, argv)
 
 
 def check_profile(args, results: ResultsFile) -> None:
-    """Raise UserError for a --profile that is one of the files of --output."""
+    """Raise UserError if --profile names one of the files of --output."""
     profile = getattr(args, "profile", None)
     if profile and profile.resolve() in [file.resolve() for file in results.related_files]:
         raise UserError(f"--profile {profile}: --output writes it; give it another name")
 
 
 def report(results: ResultsFile, baseline: str | dict | None, plot) -> None:
-    """Close the results; if there are any, write and print the summary, and draw the plot."""
+    """Close the results. If there are rows, write and print the summary, and draw the plot."""
     if results.close():
         summary = results.summarise(baseline)
         picture = io.BytesIO()
@@ -354,9 +354,9 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def as_json(rows: list[dict]) -> bytes:
-    """Return rows as a JSON list of records; a float that is not finite is null.
+    """Return rows as a JSON list of records, with null for floats that are not finite.
 
-    Not `DataFrame.to_json`, which cuts numbers after 15 decimal places.
+    `DataFrame.to_json` would cut numbers after 15 decimal places.
     """
     records = []
     for row in rows:
@@ -367,17 +367,18 @@ def as_json(rows: list[dict]) -> bytes:
 
 
 def four_digits(value: float | None) -> float | None:
-    """A measured number, rounded to what is worth reading."""
+    """Round a measured number to four significant digits; None stays None."""
     return None if value is None else float(f"{value:.4g}")
 
 
 def summarise(rows: list[dict], baseline: str | dict):
-    """A table with a line for each setting.
+    """Return a table with a line for each setting.
 
-    It has the median, min and max over repeats and prompts of the decode rate and of the speed-up,
-    which is the ratio to the baseline in the same repeat and prompt; medians of the rest.
-    baseline: values of columns, or a mode alone. The rows compared with it are equal to it in all
-    other settings.
+    The decode rate and the speed-up have their median, min and max over repeats and prompts. Other
+    measures have their median. The speed-up is the ratio to the baseline in the same repeat and
+    prompt.
+    baseline: a mode, or values of columns. Each row is compared with the baseline row that equals
+    it in all other settings.
     """
     import pandas
 
@@ -397,11 +398,11 @@ def summarise(rows: list[dict], baseline: str | dict):
     return pandas.DataFrame(columns).map(four_digits).assign(runs=groups.size()).reset_index()
 
 
-# What ran on what
+# Environment
 
 
 def describe_environment(name, model, device: str, draft: str = "") -> dict:
-    """The columns that say what ran on what."""
+    """Return the ENVIRONMENT columns except `library`."""
     return {
         "model": resolve_source(name).label,
         "draft": draft and resolve_source(draft).label,
@@ -416,12 +417,12 @@ def describe_environment(name, model, device: str, draft: str = "") -> dict:
 
 
 def instruction_set(device: str) -> str:
-    """What the C code uses of this CPU; "" where it cannot compute."""
+    """Return the instruction set that the C code uses on this CPU, or "" if it cannot compute."""
     return "" if native_refusal(device) else kernel()
 
 
 def native_refusal(device: str) -> str:
-    """Why the C code cannot compute on a device, or ""."""
+    """Return the reason why the C code cannot compute on a device, or ""."""
     if device != "cpu":
         return f"for the CPU only, not {device}"
     try:
@@ -432,16 +433,16 @@ def native_refusal(device: str) -> str:
 
 
 def library(package: str) -> str:
-    """A package that is imported, and its version."""
+    """Return the name and version of an imported package."""
     return f"{package} {sys.modules[package].__version__}"
 
 
 def commit() -> str:
-    """The commit of this repository, with -dirty if its files differ.
+    """Return the commit of this repository, with -dirty if its files differ.
 
-    `unknown` without git or outside a repository.
+    Returns `unknown` without git or outside a repository.
     """
-    # Not the commit of some other repository that this directory lies in; no names of tags.
+    # --git-dir rules out an enclosing repository, --exclude rules out tag names.
     here = [f"--git-dir={ROOT / '.git'}", f"--work-tree={ROOT}"]
     command = ["git", *here, "describe", "--always", "--dirty", "--exclude=*"]
     try:
@@ -452,7 +453,7 @@ def commit() -> str:
 
 
 def cpu_name() -> str:
-    """The processor's name, where the system tells it."""
+    """Return the processor's name, or its architecture if the system hides the name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         line = next(line for line in lines if line.startswith("model name"))
@@ -462,9 +463,9 @@ def cpu_name() -> str:
 
 
 def models_that_fit(names: list[str], tokens: int) -> list[str]:
-    """Each of the models once, however it was spelled.
+    """Return the models without duplicates, even if two are spelled differently.
 
-    Raises UserError if the window of one holds fewer tokens.
+    Raises UserError if the context window of one holds fewer than `tokens` tokens.
     """
     different = {resolve_source(name).label: name for name in names}
     for name in different.values():
@@ -475,7 +476,7 @@ def models_that_fit(names: list[str], tokens: int) -> list[str]:
 
 
 def random_prompts(vocab_size: int, batch_size: int, tokens: int) -> list[list[int]]:
-    """batch_size prompts of random ids, equal in every run."""
+    """Return batch_size prompts of random ids, equal in every run."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(vocab_size, (batch_size, tokens), generator=generator).tolist()
 
@@ -484,14 +485,14 @@ def random_prompts(vocab_size: int, batch_size: int, tokens: int) -> list[list[i
 
 
 def now(device: str) -> float:
-    """The time in seconds, after the device has finished all that it was asked for."""
+    """Return the time in seconds, after the device has finished all queued work."""
     if device != "cpu":
         getattr(torch, device).synchronize()
     return time.perf_counter()
 
 
 def timed(steps, device: str) -> tuple[list, float, float]:
-    """Run an iterator: its items, the seconds to the first of them, and from there to the end."""
+    """Run an iterator; return its items, seconds to the first, and seconds from it to the end."""
     items = []
     began = now(device)
     for item in steps:
@@ -502,10 +503,10 @@ def timed(steps, device: str) -> tuple[list, float, float]:
 
 
 def profile(file: Path, device: str, function, *arguments) -> None:
-    """Call a function under torch.profiler, and write what it did.
+    """Call a function under torch.profiler, and write a trace and a table.
 
-    file: for a Chrome trace. Beside it, as .txt, is a table of the operations, sorted by their own
-    time on the device. Passes in C are no operations of torch.
+    file: the Chrome trace. The table of operations lies beside it as .txt, sorted by self time on
+    the device. Passes in C do not appear, because they are no operations of torch.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device == "cuda":
@@ -523,9 +524,9 @@ def profile(file: Path, device: str, function, *arguments) -> None:
 
 
 def bandwidth(device: str, dtype: torch.dtype) -> float:
-    """Bytes a second that the product of a 256 MB matrix with a vector reads.
+    """Return the bytes per second that the product of a 256 MB matrix and a vector reads.
 
-    The median of nine products, after one more.
+    The result is the median of nine products after a warm-up.
     """
     side = int((2**28 / dtype.itemsize) ** 0.5)
     matrix = torch.ones(side, side, dtype=dtype, device=device)
@@ -543,10 +544,11 @@ def throughput_columns(
     bandwidth: float,
     first_pass_tokens: int = 1,
 ) -> dict:
-    """The columns about `length` new tokens a prompt, with `first_pass_tokens` in `ttft` seconds.
+    """Return the columns about `length` new tokens per prompt.
 
-    model: what each step read, with its cache; None if that is not known, and then neither is the
-    roofline.
+    ttft: seconds of the first pass, which yields `first_pass_tokens` tokens. decode_time: seconds
+    after it. model: the model that each step reads, with its cache. None means unknown and leaves
+    the roofline empty.
     """
     batch_size = len(prompts)
     prompt_tokens = len(prompts[0])
@@ -568,18 +570,18 @@ def throughput_columns(
 def roofline_share(
     model, batch_size: int, prompt_tokens: int, new_tokens: int, seconds: float, bandwidth: float
 ) -> float:
-    """The share of the seconds after the first token that reading takes at that bandwidth.
+    """Return the share of `seconds` that memory reads take at `bandwidth` bytes per second.
 
-    Each step reads all weights once, except embeddings, of which it takes a row, and the keys and
-    values of all positions so far. A head counts, also where its weight is an embedding's.
-    bandwidth: in bytes a second.
+    Each step reads all weights once, and the keys and values of all positions so far. Embeddings
+    are excluded, because a step reads only single rows. The head counts even if tied to an
+    embedding. seconds: time after the first token.
     """
     config = model.config
-    # By class name: Int8Embedding is no nn.Embedding.
+    # Compare class names: Int8Embedding is no nn.Embedding.
     read = [part for part in model.children() if not type(part).__name__.endswith("Embedding")]
     weights = sum(tensor.nbytes for part in read for tensor in part.state_dict().values())
     positions = prompt_tokens + new_tokens / 2  # on average
-    numbers = 2 * config.n_layer * config.n_kv_head * config.head_dim * positions  # of a row
+    numbers = 2 * config.n_layer * config.n_kv_head * config.head_dim * positions  # per sequence
     cache = batch_size * numbers * model.dtype.itemsize
     return (new_tokens - 1) * (weights + cache) / bandwidth / seconds
 
@@ -589,11 +591,11 @@ def roofline_share(
 
 @torch.inference_mode()
 def check_half_precision(model, tokens: torch.Tensor, pass_size: int = 1, reference=None) -> None:
-    """Compare the log-probabilities with a cache and of one pass without it.
+    """Compare the log-probabilities of cached passes with one pass without a cache.
 
-    For half precision, where rounding may change greedy tokens. tokens: (B, T). pass_size: how many
-    tokens a pass with the cache takes. reference: a function of (1, T) tokens that returns
-    (1, T, vocab_size) logits, which are checked too.
+    For half precision, where rounding may change greedy tokens. tokens: (B, T). pass_size: tokens
+    of a cached pass. reference: a function from (1, T) tokens to (1, T, vocab_size) logits, which
+    are checked too.
     Raises SystemExit if the divergence of a position is above 0.1 nats, or the mean above 0.01.
     """
     cache = KVCache(model, *tokens.shape)
@@ -603,7 +605,7 @@ def check_half_precision(model, tokens: torch.Tensor, pass_size: int = 1, refere
         hidden_states.append(model.hidden(new, positions, cache.attend))
         cache.commit()
     cached = torch.cat(hidden_states, dim=1)
-    # One row at a time: the logits of a batch may be gigabytes.
+    # One sequence at a time: the logits of a batch may take gigabytes.
     for row, sequence in enumerate(tokens.split(1)):
         expected = model(sequence)[0].float().log_softmax(dim=-1)
         found = [model.head(cached[row])]
@@ -619,7 +621,7 @@ def check_half_precision(model, tokens: torch.Tensor, pass_size: int = 1, refere
 def kl_divergence(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return the Kullback-Leibler divergence of each position, (T,), of log-probs (T, vocab_size).
 
-    Not the largest difference: in a large vocabulary bfloat16 changes log-probs by 0.7
+    The largest difference is no measure: in a large vocabulary bfloat16 changes log-probs by 0.7
     where a token is so improbable that nothing depends on it.
     """
     return (expected.exp() * (expected - found)).sum(dim=-1)
@@ -629,14 +631,14 @@ def kl_divergence(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def memory_in_use(device: str) -> float:
-    """The most memory that this process has had, in bytes: of the GPU, or of the machine."""
+    """Return the peak memory of this process in bytes: of the GPU on cuda, else of the machine."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     try:  # not ru_maxrss here: on Linux a child inherits its parent's
         status = Path("/proc/self/status").read_text()
         return 1024 * int(status.partition("VmHWM:")[2].split()[0])
     except (OSError, IndexError):
-        import resource  # here: Windows has none
+        import resource  # imported here, because Windows lacks it
 
         unit = 1 if sys.platform == "darwin" else 1024
         return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -649,18 +651,18 @@ CHILD = (
 
 
 def in_own_process(device: str, imports: list[str], function, *arguments) -> float:
-    """The bytes that function(*arguments) takes at most in a process of its own, after imports.
+    """Return the peak bytes that function(*arguments) adds after imports, in its own process.
 
-    imports: modules that it imports when it runs. Raises UserError if the process fails, for want
-    of memory say.
+    imports: modules that the function imports when it runs. Raises UserError if the process fails,
+    for example for lack of memory.
     """
     module = function.__module__
-    if module == "__main__":  # a file, or what `python -m` names
+    if module == "__main__":  # run as a file or with `python -m`
         spec = sys.modules["__main__"].__spec__
         module = spec.name if spec else Path(sys.argv[0]).stem
     job = pickle.dumps((device, [module, *imports], function.__name__, arguments))
     command = [sys.executable, "-c", CHILD, str(ROOT)]
-    # In a session of its own the child does not get Ctrl-C: it has nothing to say, and is killed.
+    # In its own session the child gets no Ctrl-C and prints no traceback. `run` kills it.
     child = subprocess.run(command, input=job, capture_output=True, start_new_session=True)
     if child.returncode:
         lines = child.stderr.decode(errors="replace").splitlines()
@@ -670,7 +672,7 @@ def in_own_process(device: str, imports: list[str], function, *arguments) -> flo
 
 
 def print_memory() -> None:
-    """What the child of `in_own_process` does."""
+    """Run the job from stdin and print its memory, in the child of `in_own_process`."""
     device, names, function, arguments = pickle.load(sys.stdin.buffer)
     modules = [importlib.import_module(name) for name in names]
     before = memory_in_use(device)

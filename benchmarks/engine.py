@@ -1,4 +1,4 @@
-"""What the engine gains, and what each of its parts costs: python -m benchmarks.engine."""
+"""Benchmarks of the engine and of each of its parts: python -m benchmarks.engine."""
 
 import argparse
 import contextlib
@@ -50,11 +50,11 @@ COLUMNS = {
 COLUMNS = common.columns(COLUMNS)
 SETTING = ["model", "part", "backend", "mode", "rows", "temperature", "measure"]
 ADAPTIVE = "draft model, where it pays"
-STEPS = 50  # of which a median is taken
-PAGE = 16  # positions
-NEW = 8  # tokens after a prompt whose first token is what counts
+STEPS = 50  # timed steps, for their median
+PAGE = 16  # positions per page
+NEW = 8  # new tokens of a request that is timed for its first token
 BACKENDS = {"torch": torch.float32, "native": torch.float32, "native int8": torch.int8}
-SAMPLERS = {  # how tokens are chosen
+SAMPLERS = {  # name -> sampling parameters
     "greedy": {},
     "temperature 0.8, top-p 0.9": {"temperature": 0.8, "top_p": 0.9},
     "temperature 0.8, top-k 50": {"temperature": 0.8, "top_k": 50},
@@ -90,7 +90,7 @@ class Results(common.MetricsFile):
 
 
 class Bench(NamedTuple):
-    """What a part of the benchmark works with."""
+    """The options, models and output of a part of the benchmark."""
 
     args: argparse.Namespace
     backend: str
@@ -99,16 +99,16 @@ class Bench(NamedTuple):
     write: Callable  # Results.write, for this part and backend
 
 
-# What the parts share
+# Shared by the parts
 
 
 def greedy(length: int) -> SamplingParams:
-    """Greedy parameters for a text of exactly that length."""
+    """Return greedy sampling parameters for exactly `length` new tokens."""
     return SamplingParams(max_new_tokens=length, ignore_eos=True)
 
 
 def sample_requests(bench: Bench, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """The first requests of the queue, the same ones each time."""
+    """Return the first `count` requests of the queue, the same ones in each call."""
     draw = random.Random(0)
     prompts = []
     params = []
@@ -120,12 +120,12 @@ def sample_requests(bench: Bench, count: int) -> tuple[list[list[int]], list[Sam
 
 
 def now(model: Model) -> float:
-    """The time in seconds, after the model's device has finished."""
+    """Return the time in seconds, after the model's device has finished."""
     return common.now(model.device.type)
 
 
 def timed_steps(engine: Engine) -> Iterator[tuple[float, list[Event]]]:
-    """Step until nothing is left: the seconds of each step, and its events."""
+    """Step until the engine is idle; yield the seconds and the events of each step."""
     while engine.busy:
         began = now(engine.model)
         events = engine.step()
@@ -133,7 +133,7 @@ def timed_steps(engine: Engine) -> Iterator[tuple[float, list[Event]]]:
 
 
 def run_prefill(engine: Engine, requests: list[Request]) -> float:
-    """Step until all of these requests have their first token: the seconds."""
+    """Step until all of these requests have their first token; return the seconds."""
     total = 0.0
     for seconds, _ in timed_steps(engine):
         total += seconds
@@ -143,7 +143,7 @@ def run_prefill(engine: Engine, requests: list[Request]) -> float:
 
 
 def decoding_engine(bench: Bench, batch_size: int, **options) -> Engine:
-    """An engine with so many requests that have their first token, and a long way to go."""
+    """Return an engine with `batch_size` prefilled requests that still decode for long."""
     longest = bench.model.config.block_size - bench.args.prompt_tokens[1]
     engine = Engine(bench.model, page_size=PAGE, **{"max_num_seqs": batch_size} | options)
     prompts, _ = sample_requests(bench, batch_size)
@@ -152,7 +152,7 @@ def decoding_engine(bench: Bench, batch_size: int, **options) -> Engine:
 
 
 def check(mode: str, outputs: list[list[int]], expected: list[list[int]]) -> None:
-    """Exit unless all texts are those expected."""
+    """Exit unless all outputs are the expected ones."""
     wrong = sum(output != other for output, other in zip(outputs, expected, strict=True))
     if wrong:
         found = f"{mode}: {wrong} of {len(outputs)} texts have other tokens"
@@ -161,7 +161,7 @@ def check(mode: str, outputs: list[list[int]], expected: list[list[int]]) -> Non
 
 @contextlib.contextmanager
 def stopwatch(model: Model, **methods):
-    """The seconds in each of these methods, name -> (object, attribute), while the block runs."""
+    """Yield the seconds in each method, name -> (object, attribute), while the block runs."""
     seconds = dict.fromkeys(methods, 0.0)
 
     def timed(name: str, method, *arguments):
@@ -176,14 +176,14 @@ def stopwatch(model: Model, **methods):
         yield seconds
     finally:
         for owner, attribute in methods.values():
-            delattr(owner, attribute)  # what is the class's shows again
+            delattr(owner, attribute)  # uncovers the class's method
 
 
 # The whole queue
 
 
 def run_static_batches(model: Model, size: int, prompts: list, params: list) -> list[list[int]]:
-    """The texts of `generate`, in batches as they came, each until its longest text is done."""
+    """Run `generate` on static batches, each until its longest sequence is done."""
     outputs = []
     for first in range(0, len(prompts), size):
         batch = slice(first, first + size)
@@ -195,13 +195,13 @@ def run_static_batches(model: Model, size: int, prompts: list, params: list) -> 
 def engine_with_requests(
     model: Model, batch_size: int, prompts: list, params: list
 ) -> tuple[Engine, list[Request]]:
-    """A new engine, and its requests for these prompts."""
+    """Return a new engine and its requests for these prompts."""
     engine = Engine(model, batch_size, page_size=PAGE)
     return engine, [engine.add(*request) for request in zip(prompts, params)]
 
 
 def run_engine(model: Model, batch_size: int, prompts: list, params: list) -> list[list[int]]:
-    """The texts of a new engine: one that knew these prompts would not compute them again."""
+    """Generate with a new engine: a used one would find the prompts in its prefix cache."""
     engine, requests = engine_with_requests(model, batch_size, prompts, params)
     while engine.busy:
         engine.step()
@@ -209,15 +209,15 @@ def run_engine(model: Model, batch_size: int, prompts: list, params: list) -> li
 
 
 def transformers_engine(model: Model, batch_size: int):
-    """A function of prompts and params that returns the texts of transformers' engine.
+    """Return a function of prompts and params that generates with transformers' engine.
 
-    It is the manager that its `generate_batch` makes, which has one length for all requests.
-    Without prefix sharing, because each repeat has the same prompts. Its thread lives only while
-    it runs: it would slow the others down.
+    It uses the manager behind `generate_batch`, which itself takes one length for all requests.
+    Prefix sharing is off, because each repeat has the same prompts. The manager's thread lives only
+    during a run, because it would slow the others down.
     """
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    # It misses a package that it can do without.
+    # Silence its message about an optional package.
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     pages = batch_size * page_count(model.config.block_size, PAGE)
     sizes = {"page_size": PAGE, "num_blocks": pages}
@@ -255,10 +255,10 @@ def transformers_engine(model: Model, batch_size: int):
 
 
 def throughput(benches: list[Bench]) -> None:
-    """The whole queue, one at a time, in batches, in the engine, and in transformers."""
+    """Run the whole queue one at a time, in static batches, in the engine, and in transformers."""
     args = benches[0].args
     prompts, params = sample_requests(benches[0], args.requests)
-    short = [greedy(2)] * len(prompts)  # to warm up
+    short = [greedy(2)] * len(prompts)  # warm up
     modes = {}
     for bench in benches:
         alone = functools.partial(run_static_batches, bench.model, 1)
@@ -269,19 +269,19 @@ def throughput(benches: list[Bench]) -> None:
                 modes[bench.backend, name, batch_size] = bench, run
     for (_, _, batch_size), (_, run) in modes.items():
         run(prompts[:batch_size], short[:batch_size])
-    with_torch = benches[0].backend == "torch"  # compared with transformers
+    with_torch = benches[0].backend == "torch"  # transformers is compared with torch only
     if with_torch and importlib.util.find_spec("transformers"):
         try:
             run = transformers_engine(benches[0].model, max(args.batch_size))
             run(prompts[:2], short[:2])
             modes["torch", "transformers", max(args.batch_size)] = benches[0], run
-        except Exception as error:  # whatever it cannot do here
+        except Exception as error:  # anything that transformers does not support here
             print(f"without transformers: {type(error).__name__}: {error}", file=sys.stderr)
     elif with_torch:
         print("without transformers: pip install transformers", file=sys.stderr)
     for repeat in range(args.repeats):
         rates = {}
-        expected = {}  # of each backend
+        expected = {}  # backend -> outputs
         for (backend, name, batch_size), (bench, run) in modes.items():
             began = now(bench.model)
             outputs = run(prompts, params)
@@ -306,7 +306,7 @@ def throughput(benches: list[Bench]) -> None:
 
 
 def overhead(bench: Bench) -> None:
-    """Where the time of a step goes while all rows decode."""
+    """Break down the time of a step while all sequences decode."""
     batch_size = max(bench.args.batch_size)
     for repeat in range(bench.args.repeats):
         engine = decoding_engine(bench, batch_size)
@@ -320,7 +320,7 @@ def overhead(bench: Bench) -> None:
         with stopwatch(model, **methods, **passes) as seconds:
             times = [time for time, _ in itertools.islice(timed_steps(engine), STEPS)]
         computing = sum(seconds.pop(name) for name in passes)
-        # What is left of `compute`.
+        # Sampling is the rest of `compute`.
         choosing = seconds.pop("compute") - computing - seconds.get("plans", 0)
         values = {"step, ms": 1000 * statistics.median(times)}
         values["share of the engine"] = 1 - computing / sum(times)
@@ -330,7 +330,7 @@ def overhead(bench: Bench) -> None:
 
 
 def prefix(bench: Bench) -> None:
-    """Requests that share their first tokens: computed once or, with salts, for each."""
+    """Compare prefix caching with salts that prevent it, on requests with a shared prefix."""
     batch_size = max(bench.args.batch_size)
     ids = range(bench.model.config.vocab_size)
     draw = random.Random(0)
@@ -349,7 +349,7 @@ def prefix(bench: Bench) -> None:
                 for prompt, cache_salt in zip(prompts, each)
             ]
             seconds = run_prefill(engine, requests)
-            list(timed_steps(engine))  # to the end
+            list(timed_steps(engine))  # finish the requests
             outputs = [request.output for request in requests]
             baseline = baseline or (engine.num_computed_tokens, seconds, outputs)
             check(mode, outputs, baseline[2])
@@ -363,7 +363,7 @@ def prefix(bench: Bench) -> None:
 
 
 def chunks(bench: Bench) -> None:
-    """A long prompt arrives where others decode: the longest that one of them waits for a token."""
+    """Measure the longest wait for a token of decoding requests when a long prompt arrives."""
     batch_size = bench.args.decode_batch_size
     ids = range(bench.model.config.vocab_size)
     prompt = random.Random(0).choices(ids, k=bench.args.long_prompt)
@@ -379,8 +379,8 @@ def chunks(bench: Bench) -> None:
             plain = statistics.median(seconds for seconds, _ in before)
             arriving = engine.add(prompt, greedy(NEW))
             time = 0.0
-            first = None  # when it had its first token
-            last = {}  # when each other one had its last one
+            first = None  # time of the arriving prompt's first token
+            last = {}  # decoding request -> time of its last token
             gaps = []
             for seconds, events in timed_steps(engine):
                 time += seconds
@@ -399,7 +399,7 @@ def chunks(bench: Bench) -> None:
 
 
 def queue(bench: Bench) -> None:
-    """Steps with many requests waiting, and with none, in turns."""
+    """Time steps with many waiting requests and with none, in turns."""
     batch_size = bench.args.decode_batch_size
     for repeat in range(bench.args.repeats):
         engines = {number: decoding_engine(bench, batch_size) for number in (0, bench.args.waiting)}
@@ -419,9 +419,9 @@ def queue(bench: Bench) -> None:
 
 
 def waste(bench: Bench) -> None:
-    """Positions that running requests hold and do not use, over all steps of the queue.
+    """Count positions that running requests hold and do not use, over all steps of the queue.
 
-    Time changes nothing here, so it runs once.
+    Time plays no role here, so it runs once.
     """
     batch_size = max(bench.args.batch_size)
     engine, _ = engine_with_requests(
@@ -431,7 +431,7 @@ def waste(bench: Bench) -> None:
     paged, whole = unused.values()
     for _ in timed_steps(engine):
         for request in engine.scheduler.running:
-            if request.output:  # its prompt is computed
+            if request.output:  # its prefill is done
                 paged.append(len(request.pages) * PAGE - request.num_computed_tokens)
                 whole.append(bench.model.config.block_size - request.num_computed_tokens)
     for mode, each in unused.items():
@@ -441,7 +441,7 @@ def waste(bench: Bench) -> None:
 
 
 def sampling(bench: Bench) -> None:
-    """Steps that draw against greedy ones, in the engine and in `generate`."""
+    """Compare sampling with greedy decoding, in the engine and in `generate`."""
     length = sum(bench.args.new_tokens) // 2
     for repeat in range(bench.args.repeats):
         for batch_size in dict.fromkeys((1, max(bench.args.batch_size))):
@@ -459,7 +459,7 @@ def sampling(bench: Bench) -> None:
                         ended = now(bench.model)
                         times.append(ended - began)
                         began = ended
-                    median = statistics.median(times[1:])  # without the prompts
+                    median = statistics.median(times[1:])  # without prefill
                     if sampler == "greedy":
                         baseline = median
                     values = {"tokens/s": batch_size / median}
@@ -470,7 +470,7 @@ def sampling(bench: Bench) -> None:
 
 
 def engine_steps(model: Model, prompts: list, params: list) -> Iterator[list[Event]]:
-    """The steps of a new engine that has a row for each prompt."""
+    """Yield the steps of a new engine whose batch holds all prompts."""
     engine, _ = engine_with_requests(model, len(prompts), prompts, params)
     while engine.busy:
         yield engine.step()
@@ -480,7 +480,7 @@ def engine_steps(model: Model, prompts: list, params: list) -> Iterator[list[Eve
 
 
 def speculation(bench: Bench) -> None:
-    """The engine with drafts against the engine alone, and what a cost model says of it."""
+    """Compare the engine with drafts to the engine alone, and to a cost model's prediction."""
     args = bench.args
     trials = {}
     length = sum(args.new_tokens) // 2
@@ -497,7 +497,7 @@ def speculation(bench: Bench) -> None:
                 for seq_index in range(batch_size):
                     seed = repeat * batch_size + seq_index
                     params.append(SamplingParams(length, True, temperature, seed=seed))
-                # Kept for all repeats, so that not each of them begins with trials.
+                # Shared by all repeats, so that only the first begins with trials.
                 measured = trials.setdefault((batch_size, temperature), AdaptiveSpeculation())
                 drafter = PagedModelDrafter(bench.draft, bench.model, batch_size, PAGE)
                 modes = {"engine": (None, None), "look-up": (PromptLookupDrafter(), None)}
@@ -521,7 +521,7 @@ def speculation(bench: Bench) -> None:
                         values["share of steps with drafts"] = run.steps_with_drafts
                         values |= run.acceptance
                     elif mode != "engine":
-                        # Few drafts make a pass of few positions.
+                        # A pass with fewer drafts computes fewer positions.
                         wider = 1 + (ratio - 1) * (run.width - 1) / args.gamma
                         gain = run.tokens_per_pass * single / (wider * single + run.drafting)
                         same = sum(
@@ -536,7 +536,7 @@ def speculation(bench: Bench) -> None:
 
 
 def story_prompts(bench: Bench, count: int) -> list[list[int]]:
-    """Beginnings of stories, each with some tokens that the model draws, so that no two agree."""
+    """Return beginnings of stories, each continued by sampled tokens so that no two are equal."""
     encoding = load_encoding(bench.args.model, bench.model.config.vocab_size)
     starts = [encoding.encode(text) for text in benchmark_speculative.PROMPTS]
     starts = [starts[seq_index % len(starts)] for seq_index in range(count)]
@@ -548,7 +548,7 @@ def story_prompts(bench: Bench, count: int) -> list[list[int]]:
 
 
 def decode(engine: Engine, prompts: list, params: list) -> SimpleNamespace:
-    """Write these texts, and measure the engine from when all of them have their first token."""
+    """Generate for these prompts, and measure once all requests have their first token."""
     requests = [engine.add(*request) for request in zip(prompts, params)]
 
     def counts() -> tuple[int, ...]:
@@ -564,7 +564,7 @@ def decode(engine: Engine, prompts: list, params: list) -> SimpleNamespace:
     before = counts()
     methods = {"drafting": (engine.drafter, "propose")} if engine.drafter else {}
     times = []
-    passes = 0  # of a row each
+    passes = 0  # one per sequence and step
     steps_with_drafts = 0  # steps that had drafts
     with stopwatch(engine.model, **methods) as seconds:
         drafted_before = engine.num_draft_tokens
@@ -587,7 +587,7 @@ def decode(engine: Engine, prompts: list, params: list) -> SimpleNamespace:
 
 @torch.inference_mode()
 def pass_seconds(model: Model, batch_size: int, count: int, context_length: int) -> float:
-    """The median seconds of a pass of so many tokens a row, with that many positions before."""
+    """Return median seconds of a pass of `count` tokens per sequence after a cached context."""
     pages = page_count(context_length + count, PAGE)
     cache = PagedCache(model, batch_size * pages, PAGE)
     spans = []
@@ -614,7 +614,7 @@ PARTS = {
 
 
 def measure(args, device: str, results: Results) -> None:
-    """Run the parts asked for. Raises UserError for bad options."""
+    """Run the selected parts. Raises UserError for bad options."""
     for name in ("prompt_tokens", "new_tokens"):
         least, most = getattr(args, name)
         if least > most:
@@ -628,7 +628,7 @@ def measure(args, device: str, results: Results) -> None:
             why = "a random model agrees with no other; leave speculation out, with --only"
             raise UserError(f"{name}: {why}")
     for temperature in args.temperature:
-        SamplingParams(temperature=temperature)  # checks it
+        SamplingParams(temperature=temperature)  # validates it
     benches = []
     for backend in available(args.backend, device):
         model = load(args.model, backend, device)
@@ -644,7 +644,7 @@ def measure(args, device: str, results: Results) -> None:
             for bench in benches:
                 write = functools.partial(results.write, name, bench.backend)
                 each.append(bench._replace(write=write))
-            if part is throughput:  # all of them in turns
+            if part is throughput:  # all backends take turns
                 part(each)
             else:
                 for bench in each:
@@ -652,7 +652,7 @@ def measure(args, device: str, results: Results) -> None:
 
 
 def available(backends: list[str], device: str) -> list[str]:
-    """Those that can compute on this device; a line on stderr says why others cannot.
+    """Return the backends that can compute on this device; report the others on stderr.
 
     Raises UserError if none is left.
     """
@@ -666,14 +666,14 @@ def available(backends: list[str], device: str) -> list[str]:
 
 
 def load(name: str, backend: str, device: str) -> Model:
-    """The model as that backend runs it."""
+    """Return the model as that backend runs it."""
     model = load_model(name, BACKENDS[backend], device)
     if backend != "torch":
         use_native(model)
     return model
 
 
-PANELS = {  # part -> title, the axis, and the measures that are drawn
+PANELS = {  # part -> title, axis label, measures to draw
     "throughput": ("The whole queue", "tokens/s in all texts, prefill included", ["tokens/s"]),
     "chunks": ("A long prompt arrives", "ms", ["longest gap, ms", "plain step, ms"]),
     "sampling": ("Draws", "tokens/s, x greedy", ["x greedy"]),
@@ -682,7 +682,7 @@ PANELS = {  # part -> title, the axis, and the measures that are drawn
 
 
 def plot(summary):
-    """Tokens/s by mode, the longest gaps, and speed-ups by drafts: a panel for each that ran."""
+    """Plot tokens/s by mode, longest gaps and draft speed-ups, in a panel for each part."""
     from matplotlib.figure import Figure
 
     parts = [part for part in PANELS if part in set(summary["part"])]
@@ -701,7 +701,7 @@ def plot(summary):
 
 
 def draw(axes, table, measures: list[str]) -> None:
-    """Bars of these measures, side by side, of each mode that has all of them."""
+    """Draw bars of these measures side by side, for each mode that has all of them."""
     setting = ["backend", "mode", "rows", "temperature"]
     found = table[table["measure"].isin(measures)]
     found = found.groupby(setting, sort=False).filter(lambda group: len(group) == len(measures))
@@ -722,17 +722,17 @@ def draw(axes, table, measures: list[str]) -> None:
     axes.legend(fontsize="x-small")
 
 
-NUMBERS = {  # options of one number: the default, and what it is
+NUMBERS = {  # option of one number -> default, help
     "--requests": (64, "in the queue"),
     "--long-prompt": (200, "tokens that are shared, or arrive at once"),
     "--decode-batch-size": (16, "sequences where a prompt arrives, or others wait"),
     "--waiting": (10_000, "requests behind those that run"),
 }
-PAIRS = {  # the same of two numbers, the least and the most
+PAIRS = {  # option of two numbers, min and max -> default, help
     "--prompt-tokens": ([5, 60], "random ids in each prompt"),
     "--new-tokens": ([20, 180], "after each of them; EOS is ignored"),
 }
-LISTS = {  # the same of several
+LISTS = {  # option of several numbers -> default, help
     "--batch-size": ([8, 32], "of the engine, and of batches"),
     "--draft-batch-size": ([1, 4, 16], "sequences with drafts"),
 }

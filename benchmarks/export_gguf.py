@@ -1,6 +1,6 @@
-"""A model as a GGUF file, the form that llama.cpp reads; the package `gguf` writes it.
+"""Export of a model to GGUF, llama.cpp's file format, with the package `gguf`.
 
-The form: docs/gguf.md in github.com/ggml-org/ggml.
+Format: docs/gguf.md in github.com/ggml-org/ggml.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from loading.load import resolve_source
 from loading.tokenizer import read_tokenizer_json
 from model import Model
 
-PRE_TOKENIZERS = {  # as llama.cpp names them
+PRE_TOKENIZERS = {  # our name -> llama.cpp's name
     "GPT-2": "gpt-2",
     "Llama 3": "llama-bpe",
     "Qwen2": "qwen2",
@@ -35,13 +35,13 @@ PRE_TOKENIZERS = {  # as llama.cpp names them
 
 
 def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = None) -> None:
-    """Write a float32 model on the CPU.
+    """Write a float32 model on the CPU to a GGUF file.
 
-    dtype: "float32", or "int8" for Q8_0, in which each 32 numbers of a matrix's row are int8 and
-    share a scale; rows that are no multiple of 32, vectors and learned positions stay float32.
-    tokenizer: a tokenizer.json. None: the file has no vocabulary, and is for token ids only.
-    A model with windows that is no Gemma is written with the smallest of them as its block_size,
-    and without them. Raises UserError for a model that llama.cpp would read wrongly.
+    dtype: "float32", or "int8" for Q8_0, which stores each 32 numbers of a matrix row as int8 with
+    one scale. Rows that are no multiple of 32, vectors, routers and learned positions stay float32.
+    tokenizer: a tokenizer.json. With None the file has no vocabulary, and is for token ids only.
+    A model with sliding windows that is no Gemma is written without them, with the smallest as its
+    block_size. Raises UserError for a model that llama.cpp would read wrongly.
     """
     import gguf
 
@@ -56,7 +56,7 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     writer.add_bos_token_id(config.bos_token_id)
     for name, token in zip(EOS_KEYS, config.eos_token_ids):
         writer.add_uint32(name, token)
-    # llama.cpp reads a Gemma's windows only. Texts that fit into the others do not need them.
+    # llama.cpp reads sliding windows of Gemma only. Sequences within the window need none.
     limits = () if architecture == "gemma3" else filter(None, config.sliding_windows)
     writer.add_context_length(min([config.block_size, *limits]))
     writer.add_block_count(config.n_layer)
@@ -70,7 +70,7 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
         writer.add_value_length(config.head_dim)
         writer.add_rope_dimension_count(config.head_dim)
         writer.add_rope_freq_base(config.rope_theta)
-        if architecture == "llama":  # in the others llama.cpp refuses it
+        if architecture == "llama":  # llama.cpp refuses it in other architectures
             writer.add_tensor("rope_freqs.weight", rope_freq_factors(config).numpy())
     else:
         writer.add_layer_norm_eps(config.norm_eps)
@@ -105,7 +105,7 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
 
 
 def gguf_architecture(config) -> str:
-    """What llama.cpp calls this kind of model. Raises UserError for one that it reads wrongly."""
+    """Return llama.cpp's architecture name. Raises UserError for a model that it reads wrongly."""
     if not isinstance(config, LlamaConfig):
         return "gpt2"
     if config.qk_norm and (config.rope_scaling or config.rope_freq_factors):
@@ -126,7 +126,7 @@ def gguf_architecture(config) -> str:
 
 
 def check_gemma(config: GemmaConfig) -> None:
-    """Raise UserError for a Gemma that a file cannot describe."""
+    """Raise UserError for a Gemma that a GGUF file cannot describe."""
     theirs = query_pre_attn_scalar(config)
     if config.query_pre_attn_scalar != theirs:
         found = f"by the root of {theirs}, this model by that of {config.query_pre_attn_scalar}"
@@ -137,7 +137,7 @@ def check_gemma(config: GemmaConfig) -> None:
 
 
 def add_gemma(writer, config: GemmaConfig) -> None:
-    """Add the keys that only a Gemma's file has."""
+    """Add the keys that only a Gemma file has."""
     import gguf
 
     if config.rope_linear_factor != 1:
@@ -152,7 +152,7 @@ def add_gemma(writer, config: GemmaConfig) -> None:
 
 
 def add_vocabulary(writer, tokenizer: Path, config) -> None:
-    """Add the tokens and merges of a tokenizer.json. Raises UserError as `read_tokenizer_json`."""
+    """Add tokens and merges of a tokenizer.json. Raises UserError like `read_tokenizer_json`."""
     import gguf
 
     encoding = read_tokenizer_json(tokenizer)
@@ -174,7 +174,7 @@ def add_vocabulary(writer, tokenizer: Path, config) -> None:
         else:
             token_types[token] = gguf.TokenType.NORMAL
     merges = raw["model"]["merges"]
-    writer.add_tokenizer_model("gpt2")  # BPE of bytes
+    writer.add_tokenizer_model("gpt2")  # byte-level BPE
     writer.add_tokenizer_pre(pre_tokenizer_name(tokenizer, raw["pre_tokenizer"]))
     writer.add_token_list(tokens)
     writer.add_token_types(token_types)
@@ -190,7 +190,7 @@ def add_vocabulary(writer, tokenizer: Path, config) -> None:
 
 
 def pre_tokenizer_name(file: Path, step: dict) -> str:
-    """What llama.cpp calls the split of a pre_tokenizer. Raises UserError where it has no name."""
+    """Return llama.cpp's name of a pre_tokenizer. Raises UserError if it has none."""
     level = {"type": "ByteLevel", "add_prefix_space": False}
     steps = [part.copy() for part in step.get("pretokenizers", [step])]
     for part in steps:
@@ -205,16 +205,16 @@ def pre_tokenizer_name(file: Path, step: dict) -> str:
 
 
 def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """The rows that make queries or keys, in llama.cpp's order, which is that of Meta's files.
+    """Return query or key rows in llama.cpp's order, which is that of Meta's files.
 
-    What `llama.apply_rotary_emb` has in a head's two halves, the coordinates of a point, are
-    neighbours there. weight: (heads * head_dim, ...).
+    The two coordinates that RoPE rotates together are neighbours there. `llama.apply_rotary_emb`
+    has them in the two halves of a head. weight: (heads * head_dim, ...).
     """
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 def rope_freq_factors(config: LlamaConfig) -> torch.Tensor:
-    """What llama.cpp divides each frequency of a rotation by, (head_dim / 2): 1 but in Llama 3."""
+    """Return llama.cpp's divisor of each RoPE frequency, (head_dim / 2): 1 except in Llama 3."""
     if config.rope_freq_factors:
         return torch.tensor(config.rope_freq_factors)
     plain = dataclasses.replace(config, rope_scaling=None)

@@ -1,4 +1,4 @@
-"""What benchmarks.predict says of larger machines: python -m benchmarks.larger_machines."""
+"""Predictions of benchmarks.predict for larger machines: python -m benchmarks.larger_machines."""
 
 import argparse
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ from llama import LlamaConfig
 from parallel.ranks import PARALLEL_MODES
 
 ITEM = 2  # bytes of a bfloat16
-KERNELS = 10  # of a layer
-LLAMA = LlamaConfig(  # Llama 3's of 70 billion parameters
+KERNELS = 10  # per layer
+LLAMA = LlamaConfig(  # Llama 3 70B
     vocab_size=128256,
     block_size=8192,
     n_layer=80,
@@ -32,7 +32,7 @@ LLAMA = LlamaConfig(  # Llama 3's of 70 billion parameters
 
 
 class Assumed(NamedTuple):
-    """Constants of a GPU, its links and what is around it; each is an option."""
+    """Constants of a GPU, its links and its host; each is an option."""
 
     memory: float
     bandwidth: float
@@ -46,7 +46,7 @@ class Assumed(NamedTuple):
     failures: float
 
 
-ASSUMED = {  # an H200 where it says so
+ASSUMED = {  # option -> default, help
     "memory": (141e9, "bytes of a GPU; an H200's"),
     "bandwidth": (4.8e12, "bytes a second that it reads; an H200's"),
     "flops": (9.9e14, "operations a second in bfloat16, dense; an H200's"),
@@ -61,18 +61,18 @@ ASSUMED = {  # an H200 where it says so
 
 
 class Case(NamedTuple):
-    """A way to run the model on a machine, and what comes of it."""
+    """A division of a machine among replicas, and the prediction for it."""
 
     parallel_mode: str
     ranks: int
-    num_seqs: int  # of a replica
-    memory: float  # bytes of a GPU
+    num_seqs: int  # per replica
+    memory: float  # bytes per GPU
     step: float  # seconds
-    communication: float  # seconds of it
+    communication: float  # seconds of the step
 
 
 def step_of(assumed: Assumed, num_seqs: int, positions: int) -> Step:
-    """Where the seconds of a step would go on one GPU: what is slower, reading or multiplying."""
+    """Return the Step of one GPU. Products take the slower of reading and multiplying."""
     whole = predict.shard_of(LLAMA, 0, 1, "reduce")
     numbers = predict.num_multiplied(whole)
     read = assumed.bandwidth * assumed.efficiency
@@ -84,11 +84,11 @@ def step_of(assumed: Assumed, num_seqs: int, positions: int) -> Step:
 
 
 def cases(assumed: Assumed, gpus: int, num_seqs: int, positions: int) -> Iterator[Case]:
-    """The ways to divide a machine among replicas. num_seqs: of the machine."""
+    """Yield the divisions of a machine among replicas. num_seqs: of the machine."""
     for ranks in (size for size in range(1, gpus + 1) if gpus % size == 0):
         seqs_per_replica = num_seqs * ranks // gpus
         if not seqs_per_replica:
-            continue  # more replicas than texts
+            continue  # more replicas than sequences
         for parallel_mode in PARALLEL_MODES if ranks > 1 else ("-",):
             memory = 0
             for rank in range(ranks):
@@ -112,7 +112,7 @@ def cases(assumed: Assumed, gpus: int, num_seqs: int, positions: int) -> Iterato
 
 
 def run(args) -> None:
-    """Print what a machine makes, and what many do. Raises UserError where nothing fits."""
+    """Print predictions for one machine and for many. Raises UserError if no division fits."""
     assumed = Assumed(*(getattr(args, name) for name in Assumed._fields))
     if assumed.efficiency > 1:
         raise UserError(f"--efficiency {assumed.efficiency:g}: it must be at most 1")

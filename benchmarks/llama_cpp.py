@@ -12,18 +12,18 @@ from errors import UserError
 
 
 class LlamaCpp:
-    """A GGUF file's model, computed by llama.cpp on the CPU, through its C API.
+    """A GGUF model that llama.cpp computes on the CPU, through its C API.
 
-    With its own defaults: the cache is float16, whatever the weights are. With a float32 one, and
-    without flash attention, a Llama's log-probabilities are ours but for 2e-5, and 32 rows take
-    twice the time.
-    Raises UserError for a file that it does not load.
+    llama.cpp's defaults apply, so the cache is float16 with any weights. With a float32 cache and
+    without flash attention, a Llama's log-probabilities are ours to within 2e-5, and 32 sequences
+    take twice the time.
+    Raises UserError for a file that llama.cpp does not load.
     """
 
     def __init__(self, file: Path):
         import llama_cpp
 
-        logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)  # ERROR: with warnings
+        logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)  # ERROR shows warnings
         llama_cpp.llama_backend_init()
         options = llama_cpp.llama_model_default_params()
         options.n_gpu_layers = 0
@@ -36,7 +36,7 @@ class LlamaCpp:
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(vocabulary)
 
     def close(self) -> None:
-        """Give the weights' memory back."""
+        """Free the memory of the weights."""
         self.api.llama_model_free(self.model)
 
     def run(self, prompts: list[list[int]], length: int, device: str) -> tuple[list, float, float]:
@@ -45,15 +45,15 @@ class LlamaCpp:
             return common.timed(greedy(decode, prompts, length), device)
 
     def log_probs(self, tokens: list[int]) -> torch.Tensor:
-        """Log-probabilities, as of `benchmarks.batching.log_probs`, one token at a time."""
+        """Return what `benchmarks.batching.log_probs` returns, computed one token at a time."""
         with self.decoder(1, len(tokens)) as decode:
             logits = [torch.tensor(decode([[token]], at)) for at, token in enumerate(tokens)]
         return torch.cat(logits).log_softmax(dim=-1)
 
     def logits(self, tokens: list[int], pass_size: int) -> Iterator[torch.Tensor]:
-        """The logits after each token, (n, vocab_size), of `pass_size` tokens at a time.
+        """Yield the logits after each token, (n, vocab_size), `pass_size` tokens at a time.
 
-        The cache is float32, so that what is off comes from the weights and their products.
+        The cache is float32, so that errors come only from the weights and their products.
         """
         with self.decoder(1, len(tokens), exact_cache=True) as decode:
             for start in range(0, len(tokens), pass_size):
@@ -63,13 +63,13 @@ class LlamaCpp:
 
     @contextlib.contextmanager
     def decoder(self, num_seqs: int, positions: int, exact_cache: bool = False):
-        """A function that decodes so many sequences of at most so many positions with a new cache.
+        """Yield a `decode` function with a new cache of `num_seqs` sequences.
 
-        decode(new, position, all_logits=False): new tokens of each row, the first of them at that
-        position, to the logits after the last, (num_seqs, vocab_size), until the next call.
-        all_logits: after each of them, (num_seqs * tokens, vocab_size).
-        exact_cache: it is float32, and attention is not llama.cpp's flash attention.
-        Raises UserError if llama.cpp refuses so much.
+        decode(new, position, all_logits=False): appends the new tokens of each sequence from that
+        position on, and returns the logits after the last, (num_seqs, vocab_size), valid until the
+        next call. all_logits: after each token, (num_seqs * tokens, vocab_size).
+        positions: maximum per sequence. exact_cache: float32, without llama.cpp's flash attention.
+        Raises UserError if llama.cpp refuses this size.
         """
         import numpy
 
@@ -115,7 +115,7 @@ class LlamaCpp:
 
 
 def greedy(decode, prompts: list[list[int]], length: int) -> Iterator[list[int]]:
-    """Steps of one token a prompt. decode: as of `LlamaCpp.decoder`."""
+    """Yield greedy steps of one token per prompt. decode: from `LlamaCpp.decoder`."""
     new = prompts
     position = 0
     for _ in range(length):

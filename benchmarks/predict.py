@@ -1,8 +1,8 @@
-"""What several processes make, computed from what one takes and what their meetings cost.
+"""Predicted throughput of several processes, from times of one process and of collectives.
 
-A step of ranks is what one of them does for all, then what each does, its share of the products
-and of the keys, and their meetings. Replicas make what one makes, as often as there are, until
-the cores, or the process where clients come in, have no more time.
+A step of several ranks is the driver's own work, then each rank's share of the products and of
+attention, and the collectives. Replicas scale linearly until the cores, or the process that all
+tokens pass, are saturated.
 """
 
 import functools
@@ -15,11 +15,11 @@ from loading.load import get_architecture
 from model import Model
 from parallel.shards import ShardPlan, shard_model, split
 
-FLOAT = 4  # bytes of a number
+FLOAT = 4  # bytes of a float32
 
 
 class RankOf(NamedTuple):
-    """A rank of a group that need not run."""
+    """A rank of a tensor-parallel group that need not run."""
 
     rank: int
     size: int
@@ -27,16 +27,16 @@ class RankOf(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Where the seconds of a decoding step go, in one process."""
+    """The seconds of a decode step in one process, by cause."""
 
-    driver: float  # scheduling and draws, which are rank 0's alone
-    each: float  # norms, activations, sums: each rank computes them
-    products: float  # divided by what a rank has of the weights
-    attention: float  # divided by what it has of the keys
+    driver: float  # scheduling and sampling, on rank 0 only
+    each: float  # norms, activations, sums: on every rank
+    products: float  # scales with a rank's share of the weights
+    attention: float  # scales with a rank's share of the keys
 
 
 class Collective(NamedTuple):
-    """A collective. kind: its method of TensorParallelGroup. size: bytes that a rank brings."""
+    """A collective. kind: a method of TensorParallelGroup. size: bytes that a rank contributes."""
 
     kind: str
     size: int
@@ -44,7 +44,7 @@ class Collective(NamedTuple):
 
 @functools.cache
 def shard_of(config, rank: int, size: int, parallel_mode: str) -> Model:
-    """What a rank has of a model, as shapes without numbers: for reading only, as it is kept.
+    """Return a rank's shard of a model on the meta device. It is cached, so do not modify it.
 
     Raises UserError for more ranks than heads.
     """
@@ -55,25 +55,25 @@ def shard_of(config, rank: int, size: int, parallel_mode: str) -> Model:
 
 
 def weights(model: Model, itemsize: int = FLOAT) -> int:
-    """The bytes of its weights. itemsize: of a number."""
+    """Return the bytes of the model's weights. itemsize: bytes per number."""
     return itemsize * sum(weight.numel() for weight in model.parameters())
 
 
 def num_multiplied(model: Model) -> int:
-    """With how many numbers each token is multiplied."""
+    """Return the number of weights that each token is multiplied by."""
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     return sum(layer.weight.numel() for layer in layers)
 
 
 def cache_bytes(model: Model, num_seqs: int, positions: int, itemsize: int = FLOAT) -> int:
-    """Bytes of the keys and values in this part of a model."""
+    """Return the bytes of the keys and values of this model or shard."""
     config = model.config
     numbers = 2 * config.n_layer * model.n_kv_head * config.head_dim
     return itemsize * num_seqs * positions * numbers
 
 
 def largest_shares(config, size: int, parallel_mode: str) -> tuple[float, float]:
-    """The largest part that one of so many ranks has of the products, and of the keys."""
+    """Return the largest share of products, and of keys, that one of `size` ranks has."""
     whole = shard_of(config, 0, 1, parallel_mode)
     parts = [shard_of(config, rank, size, parallel_mode) for rank in range(size)]
     products = max(map(num_multiplied, parts)) / num_multiplied(whole)
@@ -83,14 +83,14 @@ def largest_shares(config, size: int, parallel_mode: str) -> tuple[float, float]
 def collectives(
     config, size: int, parallel_mode: str, tokens: int, itemsize: int = FLOAT
 ) -> list[Collective]:
-    """The collectives of a pass of so many texts with a token each, with float weights."""
+    """Return the collectives of a decode step of `tokens` sequences, with float weights."""
     with torch.device("meta"):
         model = get_architecture(config).model(config)
     plan = ShardPlan(model, RankOf(0, size, parallel_mode))
     all_reduce = Collective("sum", itemsize * tokens * config.n_embd)
     if parallel_mode == "reduce":
         layer = [all_reduce, all_reduce]
-    else:  # parts are filled up to the widest
+    else:  # shards are padded to the widest
         outputs = max(map(len, plan.outputs))
         widths = max(map(len, plan.heads)) * config.head_dim, outputs
         widths += max(map(len, plan.inner)), outputs
@@ -100,30 +100,31 @@ def collectives(
 
 
 def sent(collective: Collective, size: int) -> int:
-    """Bytes that rank 0 sends in it, as in a ring; of `gather` it only gets some."""
+    """Return the bytes that rank 0 sends, as in a ring. In `gather` it only receives."""
     if collective.kind == "all_gather":
         return (size - 1) * collective.size
     return 2 * (size - 1) * collective.size // size if collective.kind == "sum" else 0
 
 
 def bytes_through_driver(collective: Collective, size: int) -> int:
-    """Bytes that rank 0 sends in it or gets, whichever is more."""
+    """Return the bytes that rank 0 sends or receives, whichever is more."""
     return (size - 1) * collective.size if collective.kind == "gather" else sent(collective, size)
 
 
 def step_seconds(step: Step, share: tuple[float, float], turns: int, communication: float) -> float:
-    """A step of several ranks. share: of `largest_shares`. communication: of all collectives.
+    """Return the seconds of a step of several ranks.
 
-    turns: how often a core computes between two of them: more processes than cores take turns.
+    share: from `largest_shares`. communication: seconds of all collectives. turns: how often a core
+    computes between two collectives, because more processes than cores take turns.
     """
     own = step.each + share[0] * step.products + share[1] * step.attention
     return step.driver + turns * own + communication
 
 
 def replica_rate(one: float, busy: float, ingress: float, count: int, cores: int) -> float:
-    """Tokens/s of so many replicas. one: of one.
+    """Return the tokens/s of `count` replicas. one: tokens/s of one replica.
 
-    busy: seconds of a core that a token takes in all processes; ingress: in the busiest of those
-    through which all tokens pass.
+    busy: core seconds per token in all processes. ingress: core seconds per token in the busiest
+    process that all tokens pass.
     """
     return min(count * one, cores / busy, 1 / ingress)

@@ -1,4 +1,4 @@
-"""Tokens/s, lesson by lesson: python -m benchmarks.progress."""
+"""Tokens/s of each lesson: python -m benchmarks.progress."""
 
 import contextlib
 import itertools
@@ -28,10 +28,10 @@ COLUMNS = {
     "value": "as measured",
     "repeat": "each repeat runs all lessons once",
 }
-BATCH = 32  # texts
+BATCH = 32  # sequences
 NATIVE = "--backend native"
 INT8 = f"{NATIVE} --dtype int8"
-STEPS = (  # the lessons that change the speed: slug, texts, script, options
+STEPS = (  # lessons that change the speed: slug, batch size, script, options
     ("greedy-decoding", 1, "infer.py", ""),
     ("kv-cache-dynamic", 1, "infer.py", ""),
     ("kv-cache-static", 1, "infer.py", ""),
@@ -61,9 +61,9 @@ class Results(common.MetricsFile):
 
 
 def run(lesson: str, tree: Path, command: list, batch_size: int) -> tuple[str, float]:
-    """Run a script in a lesson's checkout: what it wrote, and tokens/s after the first ones.
+    """Run a script in a lesson's checkout; return stdout and tokens/s after the first tokens.
 
-    Raises UserError if it fails.
+    Raises UserError if the script fails.
     """
     line = [sys.executable, *map(str, command)]
     ended = subprocess.run(line, cwd=tree, capture_output=True, encoding="utf-8")
@@ -76,7 +76,7 @@ def run(lesson: str, tree: Path, command: list, batch_size: int) -> tuple[str, f
 
 
 def measure(args, device: str, results: Results) -> None:
-    """Check the lessons out, and run them in turns. Raises UserError for bad options."""
+    """Check out the lessons and run them in turns. Raises UserError for bad options."""
     refusal = common.native_refusal(device)
     steps = [step for step in STEPS if step[0] in args.lessons and not (refusal and step[3])]
     if not steps:
@@ -85,7 +85,7 @@ def measure(args, device: str, results: Results) -> None:
         print(f"without lessons in C: {refusal}", file=sys.stderr)
     results.environment = common.describe_environment(STORIES, load_model(STORIES), device)
     if args.threads:
-        os.environ["OMP_NUM_THREADS"] = str(args.threads)  # of the scripts
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)  # for the scripts
     with contextlib.ExitStack() as stack:
         try:
             _, every = lessons.read_main()
@@ -96,14 +96,14 @@ def measure(args, device: str, results: Results) -> None:
             raise UserError(str(error)) from None
         file = Path(enter(tempfile.TemporaryDirectory()), "prompts")
         file.write_text("\n".join(itertools.islice(itertools.cycle(PROMPTS), BATCH)))
-        baselines = {}  # repeat, number of texts -> the first lesson's
+        baselines = {}  # (repeat, batch size) -> first lesson's stdout, rate
         for repeat, (slug, batch_size, script, options) in itertools.product(
             range(args.repeats), steps
         ):
             command = [script, *options.split(), "--device", device]
             command += ["--prompt", PROMPTS[0]] if batch_size == 1 else ["--prompt-file", file]
             command += ["--max-new-tokens", args.new_tokens]
-            if slug != "greedy-decoding":  # whose texts do not end at EOS
+            if slug != "greedy-decoding":  # which never stops at EOS
                 command.append("--ignore-eos")
             lesson = found[slug]
             written, rate = run(lesson.id, trees[slug], command, batch_size)
@@ -118,7 +118,7 @@ def measure(args, device: str, results: Results) -> None:
 
 
 def plot(summary):
-    """A bar for each run, and a panel for each number of texts."""
+    """Plot a bar for each run, in a panel for each batch size."""
     from matplotlib.figure import Figure
 
     groups = list(summary[summary["measure"] == "tokens/s"].groupby("texts", sort=False))

@@ -1,4 +1,4 @@
-"""How far each dtype is from float32: python -m benchmarks.quality."""
+"""Divergence of each dtype from float32: python -m benchmarks.quality."""
 
 import contextlib
 import functools
@@ -25,11 +25,11 @@ from loading.tokenizer import load_encoding
 from native import use_native
 
 TEXTS = Path(__file__).resolve().parent / "texts"  # written for this, so in no training data
-PASS_SIZE = 128  # positions of a pass: the logits of all of them are in memory at once
-LENGTH = 512  # tokens of a chunk, where the window holds them
-FLOOR = 1e-8  # of the plot: rounding makes float32 in C differ by less
+PASS_SIZE = 128  # positions per pass, whose logits are all in memory at once
+LENGTH = 512  # tokens per chunk, if the context window is that large
+FLOOR = 1e-8  # of the plot; rounding of float32 in C stays below
 BACKENDS = ("torch", "native")
-SIDES = {  # of a point in the plot: where its name stands, as points may coincide
+SIDES = {  # label offsets in the plot by backend, because points may coincide
     "torch": {"xytext": (7, -9)},
     "native": {"xytext": (7, 3)},
     "llama.cpp": {"xytext": (-7, -3), "ha": "right"},
@@ -52,7 +52,7 @@ COLUMNS = {
     "length": "tokens of a chunk",
 }
 COLUMNS = common.columns(COLUMNS)
-Logits = Callable[[list[int]], Iterator[torch.Tensor]]  # those after each token, in pieces
+Logits = Callable[[list[int]], Iterator[torch.Tensor]]  # logits after each token, in pieces
 
 
 class Results(common.ResultsFile):
@@ -61,7 +61,7 @@ class Results(common.ResultsFile):
     columns = COLUMNS
 
     def write(self, **row) -> None:
-        """Add a row, and show it on stderr."""
+        """Add a row and print it on stderr."""
         row |= {name: common.four_digits(row[name]) for name in MEASURED}
         self.append(row)
         self.rows.append(row)
@@ -70,17 +70,17 @@ class Results(common.ResultsFile):
         print(shown.format(**row), file=sys.stderr)
 
     def summarise(self, baseline):
-        """The rows without what they have in common."""
+        """Return the rows without the columns that they have in common."""
         import pandas
 
         return pandas.DataFrame(self.rows)[["model", "dtype", "backend", *MEASURED]]
 
 
-# One text
+# Predictions
 
 
 def model_logits(model, tokens: list[int], cache_dtype=None) -> Iterator[torch.Tensor]:
-    """The logits after each token, (n, vocab_size), of PASS_SIZE tokens at a time."""
+    """Yield the logits after each token, (n, vocab_size), PASS_SIZE tokens at a time."""
     cache = KVCache(model, 1, len(tokens), cache_dtype)
     for start in range(0, len(tokens), PASS_SIZE):
         new = tokens[start : start + PASS_SIZE]
@@ -88,11 +88,11 @@ def model_logits(model, tokens: list[int], cache_dtype=None) -> Iterator[torch.T
 
 
 def compare(logits: torch.Tensor, reference: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """How far each of N predictions is off, float64 (3, N).
+    """Return three scores of each of N predictions, float64 (3, N).
 
-    The rows: the divergence of the probabilities p of the reference from those of `logits`, q,
-    which is the sum of p * log(p / q); 1.0 where both have the same top token, else 0.0; and -log q
-    of the target. logits, reference: (N, vocab_size). targets: (N,).
+    Row 0 is the KL divergence, the sum of p * log(p / q), with p from the reference and q from
+    `logits`. Row 1 is 1.0 where both have the same top token, else 0.0. Row 2 is -log q of the
+    target. logits, reference: (N, vocab_size). targets: (N,).
     """
     log_q = logits.cpu().double().log_softmax(dim=-1)  # differences of float32 logs are too coarse
     log_p = reference.cpu().double().log_softmax(dim=-1)
@@ -104,10 +104,10 @@ def compare(logits: torch.Tensor, reference: torch.Tensor, targets: torch.Tensor
 
 @torch.inference_mode()
 def quality(logits: Logits, reference: Logits, chunks: list[list[int]]) -> dict:
-    """The columns about predictions of the tokens of chunks, each from those before it.
+    """Return the columns about next-token predictions within each chunk.
 
-    Nothing predicts the first token of a chunk. The reference is computed anew, piece by piece:
-    its logits for many chunks would not fit the memory.
+    Nothing predicts the first token of a chunk. The reference is recomputed piece by piece, because
+    its logits for many chunks would not fit in memory.
     """
     parts = []
     for chunk in chunks:
@@ -124,11 +124,11 @@ def quality(logits: Logits, reference: Logits, chunks: list[list[int]]) -> dict:
     }
 
 
-# All of them
+# The whole benchmark
 
 
 def read_chunks(args, vocab_size: int) -> list[list[int]]:
-    """The token ids of the text. Raises UserError for a text that is too short or unreadable."""
+    """Return the text's token ids in chunks. Raises UserError for a short or unreadable text."""
     file = args.text
     try:
         text = file.read_text("utf-8-sig")
@@ -148,9 +148,9 @@ def read_chunks(args, vocab_size: int) -> list[list[int]]:
 
 
 def load_backend(name, dtype: str, backend: str, device: str):
-    """A model as that backend computes it, and the bytes of its weights.
+    """Return a model on that backend, and the bytes of its weights.
 
-    Raises UserError where that cannot be.
+    Raises UserError if the backend cannot compute it.
     """
     if backend == "native":
         if refusal := common.native_refusal(device):
@@ -166,7 +166,7 @@ def load_backend(name, dtype: str, backend: str, device: str):
 
 
 def check_gguf_files(files: list[Path], device: str) -> None:
-    """Raise UserError where llama.cpp cannot compute these files."""
+    """Raise UserError if llama.cpp cannot compute these files."""
     if files and not importlib.util.find_spec("llama_cpp"):
         raise UserError("--gguf: pip install llama-cpp-python")
     if files and device != "cpu":
@@ -176,9 +176,9 @@ def check_gguf_files(files: list[Path], device: str) -> None:
 
 
 def measure(args, device: str, results: Results) -> None:
-    """Compare each dtype on each backend, then each GGUF file.
+    """Compare each dtype on each backend, then each GGUF file, with float32.
 
-    Raises UserError for bad options, also if nothing can be computed.
+    Raises UserError for bad options, or if nothing can be computed.
     """
     common.models_that_fit([args.model], args.length or 1)
     check_gguf_files(args.gguf, device)
@@ -205,7 +205,7 @@ def measure(args, device: str, results: Results) -> None:
                 logits = functools.partial(model_logits, other, cache_dtype=CACHE_DTYPES[name])
                 label = dtype if name == "auto" else f"{dtype}, {name} cache"
                 add(label, backend, logits, size)
-            del other, logits  # before the next is loaded
+            del other, logits  # free memory before the next load
     for file in args.gguf:
         with contextlib.closing(LlamaCpp(file)) as llama_cpp:
             if llama_cpp.vocab_size != config.vocab_size:
@@ -220,7 +220,7 @@ def measure(args, device: str, results: Results) -> None:
 
 
 def plot(summary):
-    """Mean divergences, and 99 % quantiles, over bytes per weight; the shares of top tokens."""
+    """Plot means and 99 % quantiles of divergences over bytes per weight, with top-1 shares."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 6.5), layout="constrained")
@@ -232,7 +232,7 @@ def plot(summary):
         style = {"marker": "osD"[number], "linestyle": "", "capsize": 3, "color": f"C{number}"}
         axes.errorbar(rows["bytes_per_weight"], mean, yerr=spread, label=backend, **style)
         names = list(rows["dtype"])
-        if backend == "llama.cpp":  # what a model's files have in common is not worth a place
+        if backend == "llama.cpp":  # drop the prefix that all file names share
             same = os.path.commonprefix(names)
             names = [name.removeprefix(same) or name for name in names]
         for name, x, y, top_1 in zip(names, rows["bytes_per_weight"], mean, rows["top_1"]):
@@ -250,7 +250,7 @@ def plot(summary):
 
 
 def default_model() -> str:
-    """SmolLM2 where it is installed, or else the embedded Llama."""
+    """Return SmolLM2 if it is installed, else the embedded Llama."""
     try:
         return resolve_source("smollm2").package or str(STORIES.with_name("stories-llama"))
     except UserError:
@@ -258,7 +258,7 @@ def default_model() -> str:
 
 
 def default_text(name: str) -> Path:
-    """The text beside this script that is more like what the model was trained on."""
+    """Return the text beside this script that is closer to the model's training data."""
     is_story = resolve_source(name).label.startswith("checkpoints/stories")
     return TEXTS / ("stories.txt" if is_story else "english.txt")
 

@@ -1,4 +1,4 @@
-"""One process of a group of benchmarks.scaling: python -m benchmarks.ranks JOB, in JSON."""
+"""A process of a benchmarks.scaling group: python -m benchmarks.ranks JOB, with JOB in JSON."""
 
 import json
 import statistics
@@ -23,8 +23,8 @@ from parallel.ranks import TensorParallelGroup
 from parallel.shards import load_shard, parallelize_vocabulary
 from sampling import SamplingParams
 
-SIZES = [2**12, 2**15, 2**18, 2**22]  # bytes that a rank brings to a collective
-TIMES = 50  # of each kind and size
+SIZES = [2**12, 2**15, 2**18, 2**22]  # bytes that a rank contributes to a collective
+TIMES = 50  # calls per type and size
 
 
 def main() -> None:
@@ -41,18 +41,18 @@ def main() -> None:
 
 @torch.inference_mode()
 def decode(job: dict, tp_group: TensorParallelGroup | None) -> dict | None:
-    """What steps take in which all rows decode, and what else is known; None on a rank above 0."""
+    """Return measurements of decode steps, memory and collectives; None on ranks above 0."""
     before = common.memory_in_use("cpu")
     model = load_shard(job["model"], tp_group=tp_group) if tp_group else load_model(job["model"])
     if job["native"]:
         use_native(model)
     if tp_group:
         parallelize_vocabulary(model)
-    # All prompts are read in one step, so that all rows decode in all others.
+    # Prefill all prompts in one step, so that all sequences decode in all others.
     engine = Engine(
         model, job["max_num_seqs"], max_num_batched_tokens=job["max_num_seqs"] * job["prompt"]
     )
-    # Large ones later: they would be in the peak of memory.
+    # Large collectives follow later, because they would raise the memory peak.
     collective_times = [time_collectives(tp_group, SIZES[:-1])] if tp_group else []
     found = None
     if tp_group and tp_group.rank:
@@ -62,7 +62,7 @@ def decode(job: dict, tp_group: TensorParallelGroup | None) -> dict | None:
     memory = [common.memory_in_use("cpu") - before]
     if tp_group:
         if found:
-            tp_group.broadcast()  # that there is no more
+            tp_group.broadcast()  # tells the workers to stop
         grown = torch.tensor(memory, dtype=torch.float64)
         memory = tp_group.all_gather(grown, [1] * tp_group.size).tolist()
         collective_times.append(time_collectives(tp_group, SIZES))
@@ -70,10 +70,10 @@ def decode(job: dict, tp_group: TensorParallelGroup | None) -> dict | None:
 
 
 def run_driver(engine: Engine, job: dict) -> dict:
-    """The steps, where the engine is: what one takes, on average, in seconds.
+    """Run the engine on the driver; return its outputs, and means per decode step in seconds.
 
-    sent: bytes that this rank sends. communication: seconds in collectives, waiting for others
-    included.
+    sent: bytes that this rank sends. communication: seconds in collectives, including waiting for
+    others.
     """
     model = engine.model
     tp_group = model.runner.tp_group
@@ -81,7 +81,7 @@ def run_driver(engine: Engine, job: dict) -> dict:
     prompts = common.random_prompts(model.config.vocab_size, job["max_num_seqs"], job["prompt"])
     requests = [engine.add(prompt, params) for prompt in prompts]
     run_prefill(engine, requests)
-    engine.step()  # the first one that only decodes
+    engine.step()  # the first step that only decodes
     methods = {}
     if job["parts"]:
         layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear | NativeLinear)]
@@ -90,7 +90,7 @@ def run_driver(engine: Engine, job: dict) -> dict:
         methods |= {"attention": (engine.cache, "attend"), "broadcast": (tp_group, "broadcast")}
     if tp_group:
         tp_group.collectives, tp_group.bytes_sent, tp_group.seconds = 0, 0, 0.0
-    cheap = SimpleNamespace(device=model.device)  # to ask a model takes several microseconds
+    cheap = SimpleNamespace(device=model.device)  # model.device takes several microseconds
     with stopwatch(cheap, **methods) as seconds:
         times = [took for took, _ in timed_steps(engine)]
     found = {"outputs": [request.output for request in requests], "step": statistics.mean(times)}
@@ -102,7 +102,7 @@ def run_driver(engine: Engine, job: dict) -> dict:
 
 
 def time_collectives(tp_group: TensorParallelGroup, sizes: list[int]) -> dict[str, list[float]]:
-    """The mean seconds of each kind of collective, for each size in bytes."""
+    """Return the mean seconds of each type of collective, for each size in bytes."""
     kinds = {
         "sum": tp_group.sum,
         "all_gather": lambda x: tp_group.all_gather(x, [len(x)] * tp_group.size),
@@ -118,11 +118,11 @@ def time_collectives(tp_group: TensorParallelGroup, sizes: list[int]) -> dict[st
             collective(x)
             took = 0.0
             for _ in range(TIMES):
-                rows @ weight  # ranks compute between two of them, as layers do
+                rows @ weight  # compute between collectives, as layers do
                 began = time.perf_counter()
                 before = tp_group.seconds
                 collective(x)
-                # Of a pass, too, only this is counted as meeting.
+                # `communication` of a pass counts only tp_group.seconds, too.
                 took += tp_group.seconds - before or time.perf_counter() - began
             found[kind].append(took / TIMES)
     return found

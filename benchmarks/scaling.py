@@ -1,4 +1,4 @@
-"""Tokens/s, memory and traffic of several processes, and what they were predicted to be.
+"""Tokens/s, memory and traffic of several processes, measured and predicted.
 
 python -m benchmarks.scaling
 """
@@ -41,13 +41,13 @@ COLUMNS = {
     "threads": "of each process",
 }
 COLUMNS = common.columns(COLUMNS)
-PAGE = 16  # positions, as an engine has it
-PROMPT = 8  # tokens
-WORDS = (5, 20)  # of a prompt to a server
-NEW = (20, 60)  # tokens of its answer
+PAGE = 16  # positions per page, the engine's default
+PROMPT = 8  # tokens per prompt
+WORDS = (5, 20)  # min and max words of a prompt to a server
+NEW = (20, 60)  # min and max tokens of its answer
 LIMIT = 600  # seconds for a group of processes
 PARTS = ("step", "hidden", "head", "products", "attention", "communication", "broadcast")
-REPLICA = "ServeReplica:default:Replica"  # as Ray calls its processes
+REPLICA = "ServeReplica:default:Replica"  # Ray's process name
 INGRESS_PROCESSES = ("ServeReplica:default:Ingress", "ProxyActor")  # all tokens pass both
 
 
@@ -64,7 +64,7 @@ class Results(common.MetricsFile):
 
 
 def both(name: str, measured: float, predicted: float) -> dict[str, float]:
-    """A measure's value, its prediction and their ratio."""
+    """Return a measure's value, its prediction and their ratio."""
     ratio = {f"{name}, predicted / measured": predicted / measured} if measured else {}
     return {name: measured, f"{name}, predicted": predicted} | ratio
 
@@ -73,16 +73,16 @@ def both(name: str, measured: float, predicted: float) -> dict[str, float]:
 
 
 def run_group(directory: Path, job: dict, size: int, times: int = 1) -> list[dict]:
-    """What benchmarks.ranks finds in so many processes; several such groups at a time.
+    """Run benchmarks.ranks in a group of `size` processes; return the results of each group.
 
-    Raises UserError if one of them fails.
+    times: number of concurrent groups. Raises UserError if one of them fails.
     """
     running = []
     line = [sys.executable]
     if job["join"]:
         line += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
         line += ["--log-dir", str(directory)]
-    loopback = "lo0" if sys.platform == "darwin" else "lo"  # gloo may take another one
+    loopback = "lo0" if sys.platform == "darwin" else "lo"  # gloo may pick another interface
     settings = {"OMP_NUM_THREADS": str(job["threads"]), "GLOO_SOCKET_IFNAME": loopback}
     try:
         for number in range(times):
@@ -108,7 +108,7 @@ def run_group(directory: Path, job: dict, size: int, times: int = 1) -> list[dic
         raise UserError(f"a group of {size}: no end in {LIMIT} s") from None
     finally:
         for process, _, log in running:
-            process.terminate()  # torchrun then ends its own processes
+            process.terminate()  # torchrun then ends its workers
             try:
                 process.wait(30)
             except subprocess.TimeoutExpired:
@@ -118,13 +118,13 @@ def run_group(directory: Path, job: dict, size: int, times: int = 1) -> list[dic
 
 
 def step_of(found: list[dict]) -> Step:
-    """Where the seconds of a step go in one rank, on average of several that are alone."""
+    """Return the mean Step of several groups of one rank each."""
     for each in found:
         each["products"] = sum(each[name] for name in each if name.startswith("product "))
     mean = {name: sum(each[name] for each in found) / len(found) for name in PARTS}
     passes = mean["hidden"] + mean["head"]
     split = mean["products"] + mean["attention"]
-    # A rank that is alone meets nobody, but has all the calls.
+    # A single rank waits for nobody, but makes all the calls.
     each = passes - split - mean["communication"]
     return Step(
         mean["step"] - passes - mean["broadcast"], each, mean["products"], mean["attention"]
@@ -132,9 +132,9 @@ def step_of(found: list[dict]) -> Step:
 
 
 def cost(collective_times: list[dict], kind: str, size: int) -> float:
-    """Seconds of a collective that brings so many bytes, by those that were measured.
+    """Return the seconds of a collective of `size` bytes, interpolated from measurements.
 
-    Beyond the largest one they grow as bytes do.
+    Beyond the largest size they grow in proportion to the bytes.
     """
     found = []
     for times in (each[kind] for each in collective_times):
@@ -144,7 +144,7 @@ def cost(collective_times: list[dict], kind: str, size: int) -> float:
 
 
 def measure_ranks(args, directory: Path, config, repeat: int, results: Results) -> None:
-    """An engine on one process, and on several ranks."""
+    """Measure an engine on one process, and on several ranks."""
     threads = args.threads or args.cores
     job = {"model": str(directory), "join": None, "threads": threads, "parts": False}
     job |= {
@@ -164,7 +164,7 @@ def measure_ranks(args, directory: Path, config, repeat: int, results: Results) 
         check(f"{join}, 1 rank", one["outputs"], expected)
         values = {"tokens/s": args.max_num_seqs / one["step"], "memory, MB": one["memory"][0] / 1e6}
         results.write(join, 1, repeat, values)
-        busy = {}  # so many at a time -> a Step
+        busy = {}  # number of concurrent groups -> Step
         for size in args.ranks:
             beside = min(size, args.cores)
             if beside not in busy:
@@ -182,7 +182,7 @@ def measure_ranks(args, directory: Path, config, repeat: int, results: Results) 
 
 
 def rank_values(args, config, join: str, size: int, one: dict, busy: Step, found: dict) -> dict:
-    """What ranks are measured and predicted to make and take. one, busy: of one rank."""
+    """Return measured and predicted values of a group of ranks. one, busy: of a single rank."""
     collectives = predict.collectives(config, size, join, args.max_num_seqs)
     collective_times = found["collective_times"]
     communication = sum(
@@ -197,7 +197,7 @@ def rank_values(args, config, join: str, size: int, one: dict, busy: Step, found
     values["bytes sent a step"] = found["sent"]
     sent = sum(predict.sent(collective, size) for collective in collectives)
     values["bytes sent a step, predicted"] = sent
-    # Where ranks take turns, this has the turns of others in it, too.
+    # With more ranks than cores this includes the turns of other ranks.
     values["in collectives, ms a step"] = 1000 * found["communication"]
     values["in collectives, ms a step, predicted"] = 1000 * communication
     positions = PAGE * page_count(PROMPT + args.new_tokens - 1, PAGE)
@@ -216,12 +216,12 @@ def rank_values(args, config, join: str, size: int, one: dict, busy: Step, found
 
 
 def measure_replicas(args, model: str, repeat: int, results: Results) -> None:
-    """Engines of serve_ray.py, with as many clients for each of them as it has rows."""
+    """Measure engines of serve_ray.py, each under as many clients as its max_num_seqs."""
     expected = None
     one = {}
     for count in [1, *args.replicas]:
         line = [common.ROOT / "serve_ray.py", "--model", model, "--replicas", count]
-        cpus = min(1.0, math.floor(1e4 * args.cores / count) / 1e4)  # as exactly as Ray counts
+        cpus = min(1.0, math.floor(1e4 * args.cores / count) / 1e4)  # rounded to Ray's resolution
         line += ["--cpus", cpus, "--device", "cpu", "--max-num-seqs", args.max_num_seqs]
         line += ["--backend", "native" if args.native else "torch"]
         with server(line, threads=1) as url:
@@ -256,9 +256,9 @@ def measure_replicas(args, model: str, repeat: int, results: Results) -> None:
 
 
 def run_clients(args, url: str, seed: str, count: int, seconds: float = 0) -> client.LoadResult:
-    """Put so many replicas under load; no seconds: a request of each client.
+    """Put `count` replicas under load. With seconds=0 each client sends one request.
 
-    Raises UserError if one fails.
+    Raises UserError if a request fails.
     """
     clients = count * args.max_num_seqs
     request_bodies = client.request_bodies(seed, WORDS, NEW)
@@ -272,9 +272,9 @@ def run_clients(args, url: str, seed: str, count: int, seconds: float = 0) -> cl
 
 
 def process_tree(name: str) -> list[Path]:
-    """Where Linux tells of this process and all that it has started; nothing elsewhere.
+    """Return the /proc directories of this process and its descendants; none outside Linux.
 
-    name: a regular expression, found in their command lines.
+    name: a regular expression to find in their command lines.
     """
     parents = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
@@ -289,7 +289,7 @@ def process_tree(name: str) -> list[Path]:
 
 
 def read(file: Path) -> str:
-    """What it says; nothing if its process has ended."""
+    """Return the content of a file in /proc, or "" if its process has ended."""
     try:
         return file.read_text(errors="replace")
     except OSError:
@@ -297,7 +297,7 @@ def read(file: Path) -> str:
 
 
 def processor_seconds(name: str = "") -> float:
-    """That these processes have computed."""
+    """Return the CPU seconds of these processes."""
     total = 0
     for process in process_tree(name):
         fields = read(process / "stat").rpartition(")")[2].split()
@@ -306,7 +306,7 @@ def processor_seconds(name: str = "") -> float:
 
 
 def memory_of(name: str) -> int:
-    """Bytes that these processes have each for itself; not what they share, such as libraries."""
+    """Return the private bytes of these processes, without shared memory such as libraries."""
     lines = "".join(read(process / "smaps_rollup") for process in process_tree(name))
     return sum(1024 * int(size) for size in re.findall(r"^Private_\w+: +(\d+)", lines, re.M))
 
@@ -348,7 +348,7 @@ def measure(args, device: str, results: Results) -> None:
 
 
 def plot(summary):
-    """Tokens/s of ranks and replicas, measured and predicted."""
+    """Plot tokens/s of ranks and replicas, measured and predicted."""
     from matplotlib.figure import Figure
 
     shown = summary[summary["measure"].str.fullmatch("tokens/s(, predicted)?")]

@@ -1,4 +1,4 @@
-"""Servers under load, as their clients see them: python -m benchmarks.serving."""
+"""Servers under load, measured from their clients: python -m benchmarks.serving."""
 
 import argparse
 import contextlib
@@ -46,7 +46,7 @@ COLUMNS = {
     "repeat": "each repeat runs all modes once, with prompts of its own",
 }
 COLUMNS = common.columns(COLUMNS)
-MODES = {  # server -> what it computes with, of benchmarks.batching's engines
+MODES = {  # server -> engine of benchmarks.batching
     "one at a time": "cache",
     "engine": "cache",
     "engine native": "native",
@@ -54,12 +54,12 @@ MODES = {  # server -> what it computes with, of benchmarks.batching's engines
     "transformers": "transformers",
     "llama.cpp": "llama.cpp",
 }
-EXTRA_BODIES = {  # of each request, where the server is another package's: a text goes on after EOS
+EXTRA_BODIES = {  # package -> request fields that make its server ignore EOS
     "transformers": {"generation_config": '{"do_sample": false, "eos_token_id": -1}'},
     "llama_cpp": {"min_tokens": 10**6},
 }
-PAGE = 16  # positions
-NEW = 8  # tokens after a prompt whose first token is what counts
+PAGE = 16  # positions per page
+NEW = 8  # new tokens of a request that is timed for its first token
 LONG = 9  # requests with long prompts
 STARTUP_TIMEOUT = 120  # seconds for a server to start
 
@@ -84,12 +84,12 @@ class Results(common.MetricsFile):
 
 
 def max_num_seqs_of(mode: str, args) -> int:
-    """How many texts it computes at once, at most."""
+    """Return the maximum number of sequences that the server computes at once."""
     return 1 if mode == "one at a time" else args.clients
 
 
 def command(mode: str, args, model: Model, device: str, directory: Path) -> list:
-    """What Python gets to start a server, without the port."""
+    """Return Python's arguments to start a server, without the port."""
     engine = ENGINES[MODES[mode]]
     max_num_seqs = max_num_seqs_of(mode, args)
     if engine.is_ours:
@@ -110,15 +110,16 @@ def command(mode: str, args, model: Model, device: str, directory: Path) -> list
 
 @contextlib.contextmanager
 def server(line: list, threads: int | None = None) -> Iterator[str]:
-    """Start a server, and end it after the block: its URL. Raises UserError if it ends itself.
+    """Start a server, yield its URL, and stop it after the block.
 
-    threads: of each of its processes; as many as here if not given.
+    threads: of each of its processes, by default as many as here. Raises UserError if the server
+    does not start.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     line = [str(part) for part in [sys.executable, *line, "--port", port]]
-    # Offline, because by now the model is here.
+    # Offline, because the model is already here.
     settings = {"OMP_NUM_THREADS": str(threads or torch.get_num_threads()), "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(line, stdout=log, stderr=log, env=os.environ | settings)
@@ -141,7 +142,7 @@ def server(line: list, threads: int | None = None) -> Iterator[str]:
 
 
 def is_ready(port: int) -> bool:
-    """Whether a server names its models: it may still load them, or a proxy answer before it."""
+    """Return whether a server lists its models: it may still load, or a proxy may answer first."""
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=1)) as connection:
         try:
             connection.request("GET", "/v1/models")
@@ -154,7 +155,7 @@ def is_ready(port: int) -> bool:
 
 
 class Bench(NamedTuple):
-    """A server that is measured."""
+    """A server under measurement."""
 
     args: argparse.Namespace
     mode: str
@@ -162,22 +163,22 @@ class Bench(NamedTuple):
     engine_process: EngineProcess | None  # the same engine without a server, if it is ours
 
     def exchanges(self, seed: str, *sizes) -> Iterator[client.Exchange]:
-        """Requests in its own words. sizes: arguments of `client.request_bodies`."""
+        """Yield requests with this server's fields. sizes: arguments of `client.request_bodies`."""
         extra_body = EXTRA_BODIES.get(ENGINES[MODES[self.mode]].package, client.EXTRA_BODY)
         for body in client.request_bodies(seed, *sizes):
             yield client.Exchange(self.url, body | extra_body)
 
 
 def engine_alone(name: str, model: Model, args, max_num_seqs: int, seed: str) -> dict[str, float]:
-    """The engine with what N clients ask for, without a server."""
+    """Measure the engine without a server, on the requests of N clients."""
     encoding = load_encoding(args.model, model.config.vocab_size)
     request_bodies = client.request_bodies(seed, args.prompt_words, args.new_tokens)
     engine = Engine(model, max_num_seqs, page_size=PAGE, encoding=encoding)
     engine.add(encoding.encode(" the"), SamplingParams(max_new_tokens=NEW, ignore_eos=True))
-    while engine.busy:  # once, to be as warm as the servers are
+    while engine.busy:  # warm up, as the servers are
         engine.step()
     requests = []
-    plain = []  # seconds of steps without a prompt
+    plain = []  # seconds of steps without prefill
     began = time.perf_counter()
     while (step_start := time.perf_counter()) < began + args.seconds:
         while len(engine.scheduler.running) + len(engine.scheduler.waiting) < args.clients:
@@ -196,9 +197,9 @@ def engine_alone(name: str, model: Model, args, max_num_seqs: int, seed: str) ->
 
 
 def warmup_texts(bench: Bench) -> list[str]:
-    """The texts of as many short requests as there are clients, which also warms up.
+    """Warm up with one short request per client, and return the texts.
 
-    Raises UserError if the server does not answer one.
+    Raises UserError if a request fails.
     """
     clients = bench.args.clients
     exchanges = itertools.islice(
@@ -211,7 +212,7 @@ def warmup_texts(bench: Bench) -> list[str]:
 
 
 def poisson_load(bench: Bench, rate: float, seed: str) -> client.LoadResult:
-    """Requests at random moments that ask for `rate` tokens a second."""
+    """Send requests at Poisson arrival times that ask for `rate` tokens per second."""
     args = bench.args
     exchanges = bench.exchanges(seed, args.prompt_words, args.new_tokens)
     sent = [next(exchanges)]
@@ -222,7 +223,7 @@ def poisson_load(bench: Bench, rate: float, seed: str) -> client.LoadResult:
 
 
 def long_prompts(bench: Bench, seed: str, *sizes) -> dict[str, float]:
-    """First tokens of one client's long prompts. sizes: arguments of `client.request_bodies`."""
+    """Return TTFTs of one client's long prompts. sizes: arguments of `client.request_bodies`."""
     exchanges = itertools.islice(bench.exchanges(seed, *sizes), LONG)
     values = client.calculate_metrics(
         client.run(client.closed_loop(exchanges, 1, math.inf)), math.inf, math.inf
@@ -278,7 +279,7 @@ def measure(args, device: str, results: Results) -> None:
     results.environment = {name: environment[name] for name in COLUMNS if name in environment}
     benches = []
     expected = None  # texts of the first server
-    exact = None  # the first one in float32 that is ours, and its texts
+    exact = None  # mode and texts of our first float32 server
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for mode in args.modes:
@@ -286,7 +287,7 @@ def measure(args, device: str, results: Results) -> None:
             try:
                 if reason := unavailable_reason(MODES[mode], device):
                     raise UserError(reason)
-                with contextlib.ExitStack() as startup:  # a server that fails is stopped at once
+                with contextlib.ExitStack() as startup:  # stops a failed server at once
                     url = startup.enter_context(
                         server(command(mode, args, model, device, directory))
                     )
@@ -313,7 +314,7 @@ def measure(args, device: str, results: Results) -> None:
             run_loads(bench, repeat, results.write)
 
 
-PANELS = [  # title, axis, loads and measures by their names, what colours tell apart
+PANELS = [  # title, unit, patterns of load and measure, column that sets the colour
     ("Clients that wait for their answers", "tokens/s", "alone|clients", "tokens/s", "load"),
     ("Long prompts: to the first token", "ms", "long", "ttft, ms, p50", "load"),
     ("At random moments: to the first token", "ms", "capacity", "ttft, ms, p..", "measure"),
@@ -328,13 +329,13 @@ PANELS = [  # title, axis, loads and measures by their names, what colours tell 
 
 
 def plot(summary):
-    """Tokens/s of busy clients, first tokens of long prompts, and what random requests wait for."""
+    """Plot tokens/s of busy clients, TTFT of long prompts, and latencies of Poisson arrivals."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 10), layout="constrained")
     for axes, (title, unit, loads, names, colour) in zip(figure.subplots(2, 2).flat, PANELS):
         shown = summary["load"].str.contains(loads) & summary["measure"].str.fullmatch(names)
-        # Where only gaps between chunks are known, their bars are in the place of the others.
+        # Chunk gaps stand in for ITL where token times are unknown.
         rows = summary[shown].replace({"measure": {"chunk gap": "itl"}}, regex=True)
         labels = rows["mode"] if colour == "load" else rows["mode"] + ", " + rows["load"]
         draw(axes, rows.assign(label=labels), colour)
@@ -344,7 +345,7 @@ def plot(summary):
 
 
 def draw(axes, rows, colour: str) -> None:
-    """Bars at each label."""
+    """Draw bars at each label."""
     labels = list(dict.fromkeys(rows["label"]))[::-1]  # the first at the top
     for index, (name, bars) in enumerate(rows.groupby(colour, sort=False)):
         at = [labels.index(label) - 0.4 * index for label in bars["label"]]
