@@ -1,6 +1,6 @@
-"""Draw the picture of a lesson from a run on a prompt of your own.
+"""Draw the picture of a lesson from a run on your own prompt.
 
-`python lessons.py picture 07 --prompt "One day"` runs it.
+Example: `python lessons.py picture 07 --prompt "One day"`.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Write the book: the lessons on main as web pages that need no server and no network.
+"""Write the book: the lessons on main as static web pages that need no server and no network.
 
 Only the search, the copy buttons, the engine's player and the page Play need JavaScript.
 
-`python lessons.py book` runs it. Lessons, diffs, answers and plots are read from git, so the book
-cannot disagree with the code.
+Run it with `python lessons.py book`. Lessons, diffs, answers and plots are read from git, so the
+book cannot disagree with the code.
 """
 
 import argparse
@@ -40,12 +40,12 @@ from book import diffs, glossary, prose  # noqa: E402
 from lessons import Lesson, LessonError, git  # noqa: E402
 
 TEMPLATES = Path(__file__).with_name("book")
-LIMIT = 350_000  # bytes of a page; what makes it larger gets a page of its own
-LONG = 120  # changed lines of code from which on a diff is long
-NOTE = 300  # characters of a note beside code, at most
-# In each page, so that an older book can be replaced.
+LIMIT = 350_000  # maximum size of a page in bytes; larger pages move sections out
+LONG = 120  # changed lines of code from which a diff counts as long
+NOTE = 300  # maximum length of a note beside code, in characters
+# Written into each page, so that `check_output` recognizes an older book.
 MARK = '<meta name="generator" content="lessons.py book">'
-# The pages.
+# Lesson pages.
 
 
 def title(lesson: Lesson) -> str:
@@ -53,7 +53,7 @@ def title(lesson: Lesson) -> str:
 
 
 def parts_of(lessons: list[Lesson]) -> dict[str, list[Lesson]]:
-    """Each part's title, and its lessons."""
+    """Group the lessons by part: title of the part -> its lessons."""
     parts = {}
     name = ""
     for lesson in lessons:
@@ -63,17 +63,17 @@ def parts_of(lessons: list[Lesson]) -> dict[str, list[Lesson]]:
 
 
 class Stop(NamedTuple):
-    """A lesson on the path for one evening, as the pages show it."""
+    """A lesson on the one-evening path, as the pages show it."""
 
     lesson: Lesson
     minutes: int
     idea: str
-    skipped: str  # the numbers of the lessons between the stop before and this one
-    bridge: str  # what those do
+    skipped: str  # numbers of the lessons between the previous stop and this one
+    bridge: str  # summary of the skipped lessons
 
 
 def evening_of(lessons: list[Lesson]) -> list[Stop]:
-    """Return the path for one evening through these lessons."""
+    """Return the stops of the one-evening path through these lessons."""
     stops = []
     skipped = []
     for lesson in lessons:
@@ -87,15 +87,15 @@ def evening_of(lessons: list[Lesson]) -> list[Stop]:
     return stops
 
 
-# Of a lesson's message, as the search has them.
+# The sections of a lesson's message that the search indexes.
 SECTIONS = ("problem", "idea", "reading", "testing", "steps", "implement", "exercise", "trying")
 
 
 @dataclass
 class Section:
-    """A folded part of a lesson's page, or a page of its own where that would grow too large."""
+    """A folded section of a lesson's page, moved to a page of its own if the page is too large."""
 
-    name: str  # of its page
+    name: str  # of its own page, without .html
     summary: str
     body: str
     has_own_page: bool = False
@@ -110,9 +110,9 @@ def lesson_pages(
     make: Callable[..., str],
     **context,
 ) -> tuple[dict[str, str], str]:
-    """The pages of a lesson, name -> HTML; and its sections alone, for the search.
+    """Return the pages of a lesson, name -> HTML, and the HTML of its sections for the search.
 
-    before: the commits that prepare it. ids: of all lessons, by slug.
+    before: the commits between the previous lesson and this one. ids: slug -> id of all lessons.
     """
     parts = course.read_message(message)
     changes = [change for change in commit.changes if not change.is_test]
@@ -120,7 +120,7 @@ def lesson_pages(
     order = [*anchors, *(change.path for change in changes)]
     changes.sort(key=lambda change: (not change.is_code, order.index(change.path)))
     notes = notes_of(reading, parts)
-    # In a long diff only the definitions that Read names are open.
+    # A long diff opens only the definitions that Read names.
     added = sum(change.count("+") + change.count("-") for change in changes if change.is_code)
     long = added > LONG and any(anchors.values())
     files = []
@@ -162,7 +162,10 @@ def lesson_pages(
 
 
 def split_problem(text: str) -> tuple[str, str]:
-    """The first paragraph, to the end of its last sentence, which may hold formulas; the rest."""
+    """Split a message after its first paragraph; return both pieces.
+
+    A formula may interrupt the paragraph, which goes on to the end of its sentence.
+    """
     problem, _, rest = text.partition("\n\n")
     while rest and not problem.endswith((".", ":", "?")):
         more, _, rest = rest.partition("\n\n")
@@ -171,13 +174,13 @@ def split_problem(text: str) -> tuple[str, str]:
 
 
 def link_code(reading: str, changes: list[diffs.Change]) -> tuple[str, dict[str, dict[int, str]]]:
-    """What to read, as HTML, with a link from each name to where the page shows it.
+    """Link each name in the `Read:` section, which is HTML, to its definition in the diff.
 
-    Returns the ids of lines too, path -> line -> id, with files in the order of the text.
+    Return the HTML and the anchors, path -> line -> id, with files in the order of the section.
     """
     anchors = {}
     shown = ""
-    for clause in re.split(r"(?<=[;.]\s)", reading):  # each is about some files
+    for clause in re.split(r"(?<=[;.]\s)", reading):  # each clause names the files it is about
         words = re.findall(r"[\w.-]*\w", re.sub(r"<[^>]*>", " ", clause))
         named = [change for change in changes if Path(change.path).name in words]
 
@@ -197,9 +200,10 @@ def link_code(reading: str, changes: list[diffs.Change]) -> tuple[str, dict[str,
 
 
 def notes_of(reading: str, parts: dict[str, str]) -> dict[str, str]:
-    """Return what a message says of the code that it names under Read, id of a link -> HTML.
+    """Return a note for each definition that `Read:` links to, id of the link -> HTML.
 
-    It is the first sentence of the explanation that has the name as code, and stands at one place.
+    A note is the first sentence of the explanation that contains the name as code. A sentence is
+    used once.
     """
     text = re.sub(r"^    .*", "", parts[""], flags=re.MULTILINE)
     blocks = re.split(r"\n\s*\n|^- ", text, flags=re.MULTILINE)
@@ -213,7 +217,7 @@ def notes_of(reading: str, parts: dict[str, str]) -> dict[str, str]:
     for id, name in re.findall(r'<a href="#(code-[\d-]+)"><code>([\w.]+)', reading):
         last = name.rpartition(".")[2]
         named = rf"`(?:\w+\.)*{last}(?:\([^`]*\))?`"
-        if re.search(r"._.|[a-z][A-Z]", last):  # no word of the language
+        if re.search(r"._.|[a-z][A-Z]", last):  # not an English word
             named += rf"|(?<![\w.]){last}(?!\w)"
         note = next((prose.inline(each) for each in sentences if re.search(named, each)), "")
         if note and note not in notes.values():
@@ -222,7 +226,7 @@ def notes_of(reading: str, parts: dict[str, str]) -> dict[str, str]:
 
 
 def find_code(name: str, changes: list[diffs.Change]) -> tuple[diffs.Change, int] | None:
-    """Where a name, or a method of that name, is defined; None if these files do not define it."""
+    """Return the change and the line that define a function or method; None if none does."""
     definitions = [
         (f".{found}", change, line)
         for change in changes
@@ -236,9 +240,9 @@ def find_code(name: str, changes: list[diffs.Change]) -> tuple[diffs.Change, int
 
 
 def fit_page(render: Callable[[], str], sections: list[Section], name: str) -> str:
-    """A page of at most LIMIT bytes: while it is larger, the largest section goes apart.
+    """Render a page of at most LIMIT bytes by moving its largest sections to their own pages.
 
-    Raises LessonError, which names the page, if that is not enough.
+    Raises LessonError, which names the page, if it is still too large without them.
     """
     page = render()
     while len(page.encode()) > LIMIT:
@@ -252,12 +256,15 @@ def fit_page(render: Callable[[], str], sections: list[Section], name: str) -> s
     return page
 
 
-# Not what lessons are about; the first three are where two of these were before.
+# Paths outside the lessons' subject. The first three are older locations of the last two.
 LEFT_OUT_PATHS = ("answers/", "pictures/", "tools/", "course/", "tests/book_pages/")
 
 
 def diff_section(name: str, commit: diffs.Commit) -> Section:
-    """A commit between two lessons: its message and its diff, but for data and the book's code."""
+    """Return the section of a commit between two lessons: its message and its diff.
+
+    Diffs of data and of the book's own code are left out.
+    """
     body = prose.to_html(commit.body)
     for change in commit.changes:
         if Path(change.path).suffix in (".csv", ".json") or change.path.startswith(LEFT_OUT_PATHS):
@@ -269,7 +276,7 @@ def diff_section(name: str, commit: diffs.Commit) -> Section:
 
 
 def test_section(lesson: Lesson, changes: list[diffs.Change]) -> list[Section]:
-    """The section of a lesson's tests; none if it has none."""
+    """Return a list with the section of a lesson's tests; an empty list without tests."""
     if not changes:
         return []
     files = ", ".join(Path(change.path).name for change in changes)
@@ -279,7 +286,10 @@ def test_section(lesson: Lesson, changes: list[diffs.Change]) -> list[Section]:
 
 
 def file_diff(change: diffs.Change, folded: bool, closed: bool = False, *shown) -> str:
-    """folded, shown: as of `show_change`. closed: the whole is behind its name."""
+    """Return the diff of a file as HTML.
+
+    folded, shown: passed to `show_change`. closed: fold the whole diff behind the file's name.
+    """
     counts = f"+{change.count('+')} &minus;{change.count('-')}"
     name = f"<h3><code>{html.escape(change.path)}</code> <small>{counts}</small></h3>"
     body = diffs.show_change(change, folded, *shown)
@@ -290,12 +300,12 @@ def file_diff(change: diffs.Change, folded: bool, closed: bool = False, *shown) 
     return f'<section class="file">{body}</section>'
 
 
-# The first page.
+# Front page.
 
-# On the page Play a token at least as probable as the first of these is not coloured, and so on.
+# Lower bounds of the colours of tokens on the page Play. From the first on, a token has no colour.
 PROBABILITY_LEVELS = (0.9, 0.5, 0.2, 0.05, 0.0)
-CARD = "18-speculative-decoding"  # the picture of the first page
-# How the name of a plot begins -> slugs of the lessons that it belongs to, and what it shows.
+CARD = "18-speculative-decoding"  # lesson whose picture is on the front page
+# Prefix of a plot's file name -> slugs of its lessons, and its alternative text.
 PLOTS = {
     "speculative": (
         ("speculative-decoding", "benchmark-speculative"),
@@ -339,7 +349,7 @@ PLOTS = {
         "measured, and dotted as predicted",
     ),
 }
-VARIANTS = {  # how the name of a plot ends -> what is different there
+VARIANTS = {  # suffix of a plot's file name -> addition to its text
     "_gpt2": ", with a model of GPT-2's shape",
     "_llama": ", with a Llama of 134.5 million parameters",
     "_batches": ", in batches of 1, 8 and 32 texts, in float32 and bfloat16",
@@ -349,7 +359,10 @@ VARIANTS = {  # how the name of a plot ends -> what is different there
 
 
 def introduction(readme: str) -> tuple[str, str, str]:
-    """The title of Readme.md, what it says before the first command, and how to start, as HTML."""
+    """Return the title of Readme.md, and its introduction and section Start as HTML.
+
+    Raises LessonError if one of them is missing.
+    """
     pattern = r"# ([^\n]*)\n(.*?)\n\nOne command .*?\n## Start\n(.*?)\n## "
     found = re.match(pattern, readme, re.DOTALL)
     if not found:
@@ -357,15 +370,15 @@ def introduction(readme: str) -> tuple[str, str, str]:
             "Readme.md on main has no title, text before `One command`, and section Start"
         )
     parser = markdown_it.MarkdownIt("commonmark", {"html": False})
-    # The pictures stand on the pages of their lessons.
+    # Drop the pictures; the pages of their lessons show them.
     words = re.sub(r" [^.\n]*:\n\n(?:\[?!\[[^\n]*\n)+\n", "\n", found[2])
-    # Who reads it in the book need not be told of the book.
+    # Drop the paragraph on how to make the book.
     words = "\n\n".join(each for each in words.split("\n\n") if "`make book`" not in each)
     return found[1], parser.render(words), parser.render(found[3])
 
 
 def read_card(ref: str, names: set[str], lessons: list[Lesson]) -> tuple[str, str, str] | None:
-    """The lesson whose card the first page shows, its text and its height; None if not."""
+    """Return the id of the front page's card, its title and its height; None without a card."""
     path = f"course/pictures/{CARD}.svg"
     if path not in names or CARD not in {lesson.id for lesson in lessons}:
         return None
@@ -381,11 +394,11 @@ def png_size(data: bytes) -> tuple[int, int]:
     return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
 
 
-# All of it.
+# The whole book.
 
 
 def web_scripts() -> dict[str, str]:
-    """What the page Play loads; nothing, and a note on stderr, where it cannot be made."""
+    """Return the scripts that the page Play loads; {} and a note on stderr if the build fails."""
     import web_model
 
     from native.build import BuildError
@@ -400,9 +413,9 @@ def web_scripts() -> dict[str, str]:
 def make_pages(
     ref: str, lessons: list[Lesson], figures: dict[str, str], scripts: dict[str, str]
 ) -> dict[str, str | bytes]:
-    """The files of the book, name -> content.
+    """Return the files of the book, name -> content.
 
-    figures: id of a lesson -> its picture, as HTML. scripts: as `web_scripts` returns them.
+    figures: id of a lesson -> HTML of its picture. scripts: returned by `web_scripts`.
     """
     make = page_maker(ref, lessons, bool(scripts))
     names = set(git("ls-tree", "-r", "--name-only", ref).splitlines())
@@ -413,7 +426,7 @@ def make_pages(
     exercises = []
     entries = []
     plots, files = read_plots(ref, names)
-    last = -1  # the index of the lesson before
+    last = -1  # index of the previous lesson's commit
     ids = {lesson.slug: lesson.id for lesson in lessons}
     part = {lesson: name for name, group in parts_of(lessons).items() for lesson in group}
     evening = evening_of(lessons)
@@ -504,9 +517,9 @@ def make_pages(
 
 
 def page_maker(ref: str, lessons: list[Lesson], play: bool) -> Callable[..., str]:
-    """A function that fills a template: make(name, **context) -> HTML.
+    """Return a function that renders a template: make(name, **context) -> HTML.
 
-    play: whether there is a page Play.
+    play: whether the book has the page Play.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
@@ -529,7 +542,10 @@ def page_maker(ref: str, lessons: list[Lesson], play: bool) -> Callable[..., str
 
 
 def papers_of(commits: list[diffs.Commit], added: str) -> dict[str, str]:
-    """The papers that messages name, and those that code names which was not only moved."""
+    """Return the papers that messages or added code name, name -> address.
+
+    A paper that removed code names too is left out: that code only moved.
+    """
     moved = prose.find_papers(diffs.code_lines(commits, "-"))
     papers = prose.find_papers("\n".join(commit.body for commit in commits))
     new = prose.find_papers(added)
@@ -537,7 +553,10 @@ def papers_of(commits: list[diffs.Commit], added: str) -> dict[str, str]:
 
 
 def read_plots(ref: str, names: set[str]) -> tuple[list[dict], dict[str, bytes]]:
-    """What the first page says of each plot, and the plots, name -> PNG."""
+    """Return the front page's entry for each plot, and the plots, name -> PNG.
+
+    Raises LessonError for a plot that PLOTS does not describe.
+    """
     plots = []
     files = {}
     paths = [path for path in names if re.fullmatch(r"benchmark_results/.*\.png", path)]
@@ -559,9 +578,9 @@ def read_plots(ref: str, names: set[str]) -> tuple[list[dict], dict[str, bytes]]
 
 
 def search_entry(lesson: Lesson, shown: str, code: str, papers: dict[str, str]) -> dict[str, str]:
-    """What the search knows of a lesson: a line for each paragraph, item, formula and command.
+    """Return a lesson's entry in the search index: a line per paragraph, item, formula and command.
 
-    shown: its sections, as HTML; what commands printed is left out. code: the lines that it adds.
+    shown: HTML of its sections; output of commands is not indexed. code: the lines it adds.
     """
     shown = re.sub(r'<pre class="output.*?</pre>', "", shown, flags=re.DOTALL)
     shown = re.sub(r"<[^>]*>", "", re.sub(r"<(?:p|li|pre)\b", "\n<", shown))
@@ -577,7 +596,7 @@ def search_entry(lesson: Lesson, shown: str, code: str, papers: dict[str, str]) 
 
 
 def check_output(output: Path) -> None:
-    """Raise LessonError for a path that is neither free, nor an empty folder or an older book."""
+    """Raise LessonError unless the path is free, an empty folder or an older book."""
     index = output / "index.html"
     older = index.is_file() and MARK in index.read_text("utf-8", "replace")
     if not older and (any(output.iterdir()) if output.is_dir() else os.path.lexists(output)):
@@ -591,7 +610,7 @@ def check_output(output: Path) -> None:
 
 
 def write(pages: dict[str, str | bytes], output: Path) -> None:
-    """Write the files into a new folder, and put it in the place of the older book."""
+    """Write the files into a new folder, then replace the older book with it."""
     with tempfile.TemporaryDirectory(prefix=".book-", dir=output.parent) as folder:
         made = Path(folder, "new")
         made.mkdir()
@@ -609,7 +628,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         ref, lessons = course.read_main()
         check_output(output)
-        output = output.resolve()  # a link to an older book stays one
+        output = output.resolve()  # a symlink to an older book stays a symlink
         figures = {lesson.id: pictures.figure(lesson.id) for lesson in lessons}
         pages = make_pages(ref, lessons, figures, web_scripts())
         write(pages, output)

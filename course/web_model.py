@@ -1,7 +1,7 @@
-"""The embedded models for a browser: gpt.c as WebAssembly, and weights as it reads them there.
+"""The embedded models for a browser: gpt.c as WebAssembly, and an image of its weights.
 
-A book's page loads them by script tags, because a page in a file may read no other file. What runs
-them is course/book/inference.js.
+A page of the book loads them with script tags, because a page opened from a file may not read other
+files. course/book/inference.js runs them.
 """
 
 import base64
@@ -34,25 +34,25 @@ from sampling import SamplingParams, sampling_probs, token_logprob
 
 BOOK = Path(__file__).with_name("book")
 CHECKPOINTS = build.SOURCE.parent.parent / "checkpoints"
-MODELS = ("stories-llama", "stories-draft")  # what a text is written by, and what drafts for it
-TIMEOUT = 600  # that the compiler may take: the first time it makes a C library, too
-BASE = 2**21  # where the weights lie; below it is what the compiler needs
+MODELS = ("stories-llama", "stories-draft")  # target model and draft model
+TIMEOUT = 600  # seconds; the compiler's first run also builds a C library
+BASE = 2**21  # address of the weights; the compiler's data and stack are below
 FLAGS = (
     *("-target", "wasm32-wasi", "-std=gnu11", "-O3", "-msimd128"),
-    # As in native/build.py: a product and a sum are two roundings.
+    # As in native/build.py: a product and a sum are rounded separately.
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
     *("-mexec-model=reactor", "-s", f"-Wl,--initial-memory={BASE}", "-Wl,-z,stack-size=65536"),
     *("-Wl,--export=gpt_pass", "-Wl,--export=work_floats"),
 )
-PROMPT = "Once upon a time"  # of Play's recording; this and its parameters are play.html's
+PROMPT = "Once upon a time"  # of Play's recording; play.html has the same prompt and parameters
 PARAMS = SamplingParams(max_new_tokens=200, temperature=0.8, top_p=0.95, seed=1)
-ALTERNATIVES = 8  # of each token
-PANEL = 8  # outputs in a panel of gpt.c's kernel for WebAssembly, of vectors of 4 floats,
-GROUP = 2  # and how many int8 weights it takes at once
+ALTERNATIVES = 8  # listed for each token
+PANEL = 8  # outputs per panel of gpt.c's WebAssembly kernel, whose vectors have 4 floats
+GROUP = 2  # int8 weights that the kernel multiplies at once
 
 
 def scripts() -> dict[str, str]:
-    """The scripts that a page loads on demand, name -> text. Raises BuildError."""
+    """Return the scripts that a page loads on demand, name -> text. Raises BuildError."""
     engine = {
         "source": (BOOK / "inference.js").read_text("utf-8"),
         "code": base64.b64encode(compile_gpt()).decode(),
@@ -67,7 +67,7 @@ def scripts() -> dict[str, str]:
 
 @torch.inference_mode()
 def record() -> dict:
-    """What Play shows before it loads a model: a text, and what model.js says of its tokens."""
+    """Record the text that Play shows before it loads a model, with data of model.js per token."""
     directory = CHECKPOINTS / MODELS[0]
     model = load_model(directory, torch.int8)
     with contextlib.suppress(build.BuildError):
@@ -97,7 +97,7 @@ def record() -> dict:
 
 
 def compile_gpt() -> bytes:
-    """gpt.c as WebAssembly, which imports nothing. Raises BuildError."""
+    """Compile gpt.c to WebAssembly without imports. Raises BuildError."""
     if not importlib.util.find_spec("ziglang"):
         raise build.BuildError("gpt.c needs a compiler: pip install -r requirements-book.txt")
     with tempfile.TemporaryDirectory() as folder:
@@ -111,9 +111,9 @@ def compile_gpt() -> bytes:
 
 
 def export(directory: Path) -> dict:
-    """A checkpoint as inference.js takes it: int8 weights, its shape, and its tokens.
+    """Export a checkpoint for inference.js: int8 weights, shape and tokens.
 
-    Raises UserError for a model that it would compute wrongly.
+    Raises UserError for a model that inference.js does not support.
     """
     config = load_config(directory)
     if any(config.sliding_windows) or isinstance(config, GemmaConfig):
@@ -139,10 +139,10 @@ def export(directory: Path) -> dict:
 
 
 def vocabulary(directory: Path, vocab_size: int) -> dict:
-    """The bytes of each token, as characters up to U+00FF, and how a text is split."""
+    """Return each token's bytes as characters up to U+00FF, and the pre-tokenizer's pattern."""
     encoding = load_encoding(directory, vocab_size)
     tokens = [encoding.decode_single_token_bytes(token) for token in range(encoding.n_vocab)]
-    # What Python calls white space is not what JavaScript does.
+    # \s differs between Python and JavaScript.
     pattern = PATTERNS["GPT-2"].replace(r"\s", r"\p{White_Space}")
     return {
         "tokens": [token.decode("latin-1") for token in tokens],
@@ -152,7 +152,7 @@ def vocabulary(directory: Path, vocab_size: int) -> dict:
 
 
 class PlainLinear(NativeLinear):
-    """An int8 layer packed for vectors of 4 floats, whatever this machine has."""
+    """An int8 layer packed for vectors of 4 floats, whatever the vector width of this machine."""
 
     quant_type = QUANT_TYPES[torch.int8]
 
@@ -167,7 +167,7 @@ class PlainLinear(NativeLinear):
 
 
 def replace_with_plain_linear(model: nn.Module) -> nn.Module:
-    """Put packed layers in the places of the int8 ones, one for those that share a weight."""
+    """Replace int8 layers with packed layers. Layers that share a weight share the packed layer."""
     packed = {}
     for module in list(model.modules()):
         for name, layer in module.named_children():
@@ -180,10 +180,10 @@ def replace_with_plain_linear(model: nn.Module) -> nn.Module:
 
 
 class Image:
-    """Memory of a WebAssembly program from BASE on, with these tensors in it.
+    """The memory of a WebAssembly program from BASE on, filled with tensors.
 
-    n_layer: how many layers a pointer to layers leads to. addresses: where tensors are here ->
-    where they are there.
+    n_layer: length of an array behind a pointer to layers. addresses: data_ptr of a tensor ->
+    address in the image.
     """
 
     def __init__(self, tensors: list[torch.Tensor], n_layer: int):
@@ -195,16 +195,17 @@ class Image:
                 self.addresses[tensor.data_ptr()] = self.add(tensor.numpy().tobytes())
 
     def add(self, data: bytes) -> int:
-        """Returns the address."""
+        """Append data, aligned to 16 bytes; return its address."""
         self.data += bytes(-len(self.data) % 16)
         address = BASE + len(self.data)
         self.data += data
         return address
 
     def translate(self, value, kind: type | None = None):
-        """A struct, an array, a pointer or a number as it is there.
+        """Translate a struct, an array, a pointer or a number to its counterpart in the image.
 
-        kind: its type here, which ctypes does not tell of a field's value; None: that of `value`.
+        kind: ctypes type, because ctypes returns a field's value as a plain number; None:
+        type(value).
         """
         kind = kind or type(value)
         if issubclass(kind, ctypes.Structure):
@@ -212,7 +213,7 @@ class Image:
             return wasm32_type(kind)(**fields)
         if issubclass(kind, ctypes.Array):
             return wasm32_type(kind)(*(self.translate(each, kind._type_) for each in value))
-        if issubclass(kind, ctypes._Pointer):  # to the layers, or NULL: a layer without experts
+        if issubclass(kind, ctypes._Pointer):  # to layers; NULL in a layer without experts
             if not value:
                 return 0
             layers = (kind._type_ * self.n_layer).from_address(ctypes.addressof(value.contents))
@@ -224,7 +225,7 @@ class Image:
 
 @functools.cache
 def wasm32_type(kind: type) -> type:
-    """A ctypes type as WebAssembly has it: its pointers have 32 bits."""
+    """Return the counterpart of a ctypes type in wasm32, where pointers have 32 bits."""
     if issubclass(kind, ctypes.Structure):
         return struct(kind.__name__, **{name: wasm32_type(of) for name, of in kind._fields_})
     if issubclass(kind, ctypes.Array):

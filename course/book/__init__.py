@@ -1,1 +1,1 @@
-"""What `make_book.py` makes pages of: templates, and pictures drawn from runs of the models."""
+"""Templates, diffs, prose and glossary of the pages that `make_book.py` writes."""

@@ -1,4 +1,4 @@
-"""The lessons' commits as git has them, and their diffs as HTML."""
+"""Commits read from git, and their diffs as HTML."""
 
 import ast
 import bisect
@@ -20,34 +20,34 @@ from pygments.formatters import HtmlFormatter
 import lessons as course
 from lessons import LessonError
 
-SUFFIXES = (".py", ".c", ".h", ".js", ".html")  # of code
+SUFFIXES = (".py", ".c", ".h", ".js", ".html")  # of code files
 
 
 @dataclass
 class Line:
     kind: str  # "+", "-" or " "
-    old: int  # its place in the old file, from 0; for "+" that of the next line there
-    new: int  # the same in the new file
+    old: int  # line number in the old file, from 0; for "+" that of the next line
+    new: int  # line number in the new file, from 0
 
     @property
     def number(self) -> int:
-        """In the file that has it; in the new one if both do."""
+        """Return the line number in the file that has the line; in the new file if both do."""
         return self.old if self.kind == "-" else self.new
 
 
 @dataclass
 class Hunk:
-    function: str  # that it lies in, as git found it; for Python `heading` knows better
-    first: int  # its first line in the new file
+    function: str  # enclosing function by git's guess; `heading` parses Python instead
+    first: int  # first line in the new file
     lines: list[Line] = field(default_factory=list)
 
 
 @dataclass
 class Change:
-    """What a commit does to a file."""
+    """The changes of a commit to one file."""
 
     path: str
-    old: str  # blob ids; zeros for none
+    old: str  # blob id; zeros if the file does not exist
     new: str
     hunks: list[Hunk] = field(default_factory=list)
 
@@ -80,9 +80,9 @@ LOG = (
 
 
 def read_commits(ref: str) -> list[Commit]:
-    """The commits of the first-parent line, oldest first, with their changes."""
+    """Return the commits of the first-parent history with their changes, oldest first."""
     with tempfile.TemporaryDirectory() as folder:
-        attributes = Path(folder, "attributes")  # the reader's own may name functions otherwise
+        attributes = Path(folder, "attributes")  # override the reader's, for function names
         attributes.write_text(ATTRIBUTES)
         settings = ("-c", f"core.attributesFile={attributes}", "-c", "core.quotePath=false")
         text = course.run_git(*settings, *LOG, ref).stdout
@@ -109,7 +109,7 @@ def read_patch(patch: str) -> Iterator[Change]:
             if head:
                 old = int(head[1]) - 1
                 new = int(head[2]) - 1
-                first = new + (head[3] == "0")  # nothing is left: the line before it is named
+                first = new + (head[3] == "0")  # git gives the line before an empty hunk
                 change.hunks.append(Hunk(head[4].strip(), max(first, 0)))
             elif change.hunks and line[:1] in ("+", "-", " "):
                 change.hunks[-1].lines.append(Line(line[0], old, new))
@@ -120,12 +120,12 @@ def read_patch(patch: str) -> Iterator[Change]:
 
 @functools.cache
 def blob(name: str) -> str:
-    """A file's text by its id; empty for zeros."""
+    """Return the text of a blob by its id; "" for zeros."""
     return read_bytes(name).decode("utf-8", "replace") if name.strip("0") else ""
 
 
 def read_bytes(name: str) -> bytes:
-    """Raises LessonError if git cannot read it."""
+    """Return the bytes of a blob. Raises LessonError if git cannot read it."""
     command = [*course.GIT, "cat-file", "blob", name]
     result = subprocess.run(command, cwd=course.ROOT, capture_output=True)
     if result.returncode:
@@ -135,13 +135,13 @@ def read_bytes(name: str) -> bytes:
 
 @functools.cache
 def definition_lines(name: str, path: str) -> list[tuple[int, str]]:
-    """What a file defines: (line, name) of each function, class and constant, lines from 0."""
+    """Return (line, name) of each function, class and constant in a file, lines from 0."""
     found = []
     if path.endswith(".py"):
         found += [(first, words) for first, _, words in definitions(name)]
     for number, line in enumerate(blob(name).split("\n")):
         method = re.match(r"  (?:async )?(?!if|for|while|switch)(\w+)\(.*\{$", line)
-        if method and not path.endswith(".py"):  # of JavaScript
+        if method and not path.endswith(".py"):  # a method in JavaScript
             found.append((number, method[1]))
         found += [(number, words) for words in defined(line) if not line.startswith(" ")]
     return found
@@ -149,9 +149,9 @@ def definition_lines(name: str, path: str) -> list[tuple[int, str]]:
 
 @functools.cache
 def definitions(name: str) -> list[tuple[int, int, str]]:
-    """The functions and classes of a Python file, outer ones first.
+    """Return the functions and classes of a Python file, outer ones first.
 
-    Of each (its first line, the line after its last, name), lines from 0.
+    Each is (first line, line after the last, name), with lines from 0.
     """
     try:
         tree = ast.parse(blob(name))
@@ -173,13 +173,13 @@ def definitions(name: str) -> list[tuple[int, int, str]]:
 
 
 def heading(change: Change, hunk: Hunk) -> str:
-    """The function or class of the first changed line that lies in one.
+    """Return the function or class that encloses the first changed line inside any.
 
-    Empty if there is none, and where the hunk shows its first line.
+    Return "" if no changed line is inside one, or if the hunk shows the definition's first line.
     """
     if not change.path.endswith(".py"):
         words = hunk.function
-        # git cuts after 80 bytes
+        # git truncates at 80 bytes
         return words if len(words) < 79 else words.rpartition(" ")[0] + " …"
     for line in hunk.lines:
         if line.kind == " ":
@@ -194,7 +194,7 @@ def heading(change: Change, hunk: Hunk) -> str:
 
 
 def code_lines(commits: list[Commit], kind: str) -> str:
-    """The lines of code, tests left out, that commits add ("+") or remove ("-")."""
+    """Return the lines of code, without tests, that commits add ("+") or remove ("-")."""
     found = []
     for change in (change for commit in commits for change in commit.changes if change.is_code):
         lines = blob(change.old if kind == "-" else change.new).split("\n")
@@ -204,7 +204,7 @@ def code_lines(commits: list[Commit], kind: str) -> str:
 
 
 def defined(text: str) -> list[str]:
-    """The functions, classes and constants that lines of Python or C define."""
+    """Return the names of functions, classes and constants that lines of Python or C define."""
     names = (
         r"^\s*(?:async )?(?:def|class) (\w+)|^([A-Z][A-Z_]+) = "
         r"|^(?:static |inline |INLINE |async )*\w+\*? \**(\w+)\([^;]*$"
@@ -212,9 +212,9 @@ def defined(text: str) -> list[str]:
     return ["".join(found) for found in re.findall(names, text, re.MULTILINE)]
 
 
-# Colours.
+# Syntax highlighting.
 
-# What Pygments finds -> the kind whose class it gets; all else has the colour of text.
+# Pygments token -> token whose CSS class it gets. All other tokens are plain text.
 KINDS = {
     tokens.Comment.Preproc: tokens.Keyword,
     tokens.Comment: tokens.Comment,
@@ -229,7 +229,7 @@ KINDS = {
 
 
 class FewKinds(pygments.filter.Filter):
-    """Leave the kinds of token that have a colour: a page without a tag for each name is half."""
+    """A filter that keeps only coloured tokens; a page without tags for names is half as big."""
 
     def filter(self, lexer, stream):
         for found, value in stream:
@@ -238,7 +238,7 @@ class FewKinds(pygments.filter.Filter):
 
 @functools.cache
 def highlight(name: str, path: str) -> list[str]:
-    """The lines of a blob as HTML."""
+    """Return the highlighted lines of a blob as HTML."""
     return colour(blob(name), path)
 
 
@@ -253,18 +253,18 @@ def colour(text: str, path: str) -> list[str]:
     return shown.removesuffix("\n").split("\n")
 
 
-# A diff as HTML.
+# Diffs as HTML.
 
-FOLD = 4  # unchanged lines from which on they are folded
+FOLD = 4  # minimum number of unchanged lines to fold
 
 
 @dataclass
 class DiffSection:
-    """A part of a diff as HTML: lines of hunks in one <pre>, or what lies between hunks."""
+    """A piece of a diff as HTML: lines of hunks in one <pre>, or the gap between hunks."""
 
     html: str
-    is_open: bool | None  # None: as the pieces beside it
-    names: list[str] = field(default_factory=list)  # of the definitions it lies in
+    is_open: bool | None  # None: same as the neighbouring pieces
+    names: list[str] = field(default_factory=list)  # of the enclosing definitions
     lines: list[Line] = field(default_factory=list)
 
 
@@ -277,9 +277,9 @@ def show_change(
 ) -> str:
     """Return the hunks of a change as HTML.
 
-    folded: the lines between them are there too, one click away. anchors: the ids of lines of the
-    new file that links lead to. notes: what is said, as HTML, of the definitions that begin at such
-    a line. only_linked: fold changes in definitions that have no anchor.
+    folded: include the lines between hunks, one click away. anchors: line of the new file -> id
+    that links lead to. notes: line -> HTML of a note on the definition that begins there.
+    only_linked: fold changes in definitions that have no anchor.
     """
     if not change.hunks:
         return "<p>Data: left out here.</p>"
@@ -293,10 +293,10 @@ def show_change(
     }
     notes_by_name.pop("", None)
     pieces = []
-    shown = 0  # lines of the new file so far
+    shown = 0  # lines of the new file shown so far
     for hunk in change.hunks:
         between = new[shown : hunk.first]
-        near = folded and len(between) < FOLD and bool(pieces)  # one piece of code
+        near = folded and len(between) < FOLD and bool(pieces)  # close enough to join
         for number, (name, lines) in enumerate(split_hunk(change, hunk)):
             is_open = not only_linked or any(f"{name}.".startswith(f"{each}.") for each in named)
             note = notes_by_name.pop(name, "")
@@ -324,9 +324,9 @@ def show_change(
 
 
 def fold_closed(pieces: list[DiffSection]) -> str:
-    """Return the pieces as HTML, each run of closed ones behind a line that counts its changes."""
+    """Return the pieces as HTML; fold each run of closed pieces behind a count of its changes."""
     parts = []
-    closed = []  # closed pieces, and what lies between them
+    closed = []  # closed pieces and the gaps between them
     for piece in [*pieces, DiffSection("", True)]:
         if piece.is_open is False or (piece.is_open is None and closed):
             closed.append(piece)
@@ -348,11 +348,10 @@ def fold_closed(pieces: list[DiffSection]) -> str:
 
 @functools.cache
 def definition_starts(name: str, path: str) -> list[tuple[int, str]]:
-    """Return where each stretch of a file begins, and the definition it lies in, (line, name).
+    """Return the first line of each stretch of a file and its definition, (line, name).
 
-    The blank lines and comments above a definition are its own. In Python what follows the end of
-    one has the name of the class around it, or ""; in other languages a function goes on up to the
-    next one.
+    Blank lines and comments above a definition belong to it. In Python the lines after a definition
+    belong to the enclosing class, or to "". In other languages a function extends to the next one.
     """
     lines = blob(name).split("\n")
     starts = {}
@@ -369,21 +368,21 @@ def definition_starts(name: str, path: str) -> list[tuple[int, str]]:
 
 
 def definition_at(name: str, path: str, line: int) -> str:
-    """Return the function, method or class that a line of a file lies in; "" for none."""
+    """Return the function, method or class that encloses a line of a file; "" for none."""
     starts = definition_starts(name, path)
     index = bisect.bisect_right(starts, line, key=lambda start: start[0])
     return starts[index - 1][1] if index else ""
 
 
 def split_hunk(change: Change, hunk: Hunk) -> Iterator[tuple[str, list[Line]]]:
-    """Yield the lines of a hunk by the definition they lie in, (its name, lines)."""
+    """Yield the lines of a hunk grouped by their definition, (name, lines)."""
     definition = functools.partial(definition_at, change.new, change.path)
     for name, lines in itertools.groupby(hunk.lines, key=lambda line: definition(line.new)):
         yield name, list(lines)
 
 
 def gap(lines: list[str], folded: bool) -> str:
-    """Unchanged lines."""
+    """Return the HTML of unchanged lines between hunks: folded, shown, or only counted."""
     if not lines:
         return ""
     count = f"{len(lines)} unchanged line{'s' * (len(lines) > 1)}"
@@ -395,9 +394,9 @@ def gap(lines: list[str], folded: bool) -> str:
 
 
 def show_lines(lines: list[Line], old: list[str], new: list[str]) -> Iterator[str]:
-    """Lines of a hunk.
+    """Yield the lines of a hunk as HTML.
 
-    Removed ones and those in their place are one block, side by side where there is room.
+    Removed lines and their replacement are one block, side by side on a wide screen.
     """
     index = 0
     while index < len(lines):
@@ -414,5 +413,5 @@ def show_lines(lines: list[Line], old: list[str], new: list[str]) -> Iterator[st
 
 
 def spans(lines: list[str]) -> str:
-    """Each line a block, so that a mark can stand before it that nobody copies."""
+    """Wrap each line in a <span>, so that CSS can draw a + or - that is not copied."""
     return "".join(f"<span>{line or ' '}</span>" for line in lines)

@@ -1,4 +1,4 @@
-"""The words of the course, as glossary.md has them, and links to them from the lessons."""
+"""The entries of glossary.md, and links to them from the lessons."""
 
 import re
 from collections.abc import Callable
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 
 def after_words(words: str, form: str) -> str:
-    """Return a pattern of a form behind one of these words, which are cut at "|"."""
+    """Return a pattern for `form` after one of `words`, which are separated by "|"."""
     return "|".join(f"(?<={word} )(?:{form})" for word in words.split("|"))
 
 
-# What is linked, where that is not a part of the name and its plural; "" for nothing. A word with
-# several meanings is a link only where the words beside it decide.
+# Patterns of linked words that differ from the name and its plural; "" for no links. An ambiguous
+# word is linked only where its neighbours decide the meaning.
 LINK_PATTERNS = {
     "acceptance": r"acceptance|accepted(?= drafts| ones)|accepts(?= a draft)",
     "block": "",
@@ -53,11 +53,11 @@ LINK_PATTERNS = {
     "window": "(?<!sliding )windows?",
     "work": after_words("a|each|one", "work") + "|works(?= of)",
 }
-# Slugs of the lessons in which a word means something else.
+# Slugs of lessons in which a word has another meaning.
 EXCLUDED_LESSONS = {
     "cache": "response-format",
     "chat template": "known-fields",
-    # Of HTTP; of a text that quality.py cuts.
+    # An HTTP chunk, or a chunk of text in quality.py.
     "chunk": "request-fields streaming request-limits load-generator replicas quality",
     "draw": "page sanity-checks any-bpe gguf-tokenizer sentencepiece small-cache shard-loading",
     "gather, reduce": "show-allowed",
@@ -67,23 +67,23 @@ EXCLUDED_LESSONS = {
     "idle-memory show-allowed chat-roles",
     "penalty": "length-penalty",
     "queue": "engine-thread early-ends load-generator open-files replicas",
-    "rank": "any-bpe lora lora-in-a-batch",  # of merges; of a LoRA
+    "rank": "any-bpe lora lora-in-a-batch",  # the rank of a merge or of a LoRA
     "rotary positions": "rotated-int8 turns-in-registers small-cache small-cache-in-c",
     "window": "server window-layers native-windows gemma native-gemma window-pages cache-groups "
-    "gguf-gemma half-weights lora-in-c",  # chat windows; those of a layer
+    "gguf-gemma half-weights lora-in-c",  # a chat window or a layer's sliding window
 }
-# A word in these elements is no prose.
+# Elements that contain no prose.
 UNLINKED_TAGS = ("a", "code", "pre", "h1", "h2", "h3", "h4", "summary", "q")
 
 
 class GlossaryEntry(NamedTuple):
     name: str
-    slug: str  # of the lesson that brings it
+    slug: str  # of the lesson that introduces it
     definition: str
 
     @property
     def id(self) -> str:
-        """The anchor on the page of the glossary."""
+        """Return the anchor on the glossary page."""
         return self.name.split(",")[0].lower().replace(" ", "-")
 
     @property
@@ -109,12 +109,12 @@ def number_of(id: str) -> int:
 
 
 def link_first_uses(id: str, ids: dict[str, str]) -> Callable[[str], str]:
-    """A function that links words where they first fall on the page of a lesson, HTML -> HTML.
+    """Return a function that links the first use of each glossary word in a lesson, HTML -> HTML.
 
-    It remembers which it has linked. Words that a later lesson brings are none yet. ids: of all
-    lessons, by slug.
+    The function remembers across calls which words it has linked. Words that a later lesson
+    introduces are not linked. ids: slug -> id of all lessons.
     """
-    names = {}  # of a group of the pattern -> word
+    names = {}  # group name in the pattern -> word
     for number, word in enumerate(sorted(ENTRIES, key=lambda word: -len(word.name))):
         is_introduced = word.slug in ids and number_of(ids[word.slug]) <= number_of(id)
         if word.pattern and is_introduced and id.partition("-")[2] not in word.excluded_lessons:
@@ -122,7 +122,7 @@ def link_first_uses(id: str, ids: dict[str, str]) -> Callable[[str], str]:
     if not names:
         return lambda text: text
     parts = "|".join(f"(?P<{name}>{word.pattern})" for name, word in names.items())
-    # Not in a path, a file's name, a call or an attribute.
+    # Skip paths, file names, calls and attributes.
     words = re.compile(rf"(?<![\w./-])(?:{parts})(?![\w/(=-]|\.\w)", re.IGNORECASE)
     seen = set()
 
@@ -135,7 +135,7 @@ def link_first_uses(id: str, ids: dict[str, str]) -> Callable[[str], str]:
 
     def linked(text: str) -> str:
         shown = []
-        inside = []  # elements whose words stay as they are
+        inside = []  # stack of open elements whose words are not linked
         for piece in re.split(r"(<[^>]*>)", text):
             tag = re.match(r"<(/?)(\w+)", piece)
             if tag and tag[2] in UNLINKED_TAGS:

@@ -1,4 +1,4 @@
-"""Lessons' messages and worked answers as HTML."""
+"""Conversion of lesson messages and worked answers to HTML."""
 
 import html
 import itertools
@@ -11,7 +11,7 @@ import lessons as course
 from book.diffs import colour
 
 ARXIV = "https://arxiv.org/abs/"
-PAPERS = {  # as lessons and docstrings name them
+PAPERS = {  # name in lessons and docstrings -> address
     "Agrawal et al. 2023": ARXIV + "2308.16369",
     "Ainslie et al. 2023": ARXIV + "2305.13245",
     "Braverman et al. 2019": ARXIV + "1906.05664",
@@ -37,9 +37,9 @@ PAPERS = {  # as lessons and docstrings name them
     "Zhang & Sennrich 2019": ARXIV + "1910.07467",
     "Zheng et al. 2023": ARXIV + "2312.07104",
 }
-ARXIV_ID = r"\b\d\d(?:0[1-9]|1[0-2])\.\d{5}\b"  # of a paper on arXiv: year, month, and a count
+ARXIV_ID = r"\b\d\d(?:0[1-9]|1[0-2])\.\d{5}\b"  # year, month, sequence number
 TRACKERS = {"transformers": "huggingface/transformers", "vllm": "vllm-project/vllm"}
-# A message as HTML.
+# Messages as HTML.
 
 PAPER_PATTERN = "|".join(re.escape(name).replace(r"\ ", r"\s") for name in PAPERS)
 LINKS = re.compile(
@@ -52,7 +52,7 @@ LINKS = re.compile(
 
 
 def inline(text: str) -> str:
-    """A line of prose: code, which is in backticks, and papers and issues as links."""
+    """Convert a line of prose: code in backticks, and papers and issues as links."""
     parts = []
     end = 0
     for found in LINKS.finditer(text):
@@ -76,7 +76,7 @@ def link_html(found: re.Match) -> str:
 
 
 def to_html(text: str) -> str:
-    """Paragraphs, lists, and formulas, which are indented."""
+    """Convert paragraphs, lists and indented formulas."""
     parts = []
     for block in re.split(r"\n\s*\n", text.strip("\n")):
         lines = block.split("\n")
@@ -98,7 +98,7 @@ def to_html(text: str) -> str:
 
 
 def line_kinds(lines: list[str]) -> Iterator[str]:
-    """What each line of a block belongs to: a paragraph, a formula or a list."""
+    """Yield "paragraph", "formula" or "list" for each line of a block."""
     in_list = False
     for line in lines:
         in_list |= line.startswith("- ")
@@ -106,30 +106,30 @@ def line_kinds(lines: list[str]) -> Iterator[str]:
 
 
 def join_lines(text: str) -> str:
-    """One line; a word that a hyphen cuts at the end of a line is whole."""
+    """Join lines into one; a compound split after its hyphen gets no space."""
     return " ".join(re.sub(r"(?<=\w)-\n\s*(?=\w)", "-", text).split())
 
 
 def capitalize(text: str) -> str:
-    """A section begins as a sentence does, unless it begins with code."""
+    """Capitalize the first letter of a section, unless the section begins with code."""
     text = text.strip()
     return text if re.match(r"\w*[_.(`=A-Z]", text) else text[:1].upper() + text[1:]
 
 
 def as_sentence(text: str) -> str:
-    """What stands right behind a section's name, as a sentence if it is all in parentheses."""
+    """Turn the text after a section's name into a sentence if it is entirely in parentheses."""
     whole = re.fullmatch(r"\((.*)\)", join_lines(text))
     return capitalize(f"{whole[1].rstrip('.')}." if whole else text)
 
 
 def commands(message: str) -> str:
-    """The `Try:` section: each command with a button that copies it, then what it printed."""
+    """Convert the `Try:` section: each command with a copy button, then its output."""
     shown = {"prose": lambda text: to_html(as_sentence(text)), "command": command, "output": output}
     return "".join(shown[kind](text) for kind, text in course.read_try(message))
 
 
 def command(text: str) -> str:
-    """A command to copy, with the Python of a here-document in colours."""
+    """Convert a command to copy, and highlight the Python of a here-document."""
     script = re.fullmatch(r"(python -[^\n]*<<'(\w+)'[^\n]*\n)(.*\n)(\2)", text, re.DOTALL)
     before = html.escape(script[1] if script else text, quote=False)
     shown = re.sub(r"(?<![\w-])--\w[\w-]*", r"<span>\g<0></span>", before)
@@ -140,16 +140,19 @@ def command(text: str) -> str:
 
 
 def output(text: str) -> str:
-    """What a command printed.
+    """Convert the output of a command.
 
-    The columns of a table stay; other lines, which may be stories, are wrapped.
+    Tables keep their columns; other lines, which may be stories, are wrapped.
     """
     table = " lines" if re.search(r"(?:\S|^) {2,}\S", text, re.MULTILINE) else ""
     return f'<pre class="output{table}">{html.escape(text, quote=False)}</pre>'
 
 
 def specification(text: str) -> str:
-    """An `Implement:` section: a list, whose items are indented once and go on indented twice."""
+    """Convert the `Implement:` section to a list.
+
+    An item is indented once, its further lines twice.
+    """
     before, *items = re.split(r"^ {4}(?=\S)", text, flags=re.MULTILINE)
     note = inline(join_lines(as_sentence(before)))
     shown = "".join(f"<li>{inline(join_lines(item))}</li>" for item in items)
@@ -157,7 +160,7 @@ def specification(text: str) -> str:
 
 
 def steps(text: str) -> str:
-    """A `Steps:` section: in what order to write the lesson, as a numbered list."""
+    """Convert the `Steps:` section, the order of writing the lesson, to a numbered list."""
     before, *items = re.split(r"^ {4}\d+\. ", text, flags=re.MULTILINE)
     note = inline(join_lines(as_sentence(before)))
     shown = "".join(f"<li>{inline(join_lines(item))}</li>" for item in items)
@@ -165,7 +168,10 @@ def steps(text: str) -> str:
 
 
 def answer(text: str) -> str:
-    """A worked answer, Markdown, as HTML: the sentence in its title, then all but the exercise."""
+    """Convert a worked answer from Markdown.
+
+    The title becomes a bold sentence, and the quoted exercise is dropped.
+    """
     parser = markdown_it.MarkdownIt("commonmark", {"html": False, "highlight": code_block})
     parser.validateLink = lambda address: address.startswith("https://")
 
@@ -185,7 +191,7 @@ def code_block(text: str, language: str, _) -> str:
 
 
 def find_papers(text: str) -> dict[str, str]:
-    """The papers that a text names or numbers, name -> address."""
+    """Return the papers that a text cites by name or arXiv id, name -> address."""
     words = join_lines(text)
     names = {address: name for name, address in PAPERS.items()}
     found = {name: address for name, address in PAPERS.items() if name in words}

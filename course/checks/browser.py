@@ -1,4 +1,4 @@
-"""A page in headless Chromium, and what must hold for every page of the book and the server."""
+"""Headless Chromium, and checks common to every page of the book and the server."""
 
 import sys
 from pathlib import Path
@@ -11,8 +11,8 @@ SIZES = ((1280, 900), (360, 780))
 WIDTH = "document.documentElement.scrollWidth"
 OPEN = "document.querySelectorAll('details').forEach((details) => (details.open = true))"
 DRAWN = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
-# Of all text that a page shows: the smallest contrast with what is behind it (WCAG 2.1, 1.4.3),
-# and the smallest size in pixels, each with the text.
+# Smallest contrast of visible text with its background (WCAG 2.1, 1.4.3), and smallest font size in
+# pixels, each with the text.
 TEXTS = """() => {
   const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
   const rgba = (color) => {
@@ -65,10 +65,10 @@ def chromium(play):
 
 
 class View:
-    """A page of the browser. problems: a line for each that was found, of every view.
+    """A page of the browser, and the problems found on it.
 
-    inside: how addresses begin that it may ask for; else it is one of a book, which asks for files.
-    pictures: a folder for screenshots, or None.
+    problems: list to append to, shared by all views. inside: URL prefix of permitted requests; the
+    default is for a book, which loads files. pictures: a folder for screenshots, or None.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class View:
         self.page.emulate_media(color_scheme=scheme)
 
     def console(self, note) -> None:
-        # A server may refuse, and go away; a book may not.
+        # A server may refuse requests or go away; a book must load everything.
         refused = "Failed to load resource" in note.text and self.inside[0] != "file:"
         self.must(note.type != "error" or refused, f"console: {note.text}")
 
@@ -112,7 +112,7 @@ class View:
             self.problems.append(f"{here}, {self.name}: {what}")
 
     def looks(self) -> None:
-        """Nothing leaves the page, and all of it can be read."""
+        """Check that the page fits the width, and that contrast and font size are sufficient."""
         wide = self.page.evaluate(WIDTH)
         self.must(wide <= self.width, f"the page is {wide} pixels wide")
         found = self.page.evaluate(TEXTS)

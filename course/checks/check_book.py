@@ -1,10 +1,10 @@
 """Check the book of the whole course: python course/checks/check_book.py BOOK [PICTURES].
 
-PICTURES: a folder for screenshots. First what test_book.py holds against a small course. Then in
-headless Chromium, at 1280 and 360 pixels, light and dark, each kind of page and each lesson with a
-picture, as browser.py looks at them; then copy buttons, arrow keys, the search, the engine's player
-by mouse, touch and keyboard, and a lesson without JavaScript. Last the page Play, in Chromium and
-in Firefox.
+PICTURES: a folder for screenshots. First run the oracles that test_book.py applies to a small
+course. Then check each page type and each lesson with a picture with browser.py, in headless
+Chromium at 1280 and 360 pixels, light and dark. Then check copy buttons, arrow keys, the search,
+the engine's player by mouse, touch and keyboard, and a lesson without JavaScript. Last check the
+page Play, in Chromium and in Firefox.
 """
 
 import itertools
@@ -21,21 +21,21 @@ from test_book import ORACLES
 import lessons as course
 
 FIRST_SCREEN = ("a.begin", "a[href='play.html']", "img.card")
-# What is asked for, what the first result has in its name, and which words are marked in all.
+# (query, pattern of the first result's title, pattern of every marked word)
 SEARCHES = (
     ("preemption", "-preemption: ", r"preemptions?"),
-    ("top-p", "-top-p: ", r"top[-_ ]p"),  # not top_penalties
+    ("top-p", "-top-p: ", r"top[-_ ]p"),  # must not match "top_penalties"
     ("Top P", "-top-p: ", r"top\w*|p"),
-    ("RoPE", "rotary|-llama|-rope", r"rotary"),  # an alias; nothing of europe
+    ("RoPE", "rotary|-llama|-rope", r"rotary"),  # an alias; must not match "europe"
 )
-# Blocks that are wider than their place without a fade, and others with one.
+# Number of blocks that overflow without a fade, or fade without overflow.
 GOES_ON = """() => {
   const blocks = [...document.querySelectorAll("pre, .wide, .where")];
   const hidden = (block) => block.scrollWidth - block.clientWidth - block.scrollLeft > 1;
   const fades = (block) => getComputedStyle(block).maskImage !== "none";
   return blocks.filter((block) => hidden(block) !== fades(block)).length;
 }"""
-# Blocks that fade although there is room beside them.
+# Number of blocks that fade although there is room beside them.
 ROOM = """() => {
   const main = document.querySelector("main");
   const padding = parseFloat(getComputedStyle(main).paddingRight);
@@ -43,11 +43,11 @@ ROOM = """() => {
   const room = (block) => end - block.getBoundingClientRect().right;
   return [...document.querySelectorAll("pre.goes-on")].filter((block) => room(block) > 30).length;
 }"""
-# The words that are marked, with what stands before them in a word.
+# The marked words, each with the beginning of the word before the mark.
 MARKS = """() => [...document.querySelectorAll("#found mark")].map((mark) =>
   (mark.previousSibling?.data ?? "").match(/[a-z0-9]*$/i)[0] + mark.textContent)"""
 PLAYER = "document.querySelector('.recorded').player"
-# Firefox writes what Play shows first: the tokens before and after.
+# The tokens that Play shows first, and those it generates with the same settings.
 WRITE_AGAIN = """async () => {
   const before = textTokens.map(({ token }) => token).join();
   form.requestSubmit();
@@ -58,7 +58,7 @@ WRITE_AGAIN = """async () => {
 
 
 def look(view: View, name: str) -> None:
-    """At the page that is open, at both sizes and in both schemes."""
+    """Check the open page at both sizes and in both colour schemes."""
     for size, scheme in itertools.product(SIZES, ("light", "dark")):
         view.resize(size, scheme)
         view.page.evaluate(DRAWN)
@@ -80,7 +80,7 @@ def look(view: View, name: str) -> None:
 
 
 def read(view: View, address: str, lesson: str) -> None:
-    """Copy buttons, arrow keys, and the search."""
+    """Check copy buttons, arrow keys and the search."""
     page = view.page
     page.goto(f"{address}/{lesson}.html")
     buttons = page.locator("pre.command button")
@@ -111,7 +111,7 @@ def read(view: View, address: str, lesson: str) -> None:
 
 
 class Hand:
-    """Moves the engine's player of the page that is open."""
+    """A user of the engine's player on the open page."""
 
     def __init__(self, view: View):
         self.view = view
@@ -131,7 +131,7 @@ class Hand:
         return self.player.get_by_role("button", name=name, exact=True)
 
     def ends(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Where the slider begins and ends on the screen."""
+        """Return the screen positions of the slider's ends."""
         slider = self.player.locator("input")
         slider.scroll_into_view_if_needed()
         box = slider.bounding_box()
@@ -139,7 +139,7 @@ class Hand:
         return (box["x"] + 2, middle), (box["x"] + box["width"] - 2, middle)
 
     def move(self) -> None:
-        """By mouse and keyboard."""
+        """Check the player with mouse and keyboard."""
         page = self.page
         here = page.url
         self.seek(0)
@@ -151,7 +151,7 @@ class Hand:
         self.at(at + 1, "a step on")
         self.button("one frame back").click()
         self.at(at, "a step back")
-        page.wait_for_function(  # what is said is that frame's
+        page.wait_for_function(  # the text describes that frame
             "(at) => document.querySelector('.happened').innerText.startsWith(`Step ${at + 1}:`)",
             arg=at,
         )
@@ -185,7 +185,7 @@ class Hand:
         self.view.looks()
 
     def touch(self) -> None:
-        """By fingers."""
+        """Check the player with touch events."""
         session = self.page.context.new_cdp_session(self.page)
 
         def finger(kind: str, *points) -> None:
@@ -207,7 +207,7 @@ class Hand:
 
 
 def check_players(browser, address: str, names: list[str], problems: list[str]) -> None:
-    """The players of these pages, at both widths."""
+    """Check the players of these pages at both widths."""
     for size, touch in zip(SIZES, (False, True)):
         view = View(browser, problems, size, has_touch=touch)
         for name in names:
@@ -220,7 +220,7 @@ def check_players(browser, address: str, names: list[str], problems: list[str]) 
 
 
 def check_without_scripts(browser, address: str, lesson: str, problems: list[str]) -> None:
-    """A lesson reads as with JavaScript, but for what could do nothing."""
+    """Check that a lesson is readable without JavaScript and has no dead controls."""
     view = View(browser, problems, java_script_enabled=False)
     page = view.page
     page.goto(f"{address}/{lesson}.html")
@@ -231,7 +231,7 @@ def check_without_scripts(browser, address: str, lesson: str, problems: list[str
 
 
 def check_play(browser, book: Path, problems: list[str], pictures: Path | None) -> str:
-    """Play in both browsers; returns its speeds in words."""
+    """Check Play in both browsers; return its speeds in words."""
     address = (book.resolve() / "play.html").as_uri()
     for size, scheme in zip(SIZES, ("light", "dark")):
         view = View(browser, problems, size, scheme, pictures=pictures)
@@ -262,7 +262,7 @@ def main(book: Path, pictures: Path | None = None) -> int:
     drawn = [f"{each.id}.html" for each in lessons if 'class="picture' in pages[f"{each.id}.html"]]
     players = [name for name in drawn if 'class="recorded"' in pages[name]]
     kinds = ("index", "exercises", "transformer", "glossary", "search", "play")
-    lesson = course.find_lesson(lessons, "paged-cache").id  # a long page, with commits before it
+    lesson = course.find_lesson(lessons, "paged-cache").id  # a long page with preparing commits
     address = book.resolve().as_uri()
     with sync_playwright() as play:
         browser = chromium(play)

@@ -1,13 +1,13 @@
-"""Look at the server's page in headless Chromium: python course/checks/check_page.py [PICTURES].
+"""Check the server's page in headless Chromium: python course/checks/check_page.py [PICTURES].
 
 PICTURES: a folder for screenshots. At 1280 pixels, light, and at 360, dark: no error on the
 console, no request but to the server, nothing wider than the page, contrast of all text at least
-4.5 to 1, and none smaller than 11 pixels. Eight texts at once are batched, shared and preempted,
-and the numbers that the page shows are those of /metrics. Then tips, keys, drafts, stop, errors,
-why the view of the engine is not the present, a chat, JSON with what its schema allows, and a
-server that goes away, at once though somebody watches, and comes back. On a phone fields have
-letters of 16 pixels at least, or it zooms in; buttons are 40 high, and a tip hides no text. The
-page works under its Content-Security-Policy, which refuses what is put into it.
+4.5 to 1, and none smaller than 11 pixels. Eight requests at once are batched, share pages and are
+preempted, and the page shows the numbers of /metrics. Then tips, keys, drafts, stop, errors, the
+reason why the view of the engine is not live, a chat, JSON with the tokens that its schema allows,
+and a server that shuts down at once despite open pages, and comes back. On a phone, fields have a
+font of at least 16 pixels, because it would zoom in otherwise; buttons are 40 pixels high, and a
+tip covers no text. The page works under its Content-Security-Policy, which blocks injected code.
 """
 
 import json
@@ -21,7 +21,7 @@ from browser import DRAWN, ROOT, SIZES, View, chromium
 from playwright.sync_api import sync_playwright
 from prometheus_client.parser import text_string_to_metric_families
 
-# Without --gamma the engine itself stops drafting where it measures that drafts do not pay.
+# --gamma is fixed, because the engine otherwise stops drafting when it measures no gain.
 OPTIONS = [
     "--model",
     "checkpoints/stories-llama",
@@ -35,7 +35,7 @@ OPTIONS = [
     "native",
 ]
 
-# Of the last frame and of all frames: what the page shows is made of them.
+# Totals over all frames, and the last frame, from which the page computes its numbers.
 TOTALS = """() => {
   const frames = player.frames;
   const rows = frames.flatMap((frame) => [...frame.requests.values()]);
@@ -50,14 +50,14 @@ TOTALS = """() => {
     marked: document.querySelectorAll("#texts .accepted").length,
   };
 }"""
-# At a phone's width: what is too small to be read or hit, of all that can be seen.
+# At a phone's width: visible fields and buttons that are too small.
 SMALL = """() => [...document.querySelectorAll("button, input, textarea")]
   .filter((element) => element.checkVisibility() && !/radio|range/.test(element.type))
   .filter((element) => element.matches("button")
     ? element.offsetHeight < 40
     : parseFloat(getComputedStyle(element).fontSize) < 16)
   .map((element) => element.name || element.innerText)"""
-# Notes each line of what may come next.
+# Records each line of allowed next tokens that the page shows.
 NOTED = """() => {
   window.noted = [];
   const own = SequenceView.prototype.showAllowed;
@@ -68,7 +68,7 @@ NOTED = """() => {
 }"""
 AGED = """[...document.querySelectorAll("#texts .token")].findIndex((span) =>
   span.tokens.some(({ allowed }) => allowed.count === 7))"""
-# What a view says of more requests than it lists, of those that left, and of frames that it lost.
+# Messages of a view about requests beyond its list, requests that left it, and dropped frames.
 LEFT_OUT = """async () => {
   const drawn = () => new Promise((done) => setTimeout(done, 50));
   const other = new Player(document.createElement("div"), { ...player.setup });
@@ -95,7 +95,7 @@ LEFT_OUT = """async () => {
   other.element.remove();
   return said;
 }"""
-# Whether the page has alternatives in the order of their probability, of either API.
+# Whether the page lists alternatives in the order of their probability, for either API.
 ORDERS = """() => {
   const top = [["a", -1], ["7", -2], ["3", -3]];
   const listed = top.map(([token, logprob]) => ({ token, logprob }));
@@ -104,7 +104,7 @@ ORDERS = """() => {
     { tokens: ["a"], token_logprobs: [-1], top_logprobs: [Object.fromEntries(top)] },
   ].map((logprobs) => String(tokensOf({ logprobs })[0].top) === String(top));
 }"""
-# Whether a handler runs that a text brings, and whether another server can be asked.
+# Whether an injected event handler runs, and whether a request to another server is possible.
 INJECTED = """async () => {
   window.ran = false;
   const host = document.createElement("div");
@@ -124,15 +124,15 @@ QUIET = "player && player.frames.length && !player.frames.at(-1).running.length 
 
 
 def serve(port: int) -> tuple[subprocess.Popen, str]:
-    """A server, and its address."""
+    """Start a server; return its process and its address."""
     command = [sys.executable, "serve.py", "--port", str(port), *OPTIONS]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}  # the browser needs the other core
+    env = os.environ | {"OMP_NUM_THREADS": "1"}  # leave the other core to the browser
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
     return process, process.stdout.readline().split()[-1]
 
 
 def read_metrics(address: str) -> dict[str, float]:
-    """The counts of /metrics by their names, of all labels together."""
+    """Return the values of /metrics by name, summed over labels."""
     text = urllib.request.urlopen(f"{address}/metrics").read().decode()
     counts = {}
     for family in text_string_to_metric_families(text):
@@ -145,7 +145,7 @@ class Check(View):
     """The server's page at one size and in one scheme."""
 
     def __init__(self, browser, problems, address: str, size, scheme: str, pictures, **options):
-        # wait_for_function evaluates text, which the page's policy forbids; `policy` checks that.
+        # wait_for_function evaluates a string, which the page's policy forbids; `policy` checks it.
         options |= {"bypass_csp": True}
         super().__init__(browser, problems, size, scheme, address, pictures, **options)
         self.address = address
@@ -154,27 +154,27 @@ class Check(View):
         self.shows("live")
 
     def shows(self, state: str) -> None:
-        """Wait until the page says that this is what it shows."""
+        """Wait until the page shows this state."""
         self.page.wait_for_function(f"document.querySelector('#state').innerText === '{state}'")
 
     def quiet(self) -> None:
-        """Wait until nothing is written or computed, and all of it is shown."""
+        """Wait until no request is active and the page shows the last frame."""
         self.page.wait_for_function(QUIET)
         self.page.evaluate("player.follow()")
         self.page.evaluate(DRAWN)
 
     def why(self) -> str:
-        """The line that says why the engine is not shown as it is."""
+        """Return the page's reason why the view of the engine is not live."""
         self.page.evaluate(DRAWN)
         return self.page.locator(".player .why").inner_text()
 
     def figure(self, name: str) -> str:
-        """What the page shows under a name."""
+        """Return the number that the page shows under a name."""
         return self.page.locator(f".figures div:has(dt:text-is('{name}')) dd").inner_text()
 
 
 def eight(check: Check) -> None:
-    """Eight texts at once, and the numbers that are shown of them."""
+    """Check eight requests at once, and the numbers that the page shows."""
     page = check.page
     check.looks()
     check.picture("idle")
@@ -229,7 +229,7 @@ def eight(check: Check) -> None:
 
 
 def hands(check: Check) -> None:
-    """Pointer, keys, buttons and wrong values."""
+    """Check pointer, keys, buttons and invalid values."""
     page = check.page
     token = page.locator("#texts .token").nth(3)
     token.hover()
@@ -276,7 +276,7 @@ def hands(check: Check) -> None:
     page.locator("input[name=max_tokens]").fill("500")
     page.locator("input[name=temperature]").fill("0")
     page.locator("textarea[name=prompt]").fill("Once upon a time")
-    for _ in range(20):  # until a text is long enough to be stopped
+    for _ in range(20):  # until a sequence is long enough to be stopped
         page.click("button.first")
         page.wait_for_function("document.querySelectorAll('#texts .token').length > 2")
         page.evaluate("document.querySelector('#stop').click()")
@@ -303,7 +303,7 @@ def hands(check: Check) -> None:
 
 
 def left_out(check: Check) -> None:
-    """What the view of the engine does not show, and why."""
+    """Check the messages about requests and frames that the view leaves out."""
     said = check.page.evaluate(LEFT_OUT)
     known = ["and 92 more: the list has 40, first those that run"]
     known.append("Requests that were over before have left the list.")
@@ -312,13 +312,13 @@ def left_out(check: Check) -> None:
 
 
 def chat(check: Check) -> None:
-    """A chat of several turns, of which one fails, and another one."""
+    """Check a chat of several turns, one of which fails, and a second chat."""
     page = check.page
     field = page.locator("textarea[name=prompt]")
     page.check("input[value=chat]")
     check.must(field.input_value() == "", "a chat begins with the text of the other kind")
     check.must(page.locator("#system").is_hidden(), "the model knows no system prompt")
-    for temperature, messages in ((0.8, 2), (-1, 2), (0.8, 4)):  # a turn that fails is none
+    for temperature, messages in ((0.8, 2), (-1, 2), (0.8, 4)):  # a failed turn adds no messages
         page.locator("input[name=temperature]").fill(str(temperature))
         field.fill("rocket, moon")
         field.press("Enter")
@@ -359,7 +359,7 @@ def chat(check: Check) -> None:
 
 
 def held(check: Check) -> None:
-    """A text of a schema, and what it allows at each place."""
+    """Check a sequence constrained by a schema, and the allowed tokens at each position."""
     page = check.page
     page.evaluate("get('constraint').open = true")
     schema = page.locator("textarea[name=schema]")
@@ -403,7 +403,7 @@ def held(check: Check) -> None:
         check.looks()
         check.picture(f"held-{kind}")
         page.evaluate("showTip(null)")
-    # As it is written: in JavaScript "10" would come first.
+    # Keys keep the schema's order; a JavaScript object would put "10" first.
     page.check("input[value=text]")
     schema.fill('{"enum": [{"b": 12, "10": true}]}')
     page.locator("textarea[name=prompt]").fill("A cat says")
@@ -415,7 +415,7 @@ def held(check: Check) -> None:
         check.must(state.endswith(end), f"of {most} tokens the state is {state}")
     written = page.locator("#texts .token").all_inner_texts()
     check.must("".join(written) == '{"b":12,"10":true}', f"the text is {written}")
-    # The page states them all; the last one, an empty end, may not be drawn yet.
+    # The state counts all tokens; the last one, an empty EOS, may not be drawn yet.
     count = int(state.split(" tokens")[0].split()[-1])
     page.locator("input[name=max_tokens]").fill(str(count - 1))
     page.click("button.first")
@@ -433,7 +433,7 @@ def held(check: Check) -> None:
 
 
 def policy(browser, problems, address: str) -> None:
-    """The page writes under its Content-Security-Policy, and runs and asks nothing else."""
+    """Check that the page works under its Content-Security-Policy, which blocks everything else."""
     view = View(browser, problems, inside=address)
     page = view.page
     page.goto(address)
@@ -442,7 +442,7 @@ def policy(browser, problems, address: str) -> None:
     page.locator("#texts .token").nth(3).wait_for()
     page.evaluate("document.querySelector('#stop').click()")
     refused: list[str] = []
-    view.problems = refused  # what comes now is asked for
+    view.problems = refused  # the following violations are intended
     ran = page.evaluate(INJECTED)
     view.problems = problems
     view.must(ran == [False, False], f"what is put into the page runs, or asks elsewhere: {ran}")

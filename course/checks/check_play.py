@@ -1,4 +1,4 @@
-"""The page Play against the repository: the same tokens as `generate` with int8 weights in C."""
+"""Checks of the page Play: its tokens equal those of `generate` with native int8 weights."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from native import use_native
 from sampling import SamplingParams
 
 CHECKPOINT = "checkpoints/stories-llama"
-LONG = {"max_new_tokens": 300, "ignore_eos": True}  # past the window, which moves
+LONG = {"max_new_tokens": 300, "ignore_eos": True}  # past the context window, with context shifts
 CASES = (
     ("Once upon a time", {"max_new_tokens": 200, "ignore_eos": True}),
     ("Lily and Tom", LONG),
@@ -28,8 +28,8 @@ CASES = (
         LONG | {"temperature": 0.9, "seed": 5, "repetition_penalty": 1.2, "presence_penalty": -0.5},
     ),
 )
-RATE = 100  # tokens a second that it writes at least
-# Writes a text and returns its tokens; what a pass said is checked on the way.
+RATE = 100  # minimum tokens per second
+# Generates and returns the tokens, and checks the data of each pass.
 WRITE = """async ([prompt, params]) => {
   window.checked ??= new PageModel();
   await window.checked.load(["stories-llama", "stories-draft"]);
@@ -57,7 +57,7 @@ WRITE = """async ([prompt, params]) => {
   found.seconds = (performance.now() - began) / 1000;
   return found;
 }"""
-# The first of two texts must end where the second begins, and both by what comes after.
+# A second write must cancel the first, and stop must end the second.
 CANCEL = """() => new Promise((done) => {
   const heard = [0, 0, 0];
   const onEvent = (which) => (event) => {
@@ -73,9 +73,9 @@ CANCEL = """() => new Promise((done) => {
 
 
 def compare(evaluate: Callable, problems: list[str], every: int = 1) -> str:
-    """Every so many of CASES on the open page Play; returns its speed in words.
+    """Run every `every`-th of CASES on the open page Play; return its speed in words.
 
-    evaluate: what runs a function of JavaScript there.
+    evaluate: runs a JavaScript function on the page.
     """
     torch.set_num_threads(1)
     model = load_model(CHECKPOINT, torch.int8)
@@ -113,7 +113,7 @@ def compare(evaluate: Callable, problems: list[str], every: int = 1) -> str:
     return f"{rate:.0f} tokens/s"
 
 
-# Whether the text of the page is the recording, and what is said of its tokens, too.
+# Whether the page shows the recording's tokens with their probabilities and alternatives.
 SAME = """() => {
   const near = (a, b) => a.token === b.token && Math.abs(a.logprob - b.logprob) < 2e-6 &&
     Math.abs(a.p - b.p) < 2e-6 && a.text === b.text;
@@ -121,7 +121,7 @@ SAME = """() => {
   return textTokens.length === tokens.length && tokens.every((token, i) =>
     near(token, textTokens[i]) && token.top.every((other, j) => near(other, textTokens[i].top[j])));
 }"""
-# Whether the alternatives show, in words and in bars, the chances of the chosen token's.
+# Whether the bars and texts of the alternatives match the probabilities at the chosen token.
 PROBABILITIES = """() => {
   const { top } = textTokens[document.querySelector(".chosen").dataset.index];
   const rows = [...document.querySelectorAll("#alternatives tbody tr")];
@@ -139,7 +139,7 @@ WRITTEN = "#text .token"
 
 
 def written(page, act) -> list[str]:
-    """The tokens of the text that the page writes after this."""
+    """Return the tokens that the page generates after act()."""
     page.evaluate(f"{STATUS} = ''")
     act()
     page.wait_for_function(f"{STATUS}.includes(' tokens in ')")
@@ -147,7 +147,7 @@ def written(page, act) -> list[str]:
 
 
 def use(view: View) -> None:
-    """Write on the page as a reader does: a text, its alternatives, one of these, a slider."""
+    """Use the page as a reader does: generate, show alternatives, choose one, move a slider."""
     page, must = view.page, view.must
     write = page.locator("#play [type=submit]")
     before = page.locator(WRITTEN).all_text_contents()
@@ -189,7 +189,7 @@ SLOW = """loadScript("engine.js").then(() => {
 
 
 def fail(browser, address: str) -> list[str]:
-    """What is wrong with what the page says, and shows, where it has no model or is too slow."""
+    """Return the problems of the page without WebAssembly SIMD, and with a model too slow."""
     problems = []
     for script, then, reason in (
         ("WebAssembly.validate = () => false", "0", "this browser has no WebAssembly with SIMD"),

@@ -1,4 +1,4 @@
-"""The page Play in Firefox without a window: a script in a copy asks a server here what to run."""
+"""The page Play in headless Firefox: a script in a copy polls a local server for code to run."""
 
 import contextlib
 import http.server
@@ -18,7 +18,7 @@ user_pref("network.proxy.type", 1);  // to nowhere: nothing may leave this machi
 user_pref("network.proxy.http", "127.0.0.1"); user_pref("network.proxy.http_port", 9);
 user_pref("network.proxy.ssl", "127.0.0.1"); user_pref("network.proxy.ssl_port", 9);
 """
-SECONDS = 120  # for Firefox to start, and for a function to end
+SECONDS = 120  # timeout for Firefox to start, and for a function to return
 SCRIPT = """<script>addEventListener("load", async () => {
   for (let last = null; ; ) {
     const body = JSON.stringify(last);
@@ -31,7 +31,10 @@ SCRIPT = """<script>addEventListener("load", async () => {
 
 @contextlib.contextmanager
 def firefox(book: Path) -> Iterator[Callable]:
-    """A function that runs one of JavaScript on Play: (its text, its argument) -> its result."""
+    """Yield a function that evaluates JavaScript on Play: (function's source, argument) -> result.
+
+    It raises RuntimeError if the JavaScript fails.
+    """
     asks, answers = queue.Queue(), queue.Queue()
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -69,7 +72,7 @@ def firefox(book: Path) -> Iterator[Callable]:
         environment = os.environ | {"HOME": folder, "MOZ_DISABLE_CONTENT_SANDBOX": "1"}
         process = subprocess.Popen(command, env=environment, start_new_session=True, **quiet)
         try:
-            answers.get(timeout=SECONDS)  # the page is there
+            answers.get(timeout=SECONDS)  # the page has loaded
             yield evaluate
         finally:
             os.killpg(process.pid, signal.SIGKILL)

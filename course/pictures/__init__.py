@@ -1,4 +1,4 @@
-"""The pictures of the lessons; `scene.py` says how one is written."""
+"""The pictures of the lessons; scene.py explains how to write one."""
 
 import functools
 import html
@@ -14,7 +14,7 @@ from pictures.scene import Picture, Scene
 HERE = Path(__file__).parent
 BOOK = HERE.parent / "book"
 PLAYER = HERE.parents[1] / "server" / "player.js"
-RECORDED = 'class="recorded"'  # where that script is wanted
+RECORDED = 'class="recorded"'  # marks a picture that needs player.js
 
 PICTURES: dict[str, Picture] = {}  # slug of a lesson -> its picture
 for found in pkgutil.iter_modules([str(HERE)]):
@@ -23,7 +23,7 @@ for found in pkgutil.iter_modules([str(HERE)]):
 
 @functools.cache
 def recorded(slug: str, prompt: str | None = None) -> Any:
-    """What the run of a picture gave. prompt: None is that of the book."""
+    """Return the record of a picture's run. prompt: None for the book's prompt."""
     picture = PICTURES[slug]
     return picture.record(picture.prompt if prompt is None else prompt)
 
@@ -33,7 +33,7 @@ def scene_of(slug: str, prompt: str | None = None) -> Scene:
 
 
 def figure(id: str, prompt: str | None = None) -> str:
-    """The picture of a lesson, with its caption and how to make it anew, as HTML; "" for none."""
+    """Return the picture, caption and redraw command of a lesson as HTML; "" without a picture."""
     slug = id.partition("-")[2]
     if slug not in PICTURES:
         return ""
@@ -47,7 +47,7 @@ def figure(id: str, prompt: str | None = None) -> str:
 
 
 def page(id: str, prompt: str | None = None) -> str:
-    """The picture of a lesson as an HTML file that needs no other; "" if it has none."""
+    """Return the picture of a lesson as a self-contained HTML page; "" without a picture."""
     shown = figure(id, prompt)
     files = [PLAYER, BOOK / "pictures.js"] if RECORDED in shown else []
     scripts = "".join(f"<script>\n{file.read_text('utf-8')}</script>\n" for file in files)
@@ -62,7 +62,7 @@ def page(id: str, prompt: str | None = None) -> str:
 
 
 def svg_of(id: str, prompt: str | None = None) -> str:
-    """The picture of a lesson as an SVG file; "" if there is none."""
+    """Return the picture of a lesson as an SVG file; "" without a card."""
     slug = id.partition("-")[2]
     if slug not in PICTURES or not PICTURES[slug].card:
         return ""

@@ -1,4 +1,4 @@
-"""An adapter beside a model: which rows of a pass it is for, and where it changes the text."""
+"""LoRA adapters: rows of a batch that use one, and its effect on the output."""
 
 from types import SimpleNamespace as Record
 
@@ -15,21 +15,21 @@ from pictures.scene import percent, times, word
 from sampling import SamplingParams
 
 NAME = "frogs"
-COUNT = 24  # tokens of a text
+COUNT = 24  # new tokens per request
 
 
 @torch.inference_mode()
 def record_adapter(prompt: str) -> Record:
-    """The passes of three requests in one engine, and the text that has the adapter."""
+    """Record three requests in one engine, of which one uses the adapter."""
     ids = runs.encode(prompt, 12)
     model = load_model(STORIES.with_name("stories-llama"), torch.float32, "cpu")
     load_adapters(model, {NAME: STORIES.with_name(f"stories-{NAME}")})
-    passes = []  # of each with the adapter: how many rows, and which of them have it
+    passes = []  # (batch size, rows with the adapter) of each pass that uses it
 
     def look(_, args):
         count = args[0].shape[0]
         for name, rows in model.adapters.rows:
-            if name == NAME:  # rows are None where all have it
+            if name == NAME:  # rows is None if all rows have it
                 passes.append((count, list(range(count)) if rows is None else rows.tolist()))
 
     hook = model.layers[0].register_forward_pre_hook(look)
@@ -52,7 +52,7 @@ def record_adapter(prompt: str) -> Record:
     return Record(
         passes=passes,
         tokens=tokens,
-        base_texts=runs.token_texts(requests[0].output),  # the text without the adapter
+        base_texts=runs.token_texts(requests[0].output),  # output without the adapter
     )
 
 
@@ -103,12 +103,12 @@ def draw_adapter(record: Record) -> scene.Scene:
 
 @torch.inference_mode()
 def record_merged(prompt: str) -> Record:
-    """Return how much an adapter changes each kind of layer, and the texts without and with it."""
+    """Return how much an adapter changes each type of layer, and the output without and with it."""
     ids = runs.encode(prompt, 60)
     directory = STORIES.with_name(f"stories-{NAME}")
     model = runs.load("stories-llama")
     weights = dict(model.named_parameters())
-    layers = {}  # kind -> numbers of W, of A and B, and the norm of each change over that of W
+    layers = {}  # layer type -> sizes of W and of A and B, and |BA| / |W| of each layer
     for name, (a, b) in read_adapter(directory, model).items():
         weight = weights[name]
         kind = name.split(".")[-2]

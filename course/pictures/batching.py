@@ -1,4 +1,4 @@
-"""Many texts in one engine."""
+"""Static and continuous batching."""
 
 from types import SimpleNamespace as Record
 
@@ -12,7 +12,7 @@ LENGTHS = (3, 9, 5, 4, 7, 3)
 
 
 def record_batches(prompt: str, rows: int = 3) -> Record:
-    """Six texts of a prompt in three rows, once in batches that end together."""
+    """Record six requests in three rows, in static batches and with continuous batching."""
     model = runs.load()
     ids = runs.encode(prompt, 20)
     params = [
@@ -36,9 +36,9 @@ def record_batches(prompt: str, rows: int = 3) -> Record:
         slots = runs.assign_slots(slots, now)
         continuous.append(slots)
     return Record(
-        static=static,  # steps of rows
+        static=static,  # (step, row) -> request number
         continuous=continuous,
-        run=run,  # the second one
+        run=run,  # the run with continuous batching
     )
 
 
@@ -61,7 +61,7 @@ def draw_batches(record: Record) -> scene.Scene:
         title = f"{name}: {len(steps)} steps, {idle} places idle"
         parts.append(scene.Panel(title, scene.Cells(rows), key={"idle": f"idle: {why}"}))
     frames = record.run.frames
-    later = range(len(frames) // 2, len(frames))  # no text ends in the first that is shown
+    later = range(len(frames) // 2, len(frames))  # no request ends in the first frame shown
     first = next((at for at in later if len(frames[at]["running"]) == len(record.static[0])), 0)
     parts.append(scene.Panel("The engine, step by step", runs.player(record.run, first)))
     return scene.Scene(

@@ -1,4 +1,4 @@
-"""What fewer bits cost: a model's weights, a row with an outlier, the keys of a cache."""
+"""The cost of fewer bits: for weights, a row with an outlier, and cached keys."""
 
 from types import SimpleNamespace as Record
 
@@ -78,7 +78,7 @@ def draw_quality(record: Record) -> scene.Scene:
 
 
 def record_blocks(prompt: str) -> Record:
-    """Return the row of `rotated-int8` with one scale, with one a block, and rotated."""
+    """Quantize the row of `rotated-int8` with one scale, with one scale per block, and rotated."""
     found = record_rotation(prompt)
     row = torch.tensor(found.row)
     values, scale = quantize(row)
@@ -137,10 +137,10 @@ def draw_blocks(record: Record) -> scene.Scene:
 
 @torch.inference_mode()
 def record_keys(prompt: str) -> Record:
-    """Return the keys of the head whose channels differ most, and the error of int8 in each way."""
+    """Return keys of the head whose channels differ most, and int8 errors plain and rotated."""
     ids = runs.encode(prompt, 60)
     model = runs.load(LLAMA)
-    heads = []  # of each layer and KV head: how much larger its largest channel is, where, keys
+    heads = []  # per KV head: (max / median channel size, (layer, head), keys)
 
     def attend(layer, q, k, v):
         for head in range(k.shape[2]):
@@ -159,7 +159,7 @@ def record_keys(prompt: str) -> Record:
     return Record(
         layer=place[0],
         head=place[1],
-        sizes=rows.abs().mean(0).tolist(),  # of each channel, over the positions
+        sizes=rows.abs().mean(0).tolist(),  # mean magnitude per channel, over positions
         rotated=rotate_channels(rows).abs().mean(0).tolist(),
         errors=[((each - rows).norm() / rows.norm()).item() for each in (plain, back)],
         bytes={
@@ -209,7 +209,7 @@ def draw_keys(record: Record) -> scene.Scene:
     )
 
 
-# Of each type: bits of a number, of what its block has, and of what all of the 256 share, a number.
+# Bits per weight for its code, its block's scales, and the data shared by a superblock of 256.
 TYPES = {
     "Q8_0": (8, 16 / 32, 0),
     "Q6_K": (6, 8 / 16, 16 / 256),
@@ -223,7 +223,7 @@ PARTS = {"d": 1, "a scale": 4, "a minimum": 8, "high bits": 5, "two numbers": 16
 
 
 def record_superblock(prompt: str) -> Record:
-    """Return which numbers of a Q4_K change with a bit of each of its parts."""
+    """Return which weights of a Q4_K superblock change when a bit of each part is flipped."""
     seed = sum(runs.encode(prompt, 60))  # the bytes are random
     block = torch.randint(1, 255, (144,), generator=torch.manual_seed(seed)).to(torch.uint8)
     block[:4] = torch.tensor([0, 0x3C, 0, 0x3C])  # d and dmin are 1

@@ -1,4 +1,4 @@
-"""What each step computes, and what the cache keeps."""
+"""Positions that each step computes, and positions in the KV cache."""
 
 from types import SimpleNamespace as Record
 from typing import NamedTuple
@@ -16,17 +16,17 @@ from sampling import SamplingParams
 def passes_of(
     prompts: list[list[int]], count: int, name: str = "stories", **options
 ) -> tuple[list[list[int]], list[Pass]]:
-    """The rows of tokens that `generate` yields, and the passes it makes for them."""
+    """Return the tokens that `generate` yields per step, and its forward passes."""
     model, passes = runs.record_passes(name)
     steps = generate(model, prompts, SamplingParams(count, ignore_eos=True), **options)
     return list(steps), passes
 
 
 class Computed(NamedTuple):
-    """Steps of one text, without and with the cache."""
+    """Decoding steps of one sequence, without and with the cache."""
 
-    tokens: list[str]  # the token that each step gives
-    full: list[list[int]]  # the positions that each step computes
+    tokens: list[str]  # token sampled in each step
+    full: list[list[int]]  # positions computed in each step
     cached: list[list[int]]
 
 
@@ -39,7 +39,7 @@ def record_computed(prompt: str, count: int = 10) -> Computed:
 
 
 def row_of(name: str, width: int, value: str = "", **kinds: int) -> scene.Row:
-    """A row of squares, so many of each kind, and nothing up to its width."""
+    """Return a row of squares, padded to its width. kinds: number of squares of each kind."""
     cells = [scene.Cell(kind) for kind, count in kinds.items() for _ in range(count)]
     return scene.Row(word(name), cells + [scene.Cell()] * (width - len(cells)), value)
 
@@ -66,7 +66,7 @@ def draw_computed(record: Computed) -> scene.Scene:
 
 @torch.inference_mode()
 def record_storage(prompt: str, count: int = 10) -> Record:
-    """A static cache while a text grows."""
+    """Record how a static cache fills as a sequence grows."""
     model = runs.load()
     ids = runs.encode(prompt, 6)
     given = len(ids)
@@ -78,9 +78,9 @@ def record_storage(prompt: str, count: int = 10) -> Record:
     size = cache.storage.shape[4]
     return Record(
         tokens=runs.token_texts(ids[given:]),
-        filled=filled,  # positions of the storage that are not zeros, after each step
+        filled=filled,  # nonzero positions of the storage after each step
         size=size,
-        bytes=cache.storage.nbytes // size,  # of a position
+        bytes=cache.storage.nbytes // size,  # bytes per position
     )
 
 
@@ -114,14 +114,14 @@ def draw_storage(record: Record) -> scene.Scene:
 
 
 def record_context_shifts(prompt: str, count: int = 400) -> list[Record]:
-    """A text past the window, by the small draft model, so that it takes seconds."""
+    """Generate past the context window; the small draft model keeps this to seconds."""
     name = "stories-draft"
     ids = runs.encode(prompt, 100)
     size = runs.load(name).config.block_size
     return [
         Record(
             stride=stride,
-            # positions that each step computes
+            # positions computed in each step
             computed=[
                 len(each.positions[0]) for each in passes_of([ids], count, name, stride=stride)[1]
             ],
@@ -163,8 +163,8 @@ OTHER_PROMPTS = ("One day, a big dog", "Lily saw")
 
 
 def record_ragged(prompt: str, count: int = 3) -> Record:
-    # Of two tokens at least: one makes a pass with those that decode.
-    """A batch of texts of different lengths."""
+    """Record a batch of prompts of different lengths."""
+    # At least two tokens: a prompt of one token would run in the pass of the decoding rows.
     texts = [runs.encode(text, 8, 2) for text in (prompt, *OTHER_PROMPTS)]
     return Record(lengths=[len(text) for text in texts], passes=passes_of(texts, count)[1])
 

@@ -1,8 +1,8 @@
-"""Panels of a scene as an SVG file that needs no page: for Readme.md, which shows no HTML.
+"""Rendering of panels as a standalone SVG file, for Readme.md, which cannot show HTML.
 
-`python lessons.py picture 17 --output FILE.svg` writes one; those of the repository are beside this
-file. A card is white in light and dark, and its colours are written out. It shows Tokens, as a text
-that flows, and Cells that hold a letter at most.
+`python lessons.py picture 17 --output FILE.svg` writes a card; the repository's cards are beside
+this file. A card has inline colours and is white in light and dark mode. It shows Tokens as flowing
+text, and Cells with at most one letter each.
 """
 
 import textwrap
@@ -14,7 +14,7 @@ from pictures.scene import Panel
 
 WIDTH = 860
 MARGIN = 24
-LETTER = 9  # every text is stretched to this width of a letter, whatever the reader's fonts are
+LETTER = 9  # pixels per letter; textLength enforces it in any font
 SQUARE = 30
 CODE = 'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="15"'
 PLAIN = 'font-family="system-ui, Helvetica, Arial, sans-serif"'
@@ -46,7 +46,7 @@ def words(x: float, y: float, text: str, size: int = 14, ink: str = SOFT) -> str
 
 
 def letters(x: float, y: float, text: str) -> str:
-    """Text in letters of one width."""
+    """Return monospaced text, LETTER pixels per character."""
     bare = text.strip()
     left = x + LETTER * (len(text) - len(text.lstrip()))
     length = f'textLength="{LETTER * len(bare)}" lengthAdjust="spacingAndGlyphs"'
@@ -56,7 +56,7 @@ def letters(x: float, y: float, text: str) -> str:
 
 
 def flow(form: scene.Tokens, y: float) -> tuple[str, float]:
-    """The tokens one after the other, each on its colour."""
+    """Draw the tokens as flowing text on their colours; return the SVG and the next y."""
     x = MARGIN
     body = ""
     for token in chain.from_iterable(line.tokens for line in form.lines):
@@ -83,7 +83,7 @@ def grid(form: scene.Cells, y: float) -> tuple[str, float]:
 
 
 def card(title: str, panels: list[Panel]) -> str:
-    """The title over panels, one below the other, each with its own title and key."""
+    """Return the SVG of a title and panels below it, each with its own title and key."""
     y = 38
     body = ""
     for line in textwrap.wrap(title, 96):

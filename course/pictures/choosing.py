@@ -1,4 +1,4 @@
-"""From a distribution to a token."""
+"""Sampling: temperature, top-k, top-p, min-p and logit bias."""
 
 from types import SimpleNamespace as Record
 
@@ -16,17 +16,17 @@ from sampling import (
     top_p_filter,
 )
 
-TokenProbs = list[tuple[str, float]]  # tokens with their probabilities, best first
+TokenProbs = list[tuple[str, float]]  # (token, probability), best first
 
 
 def others(shown: TokenProbs, count: int) -> tuple[str, float]:
-    """What all tokens that are not shown have together. count: of all."""
+    """Return the name and total probability of the tokens not shown. count: vocabulary size."""
     return f"{count - len(shown):,} others", 1 - sum(p for _, p in shown)
 
 
 @torch.inference_mode()
 def record_draws(prompt: str, count: int = 1000) -> Record:
-    """Many draws from one distribution, each with a seed of its own."""
+    """Sample from one distribution many times, each time with a different seed."""
     ids = runs.encode(prompt, 200)
     logits = runs.next_logits(ids)
     rng_keys = [(seed, len(ids)) for seed in range(1, count + 1)]
@@ -36,8 +36,8 @@ def record_draws(prompt: str, count: int = 1000) -> Record:
         top_tokens=runs.top_tokens(logits.softmax(-1), 10),
         counts=(samples[:, None] == logits.topk(10).indices)
         .sum(dim=0)
-        .tolist(),  # how often each of those was drawn
-        drawn=[runs.token_text(id) for id in samples.tolist()],  # all draws, in order
+        .tolist(),  # draws of each of the top tokens
+        drawn=[runs.token_text(id) for id in samples.tolist()],  # all draws in order of seed
         vocabulary=len(logits),
     )
 
@@ -73,7 +73,7 @@ TEMPERATURES = {0.5: "sharper", 1.0: "as the model says", 2.0: "flatter"}
 
 @torch.inference_mode()
 def record_temperatures(prompt: str) -> dict[float, torch.Tensor]:
-    """T -> the probabilities of all tokens."""
+    """Return the probabilities of all tokens, T -> (vocab_size,)."""
     logits = runs.next_logits(runs.encode(prompt, 200))
     return {T: apply_temperature(logits, T).softmax(dim=-1) for T in TEMPERATURES}
 
@@ -104,7 +104,7 @@ def record_top_k(prompt: str, k: int = 10, shown: int = 14) -> Record:
         k=k,
         before=runs.top_tokens(probs, shown),
         after=cut[probs.topk(shown).indices].tolist(),
-        kept=probs[cut > 0].sum().item(),  # the mass that the k tokens had
+        kept=probs[cut > 0].sum().item(),  # probability of the k tokens before the cut
         vocabulary=len(logits),
     )
 
@@ -133,7 +133,7 @@ OTHER_PROMPTS = ("Once upon a", "She was very", "They went to the")
 
 @torch.inference_mode()
 def record_top_p(prompt: str) -> list[Record]:
-    """How mass adds up after a prompt, and after three others."""
+    """Record cumulative probabilities after the prompt and three others."""
     found = []
     for text in dict.fromkeys([prompt, *OTHER_PROMPTS]):
         logits = runs.next_logits(runs.encode(text, 200))
@@ -143,8 +143,8 @@ def record_top_p(prompt: str) -> list[Record]:
                 prompt=text,
                 mass=probs.sort(descending=True)
                 .values.cumsum(dim=-1)
-                .tolist(),  # of the 1, 2, ... most likely tokens
-                kept=top_p_filter(logits, P).isfinite().sum().item(),  # by top-p
+                .tolist(),  # of the top 1, 2, ... tokens
+                kept=top_p_filter(logits, P).isfinite().sum().item(),  # tokens kept by top-p
                 top_tokens=runs.top_tokens(probs, 8),
             )
         )
@@ -196,7 +196,7 @@ HOT = 2.0
 
 @torch.inference_mode()
 def record_min_p(prompt: str) -> list[Record]:
-    """Return how many tokens min-p and top-p keep at temperature 2, here and after three others."""
+    """Return how many tokens min-p and top-p keep at T = 2, for the prompt and three others."""
     found = []
     for text in dict.fromkeys([prompt, *OTHER_PROMPTS]):
         logits = apply_temperature(runs.next_logits(runs.encode(text, 200)), HOT)
@@ -252,7 +252,7 @@ BIASES = (0.0, 2.0, 4.0, -100.0)
 
 @torch.inference_mode()
 def record_biases(prompt: str) -> Record:
-    """Return the probabilities with a bias on the third most likely token, or a word after it."""
+    """Return the probabilities with a bias on the first word from the third likeliest token on."""
     logits = runs.next_logits(runs.encode(prompt, 200))
     best = logits.topk(6).indices.tolist()
     index = next((at for at in range(2, 6) if runs.token_text(best[at]).strip().isalpha()), 2)

@@ -1,4 +1,4 @@
-"""What compiled code does not compute, and how its weights are laid out."""
+"""Logarithms that the native sampler skips, and packed weights of the native backend."""
 
 from types import SimpleNamespace as Record
 from typing import NamedTuple
@@ -11,21 +11,21 @@ from pictures.scene import signed, times, word
 from sampling import SamplingParams, exponential_noise
 
 SEED = 7
-BLOCK = 256  # tokens that draw.c compares with one limit
+BLOCK = 256  # tokens that draw.c compares with the same best score
 
 
 class Candidate(NamedTuple):
-    """A token of a draw; the one with the highest score is drawn."""
+    """A token and its score in a draw; the highest score wins."""
 
     text: str
-    bound: float  # of its score
+    bound: float  # upper bound of the score
     score: float
-    before: float  # the best score of the blocks before its own
+    before: float  # best score of earlier blocks
     drawn: bool
 
     @property
     def needs_logarithm(self) -> bool:
-        """Whether its logarithm is computed."""
+        """Return whether the draw computes this token's logarithm."""
         return self.bound > self.before
 
 
@@ -45,7 +45,7 @@ def record_draw(prompt: str, shown: int = 12) -> Record:
     for block, limit in zip(scores.split(BLOCK), before.split(BLOCK)):
         limit[:] = best
         best = torch.maximum(best, block.max())
-    before[first] = 0  # it is computed before all blocks
+    before[first] = 0  # computed before all blocks
     asked = (bounds > before).nonzero()[:, 0].tolist()
     order = sorted({first, *asked, *bounds.topk(shown).indices.tolist()} - {first})
     candidates = [
@@ -58,8 +58,8 @@ def record_draw(prompt: str, shown: int = 12) -> Record:
     ]
     return Record(
         vocabulary=len(logits),
-        num_logarithms=len(asked),  # logarithms
-        candidates=candidates,  # those with the highest bounds, in the order of the code
+        num_logarithms=len(asked),  # logarithms computed
+        candidates=candidates,  # tokens with the highest bounds, in draw.c's order
     )
 
 
@@ -90,12 +90,12 @@ def draw_draw(record: Record) -> scene.Scene:
     )
 
 
-WIDTH = 4  # outputs in a panel, so that it can be drawn; 8, 16 or 32 on a processor
+WIDTH = 4  # outputs per panel, small enough to draw; real kernels use 8, 16 or 32
 
 
 @torch.inference_mode()
 def record_packed(prompt: str, outputs: int = 6, inputs: int = 4) -> Record:
-    """The corner of a weight, its places in memory, and its product with an input."""
+    """Record a corner of a weight, its packed layout and its product with an input."""
     ids = runs.encode(prompt, 200)
     model = runs.load()
     layer = model.h[0].mlp.c_fc
@@ -114,7 +114,7 @@ def record_packed(prompt: str, outputs: int = 6, inputs: int = 4) -> Record:
     return Record(
         x=x.tolist(),
         weight=weight.tolist(),  # (out, in)
-        panels=panels,  # of vectors; None is padding
+        panels=panels,  # (panel, input, output) -> (out, in); None for padding
         sums=(weight @ x).tolist(),
     )
 

@@ -1,4 +1,4 @@
-"""Which tokens the constraint of a text allows, and which need no pass."""
+"""Tokens that a constraint allows, and jump-forward tokens that need no forward pass."""
 
 import json
 from collections import Counter
@@ -29,7 +29,7 @@ SCHEMA = json.dumps(
 
 @torch.inference_mode()
 def record_choices(prompt: str) -> Record:
-    """What the trie allows at first, and the probabilities of all spellings of its texts."""
+    """Record the first tokens a trie allows, and the probabilities of its choices' spellings."""
     ids = runs.encode(prompt, 60)
     model = runs.load()
     vocabulary = get_vocabulary(
@@ -38,8 +38,8 @@ def record_choices(prompt: str) -> Record:
     matcher = ChoiceTrie(CHOICES, vocabulary).matcher()
     texts = {text: Record(masked_prob=0.0, model_prob=0.0, spellings=0) for text in CHOICES}
     first = None
-    prefixes = [([], 1.0, 1.0)]  # tokens, with the mask and the model's own probability of them
-    while prefixes:  # all of one length at once
+    prefixes = [([], 1.0, 1.0)]  # (tokens, probability with the mask, probability without)
+    while prefixes:  # one token length per iteration
         inputs = [ids + tokens for tokens, _, _ in prefixes]
         probs = next_logits(model, inputs, None)[:, 0].softmax(-1)
         extended = []
@@ -65,12 +65,12 @@ def record_choices(prompt: str) -> Record:
         first_tokens=[
             "".join(runs.token_texts([id])) for id in first.token_mask.nonzero()[:, 0].tolist()
         ],
-        mass=first.mass,  # of all allowed tokens
+        mass=first.mass,  # total probability of the allowed tokens
         allowed=runs.top_tokens(best, 6),
         rejected=runs.top_tokens(
             first.probs.where(~first.token_mask, 0), 3
-        ),  # of those that are not
-        # of each text: step by step, given that the text is a choice, how many spellings
+        ),  # the likeliest rejected tokens
+        # choice -> (probability with masks, conditional on a choice, number of spellings)
         texts={
             k: (each.masked_prob, each.model_prob / whole, each.spellings)
             for k, each in texts.items()
@@ -79,7 +79,7 @@ def record_choices(prompt: str) -> Record:
 
 
 def draw_trie(first_tokens: list[str]) -> scene.Cells:
-    """A row a choice; the bytes that it shares with the row above are there already."""
+    """Draw one row per choice; bytes shared with a row above are left out."""
     rows = []
     known = set()
     for text in CHOICES:
@@ -145,7 +145,7 @@ def draw_choices(record: Record) -> scene.Scene:
 
 @torch.inference_mode()
 def record_schema(prompt: str) -> Record:
-    """A greedy text of the schema; at each token what was allowed, and what the model prefers."""
+    """Record greedy JSON of the schema, with allowed and preferred tokens at each position."""
     ids = runs.encode(prompt, 60)
     model = runs.load()
     params = SamplingParams(60, json_schema=SCHEMA)
@@ -155,13 +155,13 @@ def record_schema(prompt: str) -> Record:
     probs = model(torch.tensor([ids + output]))[0, len(ids) - 1 : -1].softmax(-1)
     tokens = []
     for at, (id, row) in enumerate(zip(output, probs)):
-        better = int((row > row[id]).sum())  # a favourite that is allowed is taken
+        better = int((row > row[id]).sum())  # greedy takes a top token that is allowed
         tokens.append(
             Record(
                 text=runs.token_text(id),
                 p=row[id].item(),
                 allowed=int(matcher.token_mask(output[:at]).sum()),
-                better=better,  # tokens that are more likely, none of them allowed
+                better=better,  # more likely tokens, all rejected
                 rejected=runs.top_tokens(row, min(better, 3)),
             )
         )
@@ -210,13 +210,13 @@ def draw_schema(record: Record) -> scene.Scene:
 
 
 def record_passes(prompt: str) -> Record:
-    """The passes of a text of the schema, and its tokens."""
+    """Record the forward passes and tokens of a sequence constrained by the schema."""
     ids = runs.encode(prompt, 40)
     model, passes = runs.record_passes()
     matcher = make_matcher(SamplingParams(json_schema=SCHEMA), runs.encoding(), model.config)
     params = SamplingParams(60, json_schema=SCHEMA)
     output = []
-    tokens = []  # text, whether it is forced, how many passes were made when it was there
+    tokens = []  # (text, single allowed token?, passes so far)
     for (id,) in generate(model, [ids], params, encoding=runs.encoding()):
         is_forced = int(matcher.token_mask(output).sum()) == 1
         output.append(id)
@@ -268,9 +268,9 @@ MAX_LISTED = 6
 
 @torch.inference_mode()
 def record_allowed(prompt: str) -> Record:
-    """Return a text of a regular expression; at each place what may stand there, as told a client.
+    """Return a sequence constrained by a regex, with the allowed tokens that a client is told.
 
-    The most likely ones first, with the model's own probabilities.
+    Allowed tokens come best first, with the model's probabilities without the mask.
     """
     ids = runs.encode(prompt, 60)
     model = runs.load()

@@ -1,4 +1,4 @@
-"""Drafts, and what the target makes of them."""
+"""Draft tokens and their verification by the target."""
 
 from types import SimpleNamespace as Record
 from typing import NamedTuple
@@ -14,11 +14,11 @@ TEMPERATURE = 0.8
 
 
 class Verification(NamedTuple):
-    """What one pass of the target said."""
+    """The result of one target pass."""
 
     drafts: list[str]
     accepted: int
-    tokens: list[str]  # accepted drafts, then the target's own
+    tokens: list[str]  # accepted drafts and the target's own token
 
 
 def record_speculation(prompt: str, count: int = 40) -> Record:
@@ -26,7 +26,7 @@ def record_speculation(prompt: str, count: int = 40) -> Record:
     params = SamplingParams(count, temperature=TEMPERATURE)
     generator = torch.Generator().manual_seed(1)
     drafter = ModelDrafter(runs.load("stories-draft"), len(ids) + count, params, generator)
-    seen = []  # the text before each pass, and what the drafts were drawn from
+    seen = []  # (sequence, draft distributions q) before each pass
 
     def propose(sequence, count, prompt_length):
         drafts, q = drafter.propose(sequence, count, prompt_length)
@@ -48,7 +48,7 @@ def record_speculation(prompt: str, count: int = 40) -> Record:
     return Record(
         prompt=runs.token_texts(ids),
         verifications=verifications,
-        # the one where p and q differ most
+        # the rejection with the largest difference of p and q
         rejection=min(rejections, key=lambda each: each.common, default=None),
     )
 
@@ -57,18 +57,18 @@ def record_speculation(prompt: str, count: int = 40) -> Record:
 def rejection(
     sequence: list[int], q: torch.Tensor, draft: int, replacement: int, params: SamplingParams
 ) -> Record:
-    """The distributions at a draft that was refused."""
+    """Record the distributions p and q at a rejected draft token."""
     p = sampling_probs(runs.next_logits(sequence), params)
     ids = torch.maximum(p, q).topk(7).indices.tolist()
     ids += [id for id in dict.fromkeys((draft, replacement)) if id not in ids]
     return Record(
-        context="".join(runs.token_texts(sequence[-6:])),  # the end of the text
+        context="".join(runs.token_texts(sequence[-6:])),  # the last tokens before the draft
         draft=runs.token_text(draft),
-        acceptance_prob=acceptance(p[draft], q[draft]).item(),  # to be accepted
-        replacement=runs.token_text(replacement),  # in its place
-        # tokens with p and q, those with most of either first
+        acceptance_prob=acceptance(p[draft], q[draft]).item(),
+        replacement=runs.token_text(replacement),
+        # (token, p, q), by the larger of p and q
         rows=[(runs.token_text(id), p[id].item(), q[id].item()) for id in ids],
-        common=torch.minimum(p, q).sum().item(),  # the sum of min(p, q) over all tokens
+        common=torch.minimum(p, q).sum().item(),  # sum of min(p, q) over the vocabulary
     )
 
 
@@ -81,7 +81,7 @@ KEY = {
 
 
 def passes_of(verifications: list[Verification]) -> scene.Tokens:
-    """A line a pass of the target."""
+    """Draw one line per target pass."""
     lines = []
     for number, verification in enumerate(verifications, 1):
         kinds = ["good"] * verification.accepted + ["bad"] + ["idle"] * len(verification.drafts)
@@ -127,7 +127,7 @@ def draw_speculation(record: Record) -> scene.Scene:
 
 
 def rejection_panel(found: Record) -> scene.Panel:
-    """Bars of min(p, q), and of what either has more."""
+    """Draw bars of min(p, q), and of the excess of p or q."""
     bars = []
     for text, p, q in found.rows:
         both = min(p, q)

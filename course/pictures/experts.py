@@ -1,4 +1,4 @@
-"""Which experts each token takes, and the bits of a block of weights in a GGUF file."""
+"""Experts that each token is routed to, and the bits of a GGUF block."""
 
 from types import SimpleNamespace as Record
 
@@ -9,12 +9,12 @@ from pictures import runs, scene
 from pictures.scene import percent, signed, times, word
 
 NAME = "stories-experts"
-LAYER = 2  # the third: that of the lesson's Try
+LAYER = 2  # the layer of the lesson's Try
 
 
 @torch.inference_mode()
 def record_routes(prompt: str) -> Record:
-    """The experts of each token in one layer."""
+    """Record the experts and weights of each token in one layer."""
     ids = runs.encode(prompt, 20)
     model = runs.load(NAME)
     mixture = model.layers[LAYER].mlp
@@ -57,7 +57,7 @@ def draw_routes(record: Record) -> scene.Scene:
 
 
 def q4_1(weights: torch.Tensor) -> torch.Tensor:
-    """32 numbers as the 20 bytes of a block, rounded as llama.cpp does."""
+    """Quantize 32 weights to a block of 20 bytes, with llama.cpp's rounding."""
     low = weights.min()
     scale = (weights.max() - low) / 15
     inverse = 1 / scale if scale else scale
@@ -67,7 +67,7 @@ def q4_1(weights: torch.Tensor) -> torch.Tensor:
 
 
 def record_block(prompt: str) -> Record:
-    """The first 32 numbers of the last token's embedding, in Q4_1."""
+    """Quantize the first 32 values of the last token's embedding to Q4_1."""
     id = runs.encode(prompt, 200)[-1]
     weights = runs.load("stories-llama").embed_tokens.weight[id, :32]
     data = q4_1(weights)

@@ -1,4 +1,4 @@
-"""What a pass computes, and the loop around it."""
+"""A forward pass, and the decoding loop around it."""
 
 import math
 from types import SimpleNamespace as Record
@@ -15,12 +15,12 @@ from pictures.scene import percent, signed, word
 
 @torch.inference_mode()
 def record_pass(prompt: str) -> Record:
-    """A pass over a prompt, and what became of its last position."""
+    """Record a forward pass over a prompt, and the predictions of its last position by layer."""
     model = runs.load()
     ids = runs.encode(prompt, 10)
     T = len(ids)
     inputs = []
-    weights = []  # of each layer: (heads, T, T)
+    weights = []  # per layer, (heads, T, T)
 
     def attend(layer, q, k, v):
         scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(q.shape[-1])
@@ -35,29 +35,29 @@ def record_pass(prompt: str) -> Record:
     x = model.hidden(torch.tensor([ids]), torch.arange(T), attend)[0]
     for hook in hooks:
         hook.remove()
-    # The logits if the layers above were left out.
+    # Logits after each layer, without the layers above (logit lens).
     logits = model.head(torch.stack([row[-1] for row in [*inputs, x]]))
     probs = logits.softmax(dim=-1)
     best = probs[-1].argmax().item()
     others = probs[1:].index_fill(1, torch.tensor([best]), 0)
     runner_up = others.amax(dim=0).argmax().item()
-    # The head whose last position looks most at one token between the first and itself.
+    # The head whose last position attends most to a single token between the first and itself.
     heads = torch.stack(weights)  # (layers, heads, T, T)
     first = min(1, T - 1)
     attention_peaks = heads[:, :, -1, first : max(first + 1, T - 1)].amax(dim=-1)
     layer, head = divmod(attention_peaks.argmax().item(), attention_peaks.shape[1])
     scores = logits[-1].topk(5).values.tolist()
     return Record(
-        tokens=list(zip(runs.token_texts(ids), ids)),  # text and id of each
-        vectors=inputs[0][:, :12].tolist(),  # the first numbers of what goes into the first layer
-        # the answer, and what came nearest to it on the way
+        tokens=list(zip(runs.token_texts(ids), ids)),  # (text, id)
+        vectors=inputs[0][:, :12].tolist(),  # first values of the first layer's input
+        # the top token, and the runner-up over all layers
         contenders=(runs.token_text(best), runs.token_text(runner_up)),
-        # their probabilities after 0, 1, ... layers
+        # probabilities of both after 0, 1, ... layers
         after=[[row[best].item(), row[runner_up].item()] for row in probs],
-        layer=layer + 1,  # of the head that is shown, from 1
+        layer=layer + 1,  # layer of the head, from 1
         head=head + 1,
-        attention=heads[layer, head].tolist(),  # its weights, (T, T)
-        # token, probability, logit
+        attention=heads[layer, head].tolist(),  # (T, T)
+        # (token, probability, logit)
         top=[(*pair, logit) for pair, logit in zip(runs.top_tokens(probs[-1], 5), scores)],
     )
 
@@ -142,8 +142,8 @@ def record_steps(prompt: str, count: int = 6) -> list[Record]:
         before = text + output[:at]
         steps.append(
             Record(
-                text=runs.token_texts(before),  # what goes in
-                # the most likely tokens with their logits, best first
+                text=runs.token_texts(before),  # input of the step
+                # (token, logit), best first
                 choices=runs.top_tokens(runs.next_logits(before), 3),
             )
         )
@@ -181,8 +181,8 @@ def record_ends(prompt: str) -> Record:
     logits = next_logits(model, [text + output[:-1]], KVCache(model), keep=len(output))[0]
     (eos,) = model.config.eos_token_ids
     return Record(
-        tokens=runs.token_texts(output),  # generated ones, EOS included if it came
-        eos_probs=logits.softmax(dim=-1)[:, eos].tolist(),  # of EOS in the place of each
+        tokens=runs.token_texts(output),  # generated tokens, with EOS if it was sampled
+        eos_probs=logits.softmax(dim=-1)[:, eos].tolist(),  # probability of EOS at each position
     )
 
 
@@ -231,7 +231,7 @@ def draw_ends(record: Record) -> scene.Scene:
 
 
 def record_windows(prompt: str, beyond: int = 3) -> Record:
-    """Greedy decoding by the small draft model, with a window that moves at each step."""
+    """Decode greedily with the small draft model and a context shift at each step."""
     name = "stories-draft"
     size = runs.load(name).config.block_size
     text = runs.encode(prompt, 200)
@@ -239,9 +239,9 @@ def record_windows(prompt: str, beyond: int = 3) -> Record:
     text += runs.generate_tokens(text, name, stride=1, max_new_tokens=count, ignore_eos=True)
     lengths = range(size - 1, size + beyond)
     return Record(
-        size=size,  # of the window
-        text=runs.token_texts(text),  # as long as the window, and some tokens more
-        # length of a text -> where its window starts
+        size=size,  # context window, tokens
+        text=runs.token_texts(text),  # the window's length plus `beyond` tokens
+        # sequence length -> start of its context window
         starts={n: window_start(n, size, 1) for n in lengths},
     )
 

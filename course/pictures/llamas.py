@@ -1,4 +1,4 @@
-"""Rotary positions, merges, and messages of a chat."""
+"""RoPE, QK norm, tokenizer merges and chat messages."""
 
 import json
 import re
@@ -25,12 +25,12 @@ from pictures.scene import percent, signed, times, word
 from sampling import SamplingParams
 
 NAME = "stories-llama"
-LATER = 100  # positions
+LATER = 100  # offset of the second pair, positions
 
 
 @torch.inference_mode()
 def record_rope(prompt: str, most: int = 64) -> Record:
-    """The last token's query and the key two before it, in the first head of the first layer."""
+    """Record scores of the last query and the key two tokens before, in layer 0, head 0."""
     model = runs.load(NAME)
     ids = runs.encode(prompt, 100)
     seen = []
@@ -40,7 +40,7 @@ def record_rope(prompt: str, most: int = 64) -> Record:
         return causal_attention(layer, q, k, v)
 
     model.hidden(torch.tensor([ids]), torch.zeros(len(ids), dtype=torch.int64), attend)
-    queries, keys = seen[0]  # at position 0, where nothing is turned
+    queries, keys = seen[0]  # at position 0, where RoPE rotates nothing
     other = max(0, len(ids) - 3)
     cos, sin = rotary_embedding(model.config, model.dtype, model.device).cos_sin(LATER + most + 1)
     scores = {}
@@ -52,7 +52,7 @@ def record_rope(prompt: str, most: int = 64) -> Record:
     return Record(
         query=runs.token_text(ids[-1]),
         key=runs.token_text(ids[other]),
-        scores=scores,  # position of the key -> the scores at distances 0, 1, ...
+        scores=scores,  # position of the key -> scores at distances 0, 1, ...
     )
 
 
@@ -78,10 +78,10 @@ def draw_rope(record: Record) -> scene.Scene:
 
 
 class Message(NamedTuple):
-    """A message of a user as tokens: text, and whether it is a control token."""
+    """The tokens of a user message, (text, is a control token)."""
 
-    safe: list[tuple[str, bool]]  # by `Chat.encode`
-    naive: list[tuple[str, bool]]  # the template's text, encoded as one
+    safe: list[tuple[str, bool]]  # encoded by `Chat.encode`
+    naive: list[tuple[str, bool]]  # the rendered template encoded as one string
 
 
 def record_message(prompt: str) -> Message:
@@ -116,18 +116,18 @@ def draw_message(record: Message) -> scene.Scene:
 
 
 class Merge(NamedTuple):
-    """The parts of a word after a merge."""
+    """The parts of a pre-token after a merge."""
 
     parts: list[str]
-    at: int | None  # the place of the part that is new; None before the first merge
-    id: int | None  # the id of that token
+    at: int | None  # index of the new part; None before the first merge
+    id: int | None  # token id of the new part
 
 
 def record_merges(prompt: str) -> list[Merge]:
-    """Merges of the longest piece that the pattern cuts out of a prompt."""
+    """Return the merges of the longest pre-token of a prompt."""
     runs.encode(prompt, 20)
     encoding = runs.encoding()
-    # The control tokens are behind the others.
+    # Control tokens have the highest ids.
     count = encoding.n_vocab - len(encoding.special_tokens_set)
     ids = {encoding.decode_single_token_bytes(id): id for id in range(count)}
     pre_token = max(regex.findall(PATTERNS["GPT-2"], prompt), key=len).encode()
@@ -170,7 +170,7 @@ FACTORS = (1, 2, 5, 10, 20, 50, 100)
 
 @torch.inference_mode()
 def record_scores(prompt: str) -> Record:
-    """Return the largest score of the last query, and its key's share, as query weights grow."""
+    """Return the last query's largest score and its softmax weight as query weights grow."""
     ids = torch.tensor([runs.encode(prompt, 60)])
     found = {}
     for qk_norm in (False, True):
@@ -224,12 +224,12 @@ def draw_scores(record: Record) -> scene.Scene:
     )
 
 
-HEAD = 8  # numbers of the head that the picture shows
+HEAD = 8  # head_dim of the picture
 
 
 @torch.inference_mode()
 def record_order(prompt: str, count: int = 24) -> Record:
-    """Return a head's rows in both orders, and texts with the right order and the file's."""
+    """Return a head's row order in the file, and outputs with the right order and the file's."""
     ids = runs.encode(prompt, 60)
     model = load_model(STORIES.with_name("stories-llama"), torch.float32, "cpu")
     params = SamplingParams(count)
@@ -284,11 +284,11 @@ def draw_order(record: Record) -> scene.Scene:
     )
 
 
-BLANK = "\u2581"  # how SentencePiece writes a blank
+BLANK = "\u2581"  # SentencePiece's space
 
 
 def sentencepiece_of(words: dict[str, float]) -> Encoding:
-    """Return a tokenizer of SentencePiece's kind with these tokens and their scores."""
+    """Return a SentencePiece tokenizer of words, token -> score."""
     special = ["<unk>", "<s>", "</s>"]
     single = [f"<0x{byte:02X}>" for byte in range(256)]
     keys = {
@@ -303,7 +303,7 @@ def sentencepiece_of(words: dict[str, float]) -> Encoding:
 
 
 def record_scored(prompt: str) -> Record:
-    """Return the merges of a prompt's longest word by score, with the embedded vocabulary's tokens.
+    """Return the merges of a prompt's longest word by score, with the embedded models' tokens.
 
     The score of a token is minus its id.
     """
@@ -332,7 +332,7 @@ def record_scored(prompt: str) -> Record:
         word=word,
         lines=lines,
         tokens=[spelled.tokenizer.id_to_token(id) for id in ids],
-        missing=[part for part in parts if part not in words],  # characters that become bytes
+        missing=[part for part in parts if part not in words],  # characters encoded as byte tokens
     )
 
 
@@ -364,7 +364,7 @@ def draw_scored(record: Record) -> scene.Scene:
     )
 
 
-SPLITS = {  # name -> the pre-tokenizer before that of GPT-2
+SPLITS = {  # name -> pre-tokenizer that runs before GPT-2's
     "GPT-2's": None,
     "signs apart": {"type": "Punctuation", "behavior": "Isolated"},
     "a blank ends": {
@@ -377,7 +377,7 @@ SPLITS = {  # name -> the pre-tokenizer before that of GPT-2
 
 
 def record_splits(prompt: str) -> dict[str, list[str]]:
-    """Return the tokens of a prompt with one vocabulary and three ways to split text first."""
+    """Return the tokens of a prompt with one vocabulary and three pre-tokenizers."""
     runs.encode(prompt, 40)
     raw = json.loads(STORIES.joinpath("tokenizer.json").read_text("utf-8"))
     level = raw["pre_tokenizer"]

@@ -1,4 +1,4 @@
-"""The clients of a closed and of an open loop, on a clock of their own."""
+"""Closed-loop and open-loop clients on a simulated clock."""
 
 import asyncio
 import itertools
@@ -16,7 +16,7 @@ from sampling import SamplingParams
 
 
 class Clock(selectors.DefaultSelector):
-    """Jumps to the next moment that anybody waits for."""
+    """A simulated clock that jumps to the next timeout instead of waiting."""
 
     now = 0.0
 
@@ -26,10 +26,10 @@ class Clock(selectors.DefaultSelector):
 
 
 class Server:
-    """An engine whose steps take known times.
+    """An engine whose steps take simulated time.
 
-    seconds: of a step that computes so many positions. stall: when it begins and ends to do
-    nothing.
+    seconds: number of positions -> duration of a step. stall: start and end of a time without
+    steps.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Server:
         self.request_added = asyncio.Event()
 
     def run(self, load: Coroutine) -> LoadResult:
-        """What came of a load: `client.open_loop` or `client.closed_loop`."""
+        """Return the result of a load: `client.open_loop` or `client.closed_loop`."""
         clock = Clock()
 
         def make_loop() -> asyncio.AbstractEventLoop:
@@ -77,18 +77,18 @@ class Server:
                 self.exchanges[event.request].times.append(loop.time())
                 if event.finish_reason:
                     self.exchanges[event.request].finished.set_result(None)
-            for _ in range(9):  # clients may ask again before the next step
+            for _ in range(9):  # let clients send new requests before the next step
                 await asyncio.sleep(0)
 
 
 class Exchange:
-    """A request, in the place of `client.Exchange`, which needs a network."""
+    """A request that replaces `client.Exchange` and needs no network."""
 
     def __init__(self, server: Server, body: dict):
         self.server = server
         self.ids = runs.encoding().encode(body["prompt"], allowed_special="all")
         self.params = SamplingParams(body["max_tokens"], ignore_eos=True)
-        self.times: list[float] = []  # of each token
+        self.times: list[float] = []  # arrival of each token, seconds
 
     async def run(self, arrival_time: float) -> None:
         loop = asyncio.get_running_loop()
@@ -106,7 +106,7 @@ class Exchange:
 
 
 def exchanges(server: Server, prompt: str, words, tokens) -> Iterator[Exchange]:
-    """Requests without end. words, tokens: as in `client.request_bodies`."""
+    """Return endless requests. words, tokens: as in `client.request_bodies`."""
     runs.encode(prompt, 20)
     return (Exchange(server, body) for body in client.request_bodies("0", words, tokens, prompt))
 
@@ -115,7 +115,7 @@ STALL = (2.0, 3.0)
 
 
 def record_stall(prompt: str) -> Record:
-    """A step takes 10 ms, and there is none while the server stalls."""
+    """Record both loops on a server that stalls; other steps take 10 ms."""
 
     def load(make: Callable[[Iterator[Exchange]], Coroutine]) -> LoadResult:
         server = Server(lambda _: 0.01, STALL)

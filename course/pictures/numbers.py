@@ -1,4 +1,4 @@
-"""What is left of a number in 16 bits, and of a row of weights in 8."""
+"""Rounding of a logit to 16 bits, and of a row of weights to int8."""
 
 from types import SimpleNamespace as Record
 
@@ -8,7 +8,7 @@ from int8 import quantize
 from pictures import runs, scene
 from pictures.scene import signed, word
 
-FORMATS = {  # name: dtype, its integer of the same size, bits of the exponent
+FORMATS = {  # name -> dtype, integer dtype of the same size, exponent bits
     "float32": (torch.float32, torch.int32, 8),
     "float16": (torch.float16, torch.int16, 5),
     "bfloat16": (torch.bfloat16, torch.int16, 8),
@@ -16,7 +16,7 @@ FORMATS = {  # name: dtype, its integer of the same size, bits of the exponent
 
 
 def record_rounded(prompt: str) -> Record:
-    """The largest logit after a prompt."""
+    """Record the largest logit after a prompt in each format."""
     logits = runs.next_logits(runs.encode(prompt, 200))
     best = logits.argmax().item()
     rows = []
@@ -25,8 +25,8 @@ def record_rounded(prompt: str) -> Record:
         width = 8 * value.itemsize
         rows.append((name, f"{value.view(integer).item() % 2**width:0{width}b}", value.item()))
     return Record(
-        token=runs.token_text(best),  # whose logit it is
-        rows=rows,  # format, its bits, and the value that they stand for
+        token=runs.token_text(best),  # token of the logit
+        rows=rows,  # (format, bits, value)
     )
 
 
@@ -57,7 +57,7 @@ def draw_rounded(record: Record) -> scene.Scene:
 
 
 def record_weights(prompt: str) -> Record:
-    """The embedding of the last token of the prompt; the head has the same row."""
+    """Quantize the last prompt token's embedding, which is also its row of the output head."""
     row = runs.load().wte.weight[runs.encode(prompt, 200)[-1]]
     values, scale = quantize(row)
     return Record(weights=row.tolist(), values=values.tolist(), scale=scale.item())

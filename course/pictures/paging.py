@@ -1,4 +1,4 @@
-"""Pages of the KV cache, and a budget of tokens for each step."""
+"""Pages of the KV cache, and the token budget of a step."""
 
 from types import SimpleNamespace as Record
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from pictures.runs import AddedRequest, Frame, Trace, find_request, num_schedule
 from pictures.scene import times
 from sampling import SamplingParams
 
-PAGE = 4  # positions, so that a picture has several pages
+PAGE = 4  # positions per page, small enough for several pages in a picture
 SMALL = f"A page has {PAGE} positions here, so that several fit on the screen; the default is 16."
 
 
@@ -21,7 +21,7 @@ def sampled_params(length: int, seed: int) -> SamplingParams:
 
 
 def owners_of(frame: Frame) -> dict[int, list[int]]:
-    """Page -> the running requests whose block tables name it."""
+    """Return page -> numbers of the running requests whose page tables contain it."""
     owners = {}
     for state in frame["running"]:
         for page in state["pages"]:
@@ -30,7 +30,7 @@ def owners_of(frame: Frame) -> dict[int, list[int]]:
 
 
 def pool(run: Trace, frame: Frame, last: int) -> scene.Cells:
-    """The first pages of the pool with the tokens that they hold. last: number of the last one."""
+    """Draw the first pages of the pool with their tokens. last: number of the last page."""
     texts = run.token_texts()
     owners = owners_of(frame)
     held = {}
@@ -67,16 +67,16 @@ def block_tables(frame: Frame) -> scene.Cells:
 
 class Pool(NamedTuple):
     run: Trace
-    at: int  # the frame that is drawn
+    at: int  # index of the frame to draw
 
 
 def record_pool(prompt: str) -> Pool:
-    """Four texts in three rows: when the last one runs, the first has left."""
+    """Record four requests in three rows; the last one starts after the first has finished."""
     ids = runs.encode(prompt, 6)
     lengths = (4, 14, 12, 9)
     num_pages = 2 + sum(page_count(len(ids) + length - 1, PAGE) for length in lengths[1:])
     engine = Engine(runs.load(), max_num_seqs=3, num_pages=num_pages, page_size=PAGE)
-    arrivals = [  # with a cache_salt each: none finds the pages of another one
+    arrivals = [  # each with its own cache_salt, so that none shares pages
         AddedRequest(0, ids, sampled_params(length, seed), str(seed))
         for seed, length in enumerate(lengths)
     ]
@@ -113,7 +113,7 @@ def draw_pool(record: Pool) -> scene.Scene:
 
 
 def record_sharing(prompt: str) -> Pool:
-    """A text, and once its prompt is computed three more with the same prompt."""
+    """Record a request, and after its prefill three more with the same prompt."""
     ids = runs.encode(prompt, 60)
     num_pages = 4 * page_count(len(ids) + 9, PAGE)
     engine = Engine(runs.load(), max_num_seqs=4, num_pages=num_pages, page_size=PAGE)
@@ -162,10 +162,10 @@ def draw_sharing(record: Pool) -> scene.Scene:
 
 
 def record_preemption(prompt: str) -> Trace:
-    """Four texts that need more pages than there are."""
+    """Record four requests that need more pages than the pool has."""
     ids = runs.encode(prompt, 12)
     engine = Engine(runs.load(), max_num_seqs=4, num_pages=10, page_size=PAGE)
-    arrivals = [  # with a cache_salt each: none finds the pages of another one
+    arrivals = [  # each with its own cache_salt, so that none shares pages
         AddedRequest(after, ids, sampled_params(length, seed), str(seed))
         for seed, (after, length) in enumerate(((0, 16), (0, 14), (3, 13), (5, 12)))
     ]
@@ -179,10 +179,10 @@ def draw_preemption(record: Trace) -> scene.Scene:
         for page, (number,) in owners_of(frame).items():
             pages[page][at] = scene.Cell(f"owner{number}")
     lanes = []
-    recomputed = 0  # positions computed more than once
+    recomputed = 0  # positions computed again
     for number, request in enumerate(record.requests, 1):
         spans = []
-        done = 0  # positions computed of it so far
+        done = 0  # positions of the request computed so far
         for at, frame in enumerate(frames):
             state = find_request(frame, number)
             work = num_scheduled_tokens(frame, number)
@@ -236,11 +236,11 @@ def draw_preemption(record: Trace) -> scene.Scene:
     )
 
 
-SHORT = (2, 3, 7, 9)  # positions of the texts beside the prompt
+SHORT = (2, 3, 7, 9)  # lengths of the other sequences
 
 
 def record_groups(prompt: str) -> Record:
-    """What a decode step gathers for attention."""
+    """Record the page groups that a decode step gathers for attention."""
     lengths = [len(runs.encode(prompt, 120)), *SHORT]
     counts = [page_count(length, PAGE) for length in lengths]
     paged = PagedCache(runs.load(), sum(counts), PAGE)
@@ -252,12 +252,12 @@ def record_groups(prompt: str) -> Record:
     _, _, ends = paged.prepare(spans)
     groups = []
     for part, kv_views in paged.batches:
-        ((_, mask),) = kv_views.values()  # all layers see alike
+        ((_, mask),) = kv_views.values()  # all layers have the same mask
         members = [text for text, end in enumerate(ends) if part.start < end <= part.stop]
         groups.append((mask.shape[-1] // PAGE, members))
     return Record(
-        lengths=lengths,  # positions of each text
-        groups=groups,  # pages that each row of a group reads; which texts
+        lengths=lengths,  # length of each sequence
+        groups=groups,  # (pages read per row, sequences)
     )
 
 
@@ -290,11 +290,11 @@ def draw_groups(record: Record) -> scene.Scene:
 
 
 OTHER_PROMPTS = ("Lily", "The dog")
-ARRIVAL_STEP = 2  # steps before the long prompt comes
+ARRIVAL_STEP = 2  # step at which the long prompt arrives
 
 
 def record_budgets(prompt: str, budgets: tuple[int, int] = (512, 8)) -> Record:
-    """A long prompt arrives while two short texts are written, under two budgets."""
+    """Record a long prompt that arrives while two requests decode, under two token budgets."""
     params = SamplingParams(12, ignore_eos=True)
     arrivals = [AddedRequest(0, runs.encode(text, 20), params) for text in OTHER_PROMPTS]
     arrivals.append(AddedRequest(ARRIVAL_STEP, runs.encode(prompt, 200), params))
@@ -313,7 +313,7 @@ def record_budgets(prompt: str, budgets: tuple[int, int] = (512, 8)) -> Record:
     return Record(
         budgets=budgets,
         runs=traces,
-        first=first,  # the step that gives the long prompt its first token
+        first=first,  # step that samples the long prompt's first token, from 1
     )
 
 

@@ -1,4 +1,4 @@
-"""What penalties do to logits."""
+"""Effect of penalties on logits."""
 
 import functools
 from types import SimpleNamespace as Record
@@ -12,7 +12,7 @@ from sampling import SamplingParams, apply_penalties
 
 @torch.inference_mode()
 def record_moved(prompt: str, common: dict, penalty: dict, count: int = 60) -> Record:
-    """Greedy decoding with the parameters `common`, and with `penalty` as well."""
+    """Decode greedily with the parameters `common`, and with `common | penalty`."""
     ids = runs.encode(prompt, 100)
     both = (common, common | penalty)
     texts = [runs.generate_tokens(ids, max_new_tokens=count, **params) for params in both]
@@ -30,12 +30,12 @@ def record_moved(prompt: str, common: dict, penalty: dict, count: int = 60) -> R
         (runs.token_text(id), before[id].item(), after[id].item(), output.count(id)) for id in shown
     ]
     return Record(
-        rows=rows,  # token, logit before and after, times written
+        rows=rows,  # (token, logit before, logit after, count in the output)
         chosen=tuple(
             runs.token_text(each[at]) for each in texts
-        ),  # without the penalty and with it
-        start=runs.token_texts(text)[-12:],  # the end of the text before that step
-        # what follows without it and with it
+        ),  # (without penalty, with penalty)
+        start=runs.token_texts(text)[-12:],  # the last tokens before the outputs differ
+        # continuation (without penalty, with penalty)
         texts=tuple(runs.token_texts(each[at : at + 12]) for each in texts),
     )
 

@@ -1,4 +1,4 @@
-"""What each rank holds of a model, and what crosses between ranks."""
+"""Shards of a model on each rank, and collectives between ranks."""
 
 import functools
 import threading
@@ -20,7 +20,7 @@ NAME = "stories-llama"
 
 
 class Table:
-    """Where ranks that are threads of one process lay down their tensors."""
+    """The tensors that ranks exchange as threads of one process."""
 
     def __init__(self, size: int):
         self.size = size
@@ -29,7 +29,7 @@ class Table:
 
 
 class Rank(TensorParallelGroup):
-    """One of these ranks. collective_log: name, own width and bytes sent of each collective."""
+    """A rank that is a thread. collective_log: (name, own width, bytes sent) per collective."""
 
     def __init__(self, table: Table, rank: int, parallel_mode: str):
         self.table = table
@@ -54,7 +54,7 @@ class Rank(TensorParallelGroup):
 
 @functools.cache
 def compute(parallel_mode: str, size: int, ids: tuple[int, ...]) -> Record:
-    """A forward pass of several ranks over a text."""
+    """Run a forward pass of several ranks over a sequence."""
     table = Table(size)
 
     def work(rank: Rank) -> tuple[Model, torch.Tensor]:
@@ -68,22 +68,22 @@ def compute(parallel_mode: str, size: int, ids: tuple[int, ...]) -> Record:
     with ThreadPoolExecutor(size) as pool:
         models, logits = zip(*pool.map(work, ranks))
     return Record(
-        models=list(models),  # of each rank
-        # of each rank, bytes for one token
+        models=list(models),  # per rank
+        # per rank, with bytes per token
         collective_log=[
             [(*each, sent // len(ids)) for *each, sent in rank.collective_log] for rank in ranks
         ],
-        logits=logits[0],  # of the last token, on rank 0
+        logits=logits[0],  # of the last position, on rank 0
     )
 
 
 class Stage(NamedTuple):
-    """A weight that is cut into rows or columns, or a collective."""
+    """A weight sharded by rows or columns, or a collective."""
 
     name: str
     kind: str  # "rows", "columns"; "" for a collective
-    widths: list[int]  # of each rank
-    sent: list[int]  # bytes that each rank sends for a token
+    widths: list[int]  # per rank
+    sent: list[int]  # bytes per rank and token
 
 
 ATTENTION = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", 1, "self_attn.o_proj", 2]
@@ -92,7 +92,10 @@ VOCABULARY = ["embed_tokens", 0, "lm_head", -1]
 
 
 def record_half(prompt: str, steps: list[str | int], *parallel_modes: str, size: int = 2) -> Record:
-    """steps: weights of the first layer, and places of collectives in a gathered pass."""
+    """Record shards and collectives of a part of the model.
+
+    steps: names of weights in the first layer, and indices of collectives in mode gather.
+    """
     ids = tuple(runs.encode(prompt, 20))
     whole = runs.load(NAME)
     alone = runs.next_logits(list(ids), NAME)
@@ -114,15 +117,15 @@ def record_half(prompt: str, steps: list[str | int], *parallel_modes: str, size:
                 found[parallel_mode].append(Stage(names[0].replace("_", "-"), "", widths, sent))
     return Record(
         parallel_modes=found,
-        off=off,  # the largest difference of a logit to that of one process
-        following=runs.token_text(run.logits.argmax().item()),  # the most likely token
-        prompt=list(zip(runs.token_texts(list(ids)), ids)),  # text and id of its tokens
-        head=whole.config.head_dim,  # numbers of a head
+        off=off,  # largest logit difference to one process
+        following=runs.token_text(run.logits.argmax().item()),  # the top token
+        prompt=list(zip(runs.token_texts(list(ids)), ids)),  # (text, id)
+        head=whole.config.head_dim,  # head_dim
     )
 
 
 def weight_stage(name: str, whole: Model, models: list[Model]) -> Stage:
-    """How a layer's weight is cut. The head of a tied model is its embedding."""
+    """Return how a layer's weight is sharded. The head of a tied model is its embedding."""
     name = name if name in VOCABULARY else f"layers.0.{name}"
     names = (name, "embed_tokens") if name == "lm_head" else (name,)
     shapes = [
@@ -135,7 +138,7 @@ def weight_stage(name: str, whole: Model, models: list[Model]) -> Stage:
 
 
 def cells_of(stage: Stage, rank: int, unit: int) -> list[scene.Cell]:
-    """What a rank has afterwards; a square stands for so many numbers."""
+    """Draw the part of a stage that a rank holds, one square per `unit` numbers."""
     if stage.name == "all-reduce":
         return [scene.Cell("kept")] * max(1, stage.widths[rank] // unit)
     all_parts = stage.name == "all-gather" or (stage.name == "gather" and rank == 0)
@@ -147,7 +150,7 @@ def cells_of(stage: Stage, rank: int, unit: int) -> list[scene.Cell]:
 
 
 def draw_half(record: Record, caption: str, unit: int, *more: scene.Panel) -> scene.Scene:
-    """A panel for each rank; where two ways are compared, for each way's rank 0."""
+    """Draw a panel per rank, or rank 0 of each parallel mode if modes are compared."""
     panels = []
     for parallel_mode, stages in record.parallel_modes.items():
         ranks = range(len(stages[0].widths)) if len(record.parallel_modes) == 1 else [0]
@@ -176,7 +179,7 @@ def same(off: float) -> str:
 
 
 def bytes_of(record: Record, parallel_mode: str = "gather") -> int:
-    """Sent by rank 0 for each token."""
+    """Return the bytes that rank 0 sends per token."""
     return sum(sum(stage.sent[:1]) for stage in record.parallel_modes[parallel_mode])
 
 
@@ -237,7 +240,7 @@ def draw_parallel_modes(record: Record) -> scene.Scene:
 
 
 def record_sizes(prompt: str) -> dict[int, list[int]]:
-    """Number of ranks -> bytes of each rank's weights."""
+    """Return number of ranks -> weight bytes of each rank."""
     ids = tuple(runs.encode(prompt, 20))
     return {
         size: [

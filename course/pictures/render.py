@@ -1,7 +1,7 @@
-"""A scene as HTML and SVG: the only code that draws. Colours and sizes are in `scenes.css`.
+"""Rendering of a scene as HTML and SVG. Colours and sizes are in scenes.css.
 
-Tables are tables, and what only shows (bars, squares, curves) is hidden from screen readers: their
-numbers stand beside it as text, and a chart is followed by a table of its points that is not seen.
+Tables are HTML tables. Graphics (bars, squares, curves) are hidden from screen readers: their
+numbers are in the text beside them, and a chart has an invisible table of its points.
 """
 
 import html
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from pictures import scene
 from pictures.scene import Axis, Cell, Panel, Scene
 
-WIDTH = 300  # pixels of a chart: a telephone has 328 for it
+WIDTH = 300  # pixels; a phone has room for 328
 SQUARE = 14
-POINTS = 7  # of a curve that its table has, at most
+POINTS = 7  # maximum number of points of a curve in its table
 
 
 def escape(text: str) -> str:
@@ -22,13 +22,13 @@ def escape(text: str) -> str:
 
 
 def shown(text: str) -> str:
-    """Plain text as HTML: `word` is a token in a box."""
+    """Convert plain text to HTML, with each `word` in backticks as a token in a box."""
     parts = text.split("`")
     return "".join(chip(part) if at % 2 else escape(part) for at, part in enumerate(parts))
 
 
 def chip(text: str, kind: str = "") -> str:
-    """A token's text in a box. An empty one is a part of a character that ends in a later token."""
+    """Return a token in a box. An empty text is a part of a character that a later token ends."""
     words = escape(text.replace("\n", "\\n")) or "&#9702;"
     return f'<code class="{f"tok {kind}".strip()}">{words}</code>'
 
@@ -40,7 +40,7 @@ def table(kind: str, rows: Iterable[str], head: str = "") -> str:
 
 
 def row_of(name: str, body: str, value: str) -> str:
-    """The cells of a row: its name, what is drawn, and what stands behind it."""
+    """Return the cells of a table row: name, drawing and value."""
     first = f'<th scope="row">{shown(name)}</th>' if name else "<td></td>"
     return f'{first}<td>{body}</td><td class="value">{shown(value)}</td>'
 
@@ -50,7 +50,7 @@ def svg(width: float, height: float, body: str, kind: str) -> str:
     return f'<svg class="{kind}" {size} aria-hidden="true">{body}</svg>'
 
 
-# The six forms
+# The six forms of a panel.
 
 
 def bars(form: scene.Bars) -> str:
@@ -89,7 +89,7 @@ def cells(form: scene.Cells) -> str:
 
 
 def squares(row: list[Cell]) -> str:
-    """A row of squares; neighbours of one kind are one element."""
+    """Draw a row of squares, with equal neighbours as one SVG element."""
     size = min(SQUARE, max(1, (WIDTH - 100) // max(len(row), 1)))
     gap = 1 if size > 4 else 0
     body = ""
@@ -156,7 +156,7 @@ def lanes(form: scene.Lanes, key: dict[str, str]) -> str:
 
 
 def scale(axis: Axis, values: list[float]) -> tuple[float, float, list[tuple[float, str]]]:
-    """The least and the largest value of an axis, and what is written along it."""
+    """Return the minimum, maximum and ticks of an axis."""
     values = [value for value in [*values, *(at for at, _ in axis.ticks)] if math.isfinite(value)]
     low = min(values)
     high = max(values)
@@ -242,7 +242,7 @@ def lines(form: scene.Lines, height: float = 150) -> str:
 
 
 def unseen(form: scene.Lines) -> str:
-    """Some points of each curve, for those who cannot see the chart."""
+    """Return an invisible table with points of each curve, for screen readers."""
     rows = []
     for curve in form.curves:
         step = max(1, -(-(len(curve.points) - 1) // (POINTS - 1)))
@@ -256,7 +256,7 @@ def unseen(form: scene.Lines) -> str:
 
 
 def player(form: scene.Player) -> str:
-    """It is there only where JavaScript is."""
+    """Return the player of a run, which stays hidden without JavaScript."""
     data = {"setup": form.setup, "frames": form.frames, "first": form.first}
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # no tag ends the script
     return (
@@ -291,7 +291,7 @@ def panel(part: Panel) -> str:
 
 
 def picture(drawn: Scene, below: str = "") -> str:
-    """A figure with its caption. below: HTML that stands under it."""
+    """Return a scene as a figure with its caption. below: HTML under the panels."""
     body = "".join(map(panel, drawn.panels))
     return (
         f'<figure class="picture scene"><figcaption>{shown(drawn.caption)}</figcaption>'

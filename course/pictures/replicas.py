@@ -1,4 +1,4 @@
-"""Several engines side by side, without Ray, a step at a time."""
+"""Several engines that step side by side, without Ray."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ NAME = "stories-llama"
 # replicas
 
 
-LENGTHS = (7, 4, 5, 9, 6, 3)  # of texts
+LENGTHS = (7, 4, 5, 9, 6, 3)  # new tokens of each request
 
 
 def record_sides(prompt: str, max_num_seqs: int = 2) -> list[Record]:
@@ -29,7 +29,7 @@ def record_sides(prompt: str, max_num_seqs: int = 2) -> list[Record]:
 
 
 def side_by_side(ids: list[int], count: int, max_num_seqs: int) -> Record:
-    """Requests, by number from 1, in one or several engines."""
+    """Record requests, numbered from 1, on one or more engines."""
     engines = [Engine(runs.load(NAME), max_num_seqs=max_num_seqs) for _ in range(count)]
     requests = [
         engines[seed % count].add(ids, SamplingParams(length, True, temperature=1.0, seed=seed))
@@ -42,7 +42,7 @@ def side_by_side(ids: list[int], count: int, max_num_seqs: int) -> Record:
             now = [requests.index(entry.request) + 1 for entry in engine.scheduled]
             seen.append(runs.assign_slots(seen[-1] if seen else [None] * max_num_seqs, now))
     return Record(
-        steps=steps,  # of each engine, each step: who has each row
+        steps=steps,  # (engine, step, row) -> request number
         texts=[runs.token_texts(request.output) for request in requests],
     )
 
@@ -85,7 +85,7 @@ SUFFIXES = " and saw then found with who ate ran sat took gave made".split(" ")[
 
 
 def record_routing(prompt: str) -> dict[str, list[Record]]:
-    """Way -> requests in the order in which they come, each when the one before is over."""
+    """Return routing -> requests in order of arrival, each sent after the previous one finished."""
     prompt_prefixes = [runs.encode(text, 30) for text in (prompt, *OTHERS)]
     order = [number for number in range(len(prompt_prefixes)) for _ in range(4)]
     random.Random(1).shuffle(order)
@@ -154,7 +154,7 @@ def draw_routing(record: dict[str, list[Record]]) -> scene.Scene:
 
 
 OPTIONS = "--replicas 1 --max-replicas 3 --max-num-seqs 4 --scale-seconds 5"
-CLIENTS = [2] * 10 + [11] * 25 + [2] * 25  # in each second, each with one request at a time
+CLIENTS = [2] * 10 + [11] * 25 + [2] * 25  # number per second, each with one request at a time
 TOKENS = 5
 
 
@@ -170,7 +170,7 @@ def record_scaling(prompt: str) -> Record:
     finished = []
     counts = deque(maxlen=int(settings["look_back_period_s"]))
     target = settings["min_replicas"]
-    delayed = 0  # seconds in which another number was wanted
+    delayed = 0  # consecutive seconds with desired != target
     seconds = []
     for clients in CLIENTS:
         for _ in range(clients - len(requests)):
@@ -188,17 +188,17 @@ def record_scaling(prompt: str) -> Record:
             delayed = 0
         seconds.append(
             Record(
-                requests=counts[-1],  # that are not over
-                desired=desired,  # engines, by Ray's rule
+                requests=counts[-1],  # unfinished requests
+                desired=desired,  # engines by Ray's rule
                 target=target,  # engines that get requests
-                # engines that only finish what they have
+                # draining engines, which only finish their requests
                 leaving=[at for at in range(target, len(engines)) if engines[at].busy],
             )
         )
     return Record(
         settings=settings,
         seconds=seconds,
-        lengths=[len(request.output) for request in finished],  # of all texts that are over
+        lengths=[len(request.output) for request in finished],  # of all finished requests
     )
 
 
@@ -207,7 +207,7 @@ def load_of(engine: Engine) -> int:
 
 
 def decide(counts: deque[int], settings: dict) -> int:
-    """Ray's rule, worked out here: how many replicas for the requests of the last seconds."""
+    """Return the number of replicas by Ray's rule. counts: requests in the last seconds."""
     desired = math.ceil(sum(counts) / len(counts) / settings["target_ongoing_requests"])
     return min(max(desired, settings["min_replicas"]), settings["max_replicas"])
 

@@ -1,4 +1,4 @@
-"""The embedded models, loaded once, and runs that several pictures share."""
+"""The embedded models, loaded once, and helpers to run and record them."""
 
 import functools
 from typing import Any, NamedTuple
@@ -25,19 +25,19 @@ STORY = (
 
 
 def load(name: str = STORIES.name) -> Model:
-    """An embedded model, in float32 on the CPU; the same one for each call."""
-    return loaded(name)  # a default and its value would be two keys of a cache
+    """Return an embedded model in float32 on the CPU, the same object on each call."""
+    return loaded(name)  # a cache here would key load() and load(STORIES.name) separately
 
 
 @functools.cache
 def loaded(name: str) -> Model:
-    torch.set_num_threads(1)  # fast enough, and on a busy machine several wait for each other
+    torch.set_num_threads(1)  # fast enough; on a busy machine threads wait for each other
     return load_model(STORIES.with_name(name), torch.float32, "cpu").requires_grad_(False)
 
 
 @functools.cache
 def native(name: str = STORIES.name, dtype: torch.dtype = torch.float32) -> Model:
-    """A model that C computes. Raises UserError where its code cannot be compiled."""
+    """Return a model with the native backend. Raises UserError if it cannot be compiled."""
     torch.set_num_threads(1)
     model = load_model(STORIES.with_name(name), dtype, "cpu")
     try:
@@ -49,12 +49,12 @@ def native(name: str = STORIES.name, dtype: torch.dtype = torch.float32) -> Mode
 
 @functools.cache
 def encoding():
-    """The vocabulary that all embedded models share."""
+    """Return the encoding that all embedded models share."""
     return load_encoding(STORIES, load().config.vocab_size)
 
 
 def encode(prompt: str, max_tokens: int, min_tokens: int = 1) -> list[int]:
-    """The ids of a prompt. Raises UserError if they are fewer or more than a picture can show."""
+    """Return the token ids of a prompt. Raises UserError if a picture cannot show their number."""
     ids = encoding().encode(prompt, allowed_special="all")
     if not min_tokens <= len(ids) <= max_tokens:
         raise UserError(
@@ -64,7 +64,7 @@ def encode(prompt: str, max_tokens: int, min_tokens: int = 1) -> list[int]:
 
 
 def token_texts(ids: list[int]) -> list[str]:
-    """The text of each token; a character cut into several stands whole at its last one."""
+    """Return the text of each token; a character split across tokens appears at its last one."""
     stream = IncrementalDetokenizer(encoding())
     texts = [stream.add(id) for id in ids]
     if texts:
@@ -73,38 +73,38 @@ def token_texts(ids: list[int]) -> list[str]:
 
 
 def token_text(id: int) -> str:
-    """The text of a token that stands alone; bytes of a part of a character as \\xc3."""
+    """Return the text of a single token, with the bytes of a partial character as \\xc3."""
     return encoding().decode_single_token_bytes(id).decode("utf-8", "backslashreplace")
 
 
 @torch.inference_mode()
 def next_logits(text: list[int], name: str = STORIES.name) -> torch.Tensor:
-    """The logits after a text, (vocab_size,)."""
+    """Return the logits after the last token, (vocab_size,)."""
     return load(name)(torch.tensor([text]))[0, -1]
 
 
 def top_tokens(probs: torch.Tensor, count: int) -> list[tuple[str, float]]:
-    """The most likely tokens, best first."""
+    """Return the most likely tokens and their probabilities, best first."""
     best = probs.topk(count)
     return [(token_text(id), p) for id, p in zip(best.indices.tolist(), best.values.tolist())]
 
 
 def generate_tokens(ids: list[int], name: str = STORIES.name, **params) -> list[int]:
-    """What `generate` writes after these ids. params: those of SamplingParams, and stride."""
+    """Return the tokens `generate` yields after ids. params: fields of SamplingParams, stride."""
     stride = params.pop("stride", None)
     steps = generate(load(name), [ids], SamplingParams(**params), stride=stride)
     return [token for (token,) in steps]
 
 
 class Pass(NamedTuple):
-    """What a call of `Model.hidden` computes."""
+    """The input of one call of `Model.hidden`."""
 
     tokens: list[list[int]]  # (B, T)
-    positions: list[list[int]]  # of each token, (B, T)
+    positions: list[list[int]]  # (B, T)
 
 
 def record_passes(name: str = STORIES.name) -> tuple[Model, list[Pass]]:
-    """A model of its own, and a list that grows by each pass it computes."""
+    """Return a fresh model and a list to which each of its forward passes is appended."""
     model = load_model(STORIES.with_name(name), torch.float32, "cpu").requires_grad_(False)
     passes = []
     hidden = model.hidden
@@ -117,11 +117,11 @@ def record_passes(name: str = STORIES.name) -> tuple[Model, list[Pass]]:
     return model, passes
 
 
-# The engine, step by step
+# The engine, step by step.
 
 
 class AddedRequest(NamedTuple):
-    """A request, and after how many steps it comes."""
+    """A request and the engine step at which it arrives."""
 
     arrival_step: int
     prompt: list[int]
@@ -130,20 +130,20 @@ class AddedRequest(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What an engine did."""
+    """The recorded run of an engine."""
 
-    setup: dict[str, Any]  # as player.js has it
-    frames: list[Frame]  # one a step, as server/live.py makes them
-    requests: list[Request]  # number 1 first
-    drafts: list[dict[int, list[int]]]  # of each step: number of a request -> what was drafted
+    setup: dict[str, Any]  # in the format of player.js
+    frames: list[Frame]  # one per step, from EngineMonitor in server/live.py
+    requests: list[Request]  # in the order of their numbers, from 1
+    drafts: list[dict[int, list[int]]]  # per step: request number -> draft tokens
 
     def token_texts(self) -> list[list[str]]:
-        """The tokens of each request."""
+        """Return the token texts of each request."""
         return [token_texts(request.tokens) for request in self.requests]
 
 
 class RequestInfo(NamedTuple):
-    """What EngineMonitor reads of a text: the call it belongs to, and its numbers."""
+    """The state that EngineMonitor reads of a request: its generation and its numbers."""
 
     generation: Any
     index: int
@@ -151,7 +151,7 @@ class RequestInfo(NamedTuple):
 
 
 class FakeEngineThread:
-    """Stands in for an EngineThread: EngineMonitor hands its frames to `call_in_event_loop`."""
+    """An EngineThread substitute; EngineMonitor passes its frames to `call_in_event_loop`."""
 
     request_id = ""
 
@@ -166,7 +166,7 @@ class FakeEngineThread:
 
 
 def run_engine(engine: Engine, arrivals: list[AddedRequest], *shows: str) -> Trace:
-    """Run all arrivals, the earliest first, to their end. shows: PARTS of player.js."""
+    """Run all requests until they finish. arrivals: earliest first. shows: PARTS of player.js."""
     engine_thread = FakeEngineThread(engine)
     monitor = EngineMonitor(engine_thread, "")
     monitor.reset()
@@ -180,7 +180,7 @@ def run_engine(engine: Engine, arrivals: list[AddedRequest], *shows: str) -> Tra
             engine_thread.request_states[engine.add(*request_args)] = RequestInfo(
                 engine_thread, 0, number
             )
-        monitor.due = 0.0  # a frame for each step
+        monitor.due = 0.0  # make a frame for each step
         monitor.on_step(engine.step())
         drafts.append(
             {
@@ -214,17 +214,17 @@ def requests_of(frame: Frame) -> list[Frame]:
 
 
 def find_request(frame: Frame, number: int) -> Frame | None:
-    """What a frame tells of a request; None if that is not there yet, or no more."""
+    """Return the state of a request in a frame; None before it arrives or after it has left."""
     return next((state for state in requests_of(frame) if state["number"] == number), None)
 
 
 def num_scheduled_tokens(frame: Frame, number: int) -> int:
-    """Positions that a step computed of a request; of all for number 0."""
+    """Return how many positions a step computed for a request; number 0 counts all requests."""
     return sum(state["work"][0] for state in requests_of(frame) if number in (0, state["number"]))
 
 
 def assign_slots(slots: list[int | None], now: list[int]) -> list[int | None]:
-    """Who has each slot of a batch: those that stay keep theirs, a new one takes the first free."""
+    """Assign requests to batch slots: running ones keep theirs, new ones take the first free."""
     slots = [number if number in now else None for number in slots]
     for number in now:
         if number not in slots:
@@ -232,14 +232,14 @@ def assign_slots(slots: list[int | None], now: list[int]) -> list[int | None]:
     return slots
 
 
-UNUSED = {"name", "drafts"}  # what player.js does not need of a request
+UNUSED = {"name", "drafts"}  # fields of a request that player.js does not need
 
 
 def player(run: Trace, first: int = 0) -> Player:
-    """The form that plays a run. first: the frame it shows first."""
+    """Return a Player of a run. first: index of the frame shown first."""
     frames = []
     for frame in run.frames:
-        short = {"time": frame["steps"]}  # each step takes as long
+        short = {"time": frame["steps"]}  # every step takes one unit
         for kind in ("running", "waiting", "over"):
             states = frame[kind]
             short[kind] = [{k: v for k, v in state.items() if k not in UNUSED} for state in states]

@@ -1,6 +1,6 @@
-"""What a picture is: data that `render.py` turns into HTML and `card.py` into an SVG file.
+"""The data model of pictures, which render.py turns into HTML and card.py into SVG.
 
-To draw lesson 07, write `course/pictures/choosing.py`, or add to a module that is there:
+To draw lesson 07, write `course/pictures/choosing.py`, or extend an existing module:
 
     def record(prompt: str) -> list[tuple[str, float]]:
         return runs.top_tokens(runs.next_logits(runs.encode(prompt, 200)).softmax(-1), 8)
@@ -13,24 +13,23 @@ To draw lesson 07, write `course/pictures/choosing.py`, or add to a module that 
     PICTURES = {"top-p": scene.Picture("One day, a girl named", record, draw)}
 
 `record` runs the code of the course through its public functions (`generate`, `Engine.step`,
-sampling functions, cache objects) and returns plain data. It raises UserError for a prompt that it
-cannot take. `draw` is pure: data in, a Scene out. Modules of this package are found by themselves,
-and their PICTURES are keyed by the slug of a lesson. Tests compare what `record` returned with
-`generate` or another oracle, and the numbers of the scene with the record; one test renders every
-picture.
+sampling functions, cache objects) and returns plain data. It raises UserError for an unsuitable
+prompt. `draw` is pure: data in, a Scene out. The package imports all its modules and merges their
+PICTURES, whose keys are slugs of lessons. Tests compare the record with `generate` or another
+oracle, and the numbers of the scene with the record; one test renders every picture.
 
 A panel holds one of six forms:
 
-    Cells   rows of squares; with text in them a table       what is computed, kept, who owns what
-    Bars    a bar a row, of one part or several              probabilities, amounts
-    Tokens  lines of tokens, with a number under each        texts, drafts, positions
-    Lanes   spans and moments on one axis of time            requests, threads, processes
-    Lines   curves over two axes, linear or logarithmic      how one number follows another
-    Player  the engine step by step, by server/player.js     rows, queue and pages of a run
+    Cells   rows of squares, or a table if cells have text   computed or cached tokens, owners
+    Bars    one bar per row, of one or more parts            probabilities, amounts
+    Tokens  lines of tokens, with a number under each        sequences, drafts, positions
+    Lanes   spans and moments on a time axis                 requests, threads, processes
+    Lines   curves over two axes, linear or logarithmic      a quantity as a function of another
+    Player  the engine step by step, by server/player.js     batch, queue and pages of a run
 
-Text is plain: `word(text)` marks a token inside it, and nothing else is markup. A kind is a colour,
-the same one in each form; a panel's key says what it means there. A picture whose colours do not
-speak for themselves has a key, because a reader who sees no colours is told its words.
+Text is plain: `word(text)` marks a token inside it, and there is no other markup. A kind is a
+colour, the same in each form; a panel's key gives its meaning there. Colours that are not
+self-explanatory need a key, because a reader who sees no colours gets its words.
 """
 
 from collections.abc import Callable
@@ -53,15 +52,15 @@ KINDS = {
 
 class Bar(NamedTuple):
     name: str
-    parts: list[tuple[float, str]]  # length and kind of each
-    value: str  # what stands behind it
-    tick: float | None = None  # a line across the row, at this length
+    parts: list[tuple[float, str]]  # (length, kind)
+    value: str  # text after the bar
+    tick: float | None = None  # position of a vertical line across the row
 
 
 class Cell(NamedTuple):
     kind: str = ""
     text: str = ""
-    share: float = 1.0  # of its colour, 0 to 1
+    share: float = 1.0  # opacity of the colour, 0 to 1
 
 
 class Row(NamedTuple):
@@ -73,7 +72,7 @@ class Row(NamedTuple):
 class Token(NamedTuple):
     text: str
     kind: str = ""
-    number: str = ""  # below it: an id, a position, a score
+    number: str = ""  # under the token: an id, a position or a score
 
 
 class Line(NamedTuple):
@@ -84,7 +83,7 @@ class Line(NamedTuple):
 
 class Span(NamedTuple):
     start: float
-    end: float  # that of the start for a moment
+    end: float  # equal to start for a moment
     kind: str
     text: str = ""
 
@@ -99,13 +98,13 @@ class Curve(NamedTuple):
     name: str
     points: list[tuple[float, float]]
     kind: str
-    dots: bool = False  # points that no line joins
-    bars: bool = False  # from the lower end of the axis up to each point
+    dots: bool = False  # points without a line
+    bars: bool = False  # a bar from the bottom of the chart to each point
 
 
 class Axis(NamedTuple):
     name: str
-    ticks: list[tuple[float, str]] = []  # chosen by the renderer where there are none
+    ticks: list[tuple[float, str]] = []  # (value, label); [] lets the renderer choose
     log: bool = False
 
 
@@ -120,13 +119,13 @@ class Mark(NamedTuple):
 @dataclass
 class Cells:
     rows: list[Row]
-    head: list[str] = field(default_factory=list)  # of the columns, where cells have text
+    head: list[str] = field(default_factory=list)  # column names, if cells have text
 
 
 @dataclass
 class Bars:
     rows: list[Bar]
-    largest: float | None = None  # the length that fills a row: that of the longest bar
+    largest: float | None = None  # length that fills a row; None: the longest bar
 
 
 @dataclass
@@ -150,11 +149,11 @@ class Lines:
 
 @dataclass
 class Player:
-    """Made by `runs.player` from a run of the engine."""
+    """A run of the engine, made by `runs.player`."""
 
-    setup: dict[str, Any]  # as server/player.js has it
+    setup: dict[str, Any]  # in the format of server/player.js
     frames: list[dict[str, Any]]
-    first: int  # the frame that is shown first
+    first: int  # index of the frame shown first
 
 
 Form = Cells | Bars | Tokens | Lanes | Lines | Player
@@ -165,46 +164,46 @@ class Panel:
     title: str
     form: Form
     note: str = ""
-    key: dict[str, str] = field(default_factory=dict)  # kind -> what it means here
-    wide: bool = False  # as wide as the page
+    key: dict[str, str] = field(default_factory=dict)  # kind -> its meaning in this panel
+    wide: bool = False  # full page width
 
 
 class Scene:
     def __init__(self, caption: str, *panels: Panel):
-        self.caption = caption  # what to see, in a sentence or two
+        self.caption = caption  # one or two sentences
         self.panels = panels
 
 
 class Picture(NamedTuple):
-    """How the picture of a lesson is made."""
+    """The prompt and functions that make the picture of a lesson."""
 
-    prompt: str  # of the one in the book
+    prompt: str  # of the picture in the book
     record: Callable[[str], Any]
     draw: Callable[[Any], Scene]
-    card: tuple[int, ...] = ()  # the panels that its SVG file shows, for Readme.md
+    card: tuple[int, ...] = ()  # indices of the panels in its SVG file for Readme.md
 
 
-# Words of captions, notes and values
+# Text helpers for captions, notes and values.
 
 
 def word(text: str) -> str:
-    """A token inside a text, shown in a box, so that its spaces can be seen."""
+    """Mark a token inside a text, to be shown in a box that makes its spaces visible."""
     return f"`{text.replace('`', chr(0x2CB))}`"
 
 
 def percent(p: float) -> str:
-    """A probability as a reader says it; what is possible is never 0."""
+    """Format a probability in percent; a positive one is never shown as 0."""
     if 0 < p < 0.0005:
         return "< 0.1\u00a0%"
     whole = p in (0, 1) or 0.0995 <= p < 0.995
-    return f"{100 * p:.0f}\u00a0%" if whole else f"{100 * p:.1f}\u00a0%"  # a line does not break
+    return f"{100 * p:.0f}\u00a0%" if whole else f"{100 * p:.1f}\u00a0%"  # a no-break space
 
 
 def signed(number: float, digits: int = 2) -> str:
-    """With a minus sign that is as wide as a digit."""
+    """Format a number with a minus sign that is as wide as a digit."""
     return f"{number:.{digits}f}".replace("-", "\u2212")
 
 
 def times(count: int, noun: str, plural: str = "") -> str:
-    """A number with its noun: "1 step", "2 steps"."""
+    """Format a count with its noun: "1 step", "2 steps"."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"

@@ -1,4 +1,4 @@
-"""Beams, a race in place of a sort, and drafts from the text itself."""
+"""Beam search, exponential-race sampling without a sort, and prompt lookup."""
 
 import math
 from types import SimpleNamespace as Record
@@ -13,7 +13,7 @@ from pictures import drafting, runs, scene
 from pictures.scene import percent, signed, times, word
 from sampling import SamplingParams, exponential_noise, token_logprob
 
-Scored = list[tuple[str, float]]  # tokens with their log-probabilities
+Scored = list[tuple[str, float]]  # (token, log-probability)
 
 
 def record_tree(prompt: str, count: int = 5) -> Record:
@@ -30,7 +30,7 @@ def record_tree(prompt: str, count: int = 5) -> Record:
     greedy = runs.generate_tokens(ids, max_new_tokens=count, ignore_eos=True)
     return Record(
         prompt=prompt,
-        # the two texts kept after each step, best first
+        # the two beams after each step, best first
         steps=[[scored(beam.tokens) for beam in step] for step in steps],
         greedy=scored(greedy),
     )
@@ -84,7 +84,7 @@ def draw_tree(record: Record) -> scene.Scene:
 
 
 def record_lookup(prompt: str, count: int = 16) -> Record:
-    """Drafts copied from the text before them."""
+    """Record prompt lookup, which copies drafts from earlier in the sequence."""
     ids = runs.encode(prompt, 100)
     passes = list(
         generate_speculative(runs.load(), propose_prompt_lookup, ids, SamplingParams(count))
@@ -106,9 +106,9 @@ def record_lookup(prompt: str, count: int = 16) -> Record:
     return Record(
         prompt=runs.token_texts(ids),
         verifications=verifications,
-        shown=shown,  # the pass that is shown: the first with an accepted draft
-        ngram_size=ngram_size,  # how many tokens were looked up there
-        source=max(found, default=0),  # where the earlier occurrence begins
+        shown=shown,  # index of the first pass with an accepted draft
+        ngram_size=ngram_size,  # length of the n-gram looked up in it
+        source=max(found, default=0),  # start of the earlier occurrence
     )
 
 
@@ -153,18 +153,18 @@ def draw_lookup(record: Record) -> scene.Scene:
 
 
 class Candidate(NamedTuple):
-    """A token in the race."""
+    """A token in the exponential race."""
 
     token: str
     p: float
     noise: float
-    before: float  # the mass of all more probable tokens
-    round: int  # in which it was the fastest left; 0 for never
+    before: float  # total probability of more likely tokens
+    round: int  # round that it won, from 1; 0 for none
 
 
 @torch.inference_mode()
 def record_race(prompt: str, p: float = 0.5, rounds: int = 3) -> Record:
-    """The first seed whose race has so many rounds, at temperature 1."""
+    """Record the race of the first seed that takes `rounds` rounds, at temperature 1."""
     ids = runs.encode(prompt, 200)
     logits = runs.next_logits(ids)
     probs = logits.softmax(-1)
@@ -189,8 +189,8 @@ def record_race(prompt: str, p: float = 0.5, rounds: int = 3) -> Record:
     ]
     return Record(
         p=p,  # top-p
-        tokens=len(probs),  # that race
-        candidates=candidates,  # the fastest, those of each round among them
+        tokens=len(probs),  # number of tokens in the race
+        candidates=candidates,  # the fastest tokens, with the winner of each round
     )
 
 
@@ -236,7 +236,7 @@ def draw_race(record: Record) -> scene.Scene:
 
 
 def record_lengths(prompt: str, beams: int = 4, most: int = 24) -> Record:
-    """Texts that beam search finds by the sum and by the mean of their log-probabilities."""
+    """Record beam search by the sum and by the mean of log-probabilities."""
     ids = runs.encode(prompt, 60)
     sums = {}
     winners = []
@@ -248,8 +248,8 @@ def record_lengths(prompt: str, beams: int = 4, most: int = 24) -> Record:
     texts = [("".join(runs.token_texts(list(each))), len(each), sums[each]) for each in order]
     return Record(
         beams=beams,
-        texts=texts,  # text, number of tokens, sum
-        won=tuple(map(order.index, winners)),  # place of the best by its sum, and by its mean
+        texts=texts,  # (text, number of tokens, sum of log-probabilities)
+        won=tuple(map(order.index, winners)),  # index of the best by sum, and of the best by mean
     )
 
 

@@ -1,4 +1,4 @@
-"""Attention in blocks of keys: the largest score so far, and what earlier weights become."""
+"""Online softmax: attention in blocks of keys, with a running maximum and rescaled weights."""
 
 import math
 from types import SimpleNamespace as Record
@@ -9,20 +9,20 @@ from model import causal_attention
 from pictures import runs, scene
 from pictures.scene import percent, signed, times, word
 
-BLOCK = 32  # keys, as in native/gpt.c
+BLOCK = 32  # keys per block, as in native/gpt.c
 LENGTH = 4 * BLOCK
 
 
 @torch.inference_mode()
 def record_blocks(prompt: str) -> Record:
-    """The scores of the last position, in a head where two later blocks have a larger one.
+    """Record the last position's scores in a head whose running maximum grows in two later blocks.
 
-    A prompt goes on as the model writes it.
+    The model extends the prompt to LENGTH tokens.
     """
     ids = runs.encode(prompt, LENGTH)
     ids += runs.generate_tokens(ids, max_new_tokens=LENGTH - len(ids), ignore_eos=True)
     model = runs.load()
-    scores = []  # of each layer, at the last position: (heads, T)
+    scores = []  # per layer, at the last position: (heads, T)
 
     def attend(layer: int, q, k, v):
         scores.append(torch.einsum("hd, thd -> ht", q[0, -1], k[0]) / math.sqrt(q.shape[-1]))

@@ -1,4 +1,4 @@
-"""Text that is held back, and how sure the model was of each token."""
+"""Stop strings, log-probabilities and stop tokens."""
 
 import math
 from types import SimpleNamespace as Record
@@ -13,7 +13,7 @@ from sampling import SamplingParams
 
 
 def record_held(prompt: str, most: int = 24) -> Record:
-    """The stop string is one whose beginning stands earlier in the text, if there is one."""
+    """Record a run with a stop string whose prefix occurs earlier in the text, if possible."""
     ids = runs.encode(prompt, 100)
     eos = runs.load().config.eos_token_ids
     output = [id for id in runs.generate_tokens(ids, max_new_tokens=most) if id not in eos]
@@ -24,8 +24,8 @@ def record_held(prompt: str, most: int = 24) -> Record:
         steps.append(
             Record(
                 token=text,
-                shown=stream.add(id),  # text that is sent with it
-                held=stream.stop_buffer,  # text that is held back then
+                shown=stream.add(id),  # text sent with this token
+                held=stream.stop_buffer,  # text held back after it
             )
         )
         if stream.stopped:
@@ -34,12 +34,12 @@ def record_held(prompt: str, most: int = 24) -> Record:
         stop=stop,
         steps=steps,
         stopped=stream.stopped,
-        end=stream.end(),  # what the end of the text releases
+        end=stream.end(),  # held text that the end of the sequence releases
     )
 
 
 def pick_stop(text: str) -> str:
-    """The string of the text with the longest beginning that also stands earlier in it."""
+    """Return the substring of the text whose proper prefix occurs earlier and is longest."""
     best = text[-5:].strip("\ufffd ")
     longest = 2
     for end in range(len(text)):
@@ -47,13 +47,13 @@ def pick_stop(text: str) -> str:
             begun, stop = text[start:end], text[start : end + 1]
             if begun in text[: end - 1] and text.find(stop) == start and begun[0].isalnum():
                 best, longest = stop, end - start
-                break  # others that end here are shorter
+                break  # later starts give shorter strings
     return best
 
 
 def draw_held(record: Record) -> scene.Scene:
     lines = []
-    released = []  # text that was held back for nothing
+    released = []  # text held back and then sent
     before = ""
     for number, step in enumerate(record.steps, 1):
         pieces = [(step.shown, "good"), (step.held, "second")]
@@ -136,7 +136,7 @@ MINIMA = (0, 15, 30)
 
 @torch.inference_mode()
 def record_ends(prompt: str) -> Record:
-    """Return greedy texts that end at the first sentence's end, after so many tokens at least."""
+    """Return greedy texts that end at a full stop after at least each of MINIMA tokens."""
     ids = runs.encode(prompt, 100)
     (stop,) = runs.encoding().encode(".")
     texts = {}

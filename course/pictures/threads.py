@@ -1,4 +1,4 @@
-"""An engine's thread and its readers, one step after the other."""
+"""The engine thread and its clients, step by step."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from server.engine_thread import EngineDead, EngineThread, QueueFull
 
 
 class SteppedEngineThread(EngineThread):
-    """An EngineThread without a thread: the event loop takes each step, so runs are all alike."""
+    """An EngineThread whose steps run in the event loop, so that runs are deterministic."""
 
     def __init__(self, engine: Engine, **bounds):
         super().__init__(lambda: engine, **bounds)
@@ -34,23 +34,23 @@ class SteppedEngineThread(EngineThread):
 
 
 async def settle() -> None:
-    """Let every reader do what it can do now."""
+    """Let every client run until it waits."""
     for _ in range(9):
         await asyncio.sleep(0)
 
 
 @dataclass
 class Client:
-    """Asks for a text, and reads it."""
+    """A client that sends a request and reads its tokens."""
 
     name: str
-    arrival_step: int  # then it sends its request
+    arrival_step: int  # step at which it sends its request
     ids: list[int]
-    count: int  # tokens that it wants
-    busy: range = range(0)  # after these steps it reads nothing
-    reads: list[tuple[int, list[int]]] = field(default_factory=list)  # after which step, tokens
+    count: int  # max_new_tokens
+    busy: range = range(0)  # steps after which it reads nothing
+    reads: list[tuple[int, list[int]]] = field(default_factory=list)  # (step, tokens)
     error: str = ""
-    end: int = 0  # the step after which it has its last token, or an error
+    end: int = 0  # step of its last token, or of its error
 
     async def run_request(self, thread: SteppedEngineThread) -> None:
         engine = thread.engine
@@ -65,7 +65,7 @@ class Client:
         self.end = engine.steps
 
     def spans(self) -> list[scene.Span]:
-        """Waiting and running, in steps; a moment for an error."""
+        """Return the waiting and running spans in steps, and a moment for an error."""
         error = [scene.Span(self.end, self.end, "bad", self.error)] * bool(self.error)
         begin = self.reads[0][0] - 1 if self.reads else self.end
         waits = [scene.Span(self.arrival_step, begin, "second")] * (begin > self.arrival_step)
@@ -75,7 +75,7 @@ class Client:
 def run_clients(
     clients: list[Client], max_num_seqs: int, stop: int | None = None, **bounds
 ) -> list[Client]:
-    """Until each client has its text or an error. stop: the step after which the thread ends."""
+    """Run until each client has its tokens or an error. stop: step at which the thread ends."""
 
     async def main() -> None:
         thread = SteppedEngineThread(
@@ -147,7 +147,7 @@ def draw_readers(record: list[Client]) -> scene.Scene:
 
 
 def record_queue(prompt: str) -> list[Client]:
-    """Two rows, room for two more texts, and for the tokens of three such prompts."""
+    """Record two rows, with bounds of two waiting requests and the tokens of three prompts."""
     ids = runs.encode(prompt, 20)
     clients = [
         Client("A", 0, ids, 4),
@@ -188,7 +188,7 @@ def draw_queue(record: list[Client]) -> scene.Scene:
 
 
 def record_drain(prompt: str) -> tuple[int, int, list[Client]]:
-    """When the signal comes, when the time is over, and what clients get."""
+    """Return the steps of the signal and of the time limit, and the clients."""
     ids = runs.encode(prompt, 20)
     signal, limit = 4, 12
     clients = [

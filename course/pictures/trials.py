@@ -1,4 +1,4 @@
-"""Trials decide whether drafts pay."""
+"""Trials that decide whether drafting is profitable."""
 
 import itertools
 from types import SimpleNamespace as Record
@@ -12,7 +12,7 @@ from sampling import SamplingParams
 
 GAMMA = 3
 STEPS = 6 * TRIAL_STEPS
-CLOCKS = {  # what a step costs with drafts: title, note; a pass over one token costs 1
+CLOCKS = {  # cost model of a step with drafts -> title, note; a pass over one token costs 1
     "weights": (
         "Reading the weights takes the time",
         f"A pass over {GAMMA + 1} tokens takes as long as a pass over one.",
@@ -25,7 +25,7 @@ CLOCKS = {  # what a step costs with drafts: title, note; a pass over one token 
 
 
 def record_trials(prompt: str) -> list[Record]:
-    """Accepted drafts of a run, handed to a trial on two clocks."""
+    """Run a trial under two cost models, with the accepted drafts of a recorded run."""
     ids = runs.encode(prompt, 20)
     target, draft = runs.load(), runs.load("stories-draft")
     params = SamplingParams(200, ignore_eos=True, temperature=0.8, seed=1)
@@ -33,12 +33,12 @@ def record_trials(prompt: str) -> list[Record]:
     run = runs.run_engine(engine, [AddedRequest(0, ids, params)])
     counts = [frame["running"][0]["work"][3] for frame in run.frames[1:-1]]
     sizes = [sum(weight.numel() for weight in model.parameters()) for model in (draft, target)]
-    small = GAMMA * sizes[0] / sizes[1]  # passes of the draft model
+    small = GAMMA * sizes[0] / sizes[1]  # cost of the draft model's passes
     return [run_trial(clock, cost + small, counts) for clock, cost in zip(CLOCKS, (1, GAMMA + 1))]
 
 
 def run_trial(clock: str, cost: float, counts: list[int]) -> Record:
-    """counts: tokens of each step with drafts."""
+    """Run a trial with a constant cost per step. counts: tokens of each step with drafts."""
     trial = SpeculationTrial()
     with_drafts = itertools.cycle(counts)
     steps = []
@@ -51,9 +51,9 @@ def run_trial(clock: str, cost: float, counts: list[int]) -> Record:
             rates = trial.throughput(True), trial.throughput(False)
     return Record(
         clock=clock,
-        cost=cost,  # of a step with drafts
-        steps=steps,  # with drafts? tokens
-        rates=rates,  # tokens per unit with drafts and without, when it is decided
+        cost=cost,  # cost of a step with drafts
+        steps=steps,  # (with drafts?, tokens)
+        rates=rates,  # tokens per unit of cost, with and without drafts, at the decision
     )
 
 
@@ -61,7 +61,7 @@ def draw_trials(record: list[Record]) -> scene.Scene:
     parts = []
     for each in record:
         time = total = 0
-        segments = []  # of one way each
+        segments = []  # steps in the same mode
         for drafts, tokens in each.steps:
             if not segments or segments[-1][0] != drafts:
                 segments.append((drafts, [(time, total)]))

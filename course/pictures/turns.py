@@ -1,4 +1,4 @@
-"""What an outlier leaves of its row in int8, before and after a rotation."""
+"""An outlier in an int8 row, before and after a Hadamard rotation."""
 
 from types import SimpleNamespace as Record
 
@@ -8,16 +8,16 @@ from int8 import prime_factors, quantize, rotate_channels
 from pictures import runs, scene
 from pictures.scene import percent, signed, times, word
 
-SHOWN = 64  # numbers of the row in a chart
-FEW = 8  # that the first three stages mix
+SHOWN = 64  # channels in the chart
+FEW = 8  # channels that the first three stages mix
 
 
 @torch.inference_mode()
 def record_rotation(prompt: str) -> Record:
-    """Of all inputs of the Llama's linear layers, the row with the largest outlier."""
+    """Record the row with the largest outlier among inputs of the Llama's linear layers."""
     ids = runs.encode(prompt, 60)
     model = runs.load("stories-llama")
-    rows = []  # of each layer: ratio, name, position, row
+    rows = []  # per layer: (ratio, name, position, row)
 
     def watch(name: str, layer: torch.nn.Linear):
         def look(_, args):
@@ -41,7 +41,7 @@ def record_rotation(prompt: str) -> Record:
     few = steps[first : first + FEW]
     only = torch.zeros(FEW)
     only[at - first] = 1
-    sizes = (1, 2, 4, FEW)  # a rotation of 2 numbers is the first stage, one of 4 the first two
+    sizes = (1, 2, 4, FEW)  # a rotation of 2 channels is stage 1, of 4 stages 1 and 2
     return Record(
         layer=layer,
         token=runs.token_texts(ids)[position],
@@ -50,7 +50,7 @@ def record_rotation(prompt: str) -> Record:
         largest=at,
         first=first,
         stages=[rotate_channels(few.view(-1, size)).flatten().tolist() for size in sizes],
-        # of each number at each stage: is the outlier in it?
+        # (stage, channel): whether the outlier contributes
         mixed_with_outlier=[
             rotate_channels(only.view(-1, size)).flatten().bool().tolist() for size in sizes
         ],
@@ -58,7 +58,7 @@ def record_rotation(prompt: str) -> Record:
 
 
 def largest_of(x: torch.Tensor) -> torch.Tensor:
-    """The largest number of each row, as a multiple of the row's root mean square."""
+    """Return the largest magnitude of each row as a multiple of the row's RMS."""
     return x.abs().amax(-1) / x.pow(2).mean(-1).sqrt()
 
 

@@ -1,4 +1,4 @@
-"""Which positions a layer sees, which tokens the last logits depend on, and which pages stay."""
+"""Sliding-window attention: masks, receptive field of the last logits, and pages held."""
 
 import functools
 from types import SimpleNamespace as Record
@@ -13,12 +13,12 @@ from pictures.scene import times, word
 from sampling import SamplingParams
 
 WINDOW = 4
-MODELS = ((WINDOW, WINDOW), (WINDOW, None, WINDOW))  # two of the lesson's Try
+MODELS = ((WINDOW, WINDOW), (WINDOW, None, WINDOW))  # two models of the lesson's Try
 
 
 @torch.inference_mode()
 def record_windows(prompt: str) -> Record:
-    """What each position sees in a layer, and what the last logits read, layer by layer."""
+    """Record the masks of a layer, and the inputs of each layer that the last logits need."""
     ids = runs.encode(prompt, 20)
     positions = torch.arange(len(ids))
     masks = {
@@ -27,14 +27,14 @@ def record_windows(prompt: str) -> Record:
     }
     return Record(
         tokens=runs.token_texts(ids),
-        masks=masks,  # window -> whether position i sees position j
-        # windows of a model -> of each layer, whether the last logits need its input at a position
+        masks=masks,  # window -> (T, T), whether position i sees position j
+        # windows of a model -> (n_layer, T), whether the last logits need the layer's input
         needed={windows: needed_inputs(windows, ids) for windows in MODELS},
     )
 
 
 def needed_inputs(windows: tuple, ids: list[int]) -> list[list[bool]]:
-    """Change the input of each layer at each position: do the last logits change, too?"""
+    """Return (n_layer, T): whether a changed input of a layer changes the last logits."""
     model = Llama(LlamaConfig(n_layer=len(windows), sliding_windows=windows)).double()
     model.init_weights(0.1, torch.Generator().manual_seed(0))
     text = torch.tensor([ids])
@@ -101,15 +101,15 @@ def draw_windows(record: Record) -> scene.Scene:
 
 
 PAGE = 16
-EVERY = 24  # tokens between two rows of the picture
+EVERY = 24  # tokens between rows of the picture
 LENGTH = 176
 
 
 @torch.inference_mode()
 def record_pages(prompt: str, windows: tuple = ()) -> list[Record]:
-    """Return which pages a request holds as it grows, one record a picture row.
+    """Return which pages a request holds as it grows, one record per row of the picture.
 
-    Held: True; back in the pool: False. A model with random weights, in torch.
+    True: held. False: freed to the pool. The model has random weights and runs in torch.
     """
     ids = runs.encode(prompt, 40)
     model = Llama(LlamaConfig(n_layer=len(windows), sliding_windows=windows))
