@@ -1,4 +1,4 @@
-"""Gemma 3's forward pass, written out: what it changes in a Llama with qk-norm and windows.
+"""Gemma 3's forward pass, as changes to a Llama with QK-norm and sliding windows.
 
 Gemma Team 2025 (2503.19786), "Gemma 3 technical report". Parameters are named as in transformers'
 Gemma3ForCausalLM, so its files load unchanged.
@@ -16,18 +16,18 @@ from llama import MLP, Attention, Llama, LlamaConfig, RMSNorm
 
 @dataclass(frozen=True)
 class GemmaConfig(LlamaConfig):
-    """The shape of a Gemma 3; layers with a window have rotations of their own."""
+    """The configuration of a Gemma 3; sliding-window layers have their own RoPE base."""
 
     qk_norm: bool = True
     rope_local_base_freq: float | None = 10000.0
-    query_pre_attn_scalar: float = 256  # scores are divided by its root, instead of head_dim's
+    query_pre_attn_scalar: float = 256  # attention scores are divided by its root
 
 
 class GemmaNorm(RMSNorm):
-    """An RMSNorm whose weights are stored less 1, and that rounds once, at the end."""
+    """An RMSNorm that stores weight - 1 and rounds once, at the end."""
 
-    weight_offset = 1.0  # what is added to the weights
-    output_scale = 1.0  # what the result is multiplied by
+    weight_offset = 1.0  # added to the weights
+    output_scale = 1.0  # factor of the result
 
     def forward(self, x):
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -36,20 +36,20 @@ class GemmaNorm(RMSNorm):
 
 
 class GemmaMLP(MLP):
-    """GEGLU (Shazeer 2020, 2002.05202): the gate goes through GELU instead of SiLU."""
+    """A GEGLU MLP (Shazeer 2020, 2002.05202): the gate's activation is GELU instead of SiLU."""
 
     def forward(self, x):
         return self.down_proj(F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
 
 
 class GemmaBlock(nn.Module):
-    """What attention and the MLP give is normalized, too, before it is added."""
+    """A block that also normalises the outputs of attention and MLP before the residual sum."""
 
     def __init__(self, config: GemmaConfig, layer: int):
         super().__init__()
         self.input_layernorm = GemmaNorm(config)
         self.self_attn = Attention(config, GemmaNorm)
-        # Attention divides scores by the root of head_dim.
+        # Attention divides scores by sqrt(head_dim), so the query norm makes up the difference.
         self.self_attn.q_norm.output_scale = math.sqrt(
             config.head_dim / config.query_pre_attn_scalar
         )
@@ -70,7 +70,7 @@ class Gemma(Llama):
         "mlp_norm": ("layers.*.pre_feedforward_layernorm", "blk.*.ffn_norm"),
         "down_norm": ("layers.*.post_feedforward_layernorm", "blk.*.post_ffw_norm"),
     }
-    # Those of the model of images and texts, Gemma3ForConditionalGeneration.
+    # Names of the image-text model, Gemma3ForConditionalGeneration.
     KEY_MAPPING = ((r"^(model\.)?language_model\.(model\.)?", "model."),)
     SKIP_PREFIXES = ("vision_tower", "multi_modal_projector")
     BLOCK = GemmaBlock
@@ -78,7 +78,7 @@ class Gemma(Llama):
 
     @property
     def embedding_scale(self) -> float:
-        """What embeddings are multiplied by: as transformers rounds it, first to float32."""
+        """Return the factor of embeddings, rounded as in transformers: first to float32."""
         root = torch.tensor(math.sqrt(self.config.n_embd), dtype=torch.float32)
         return root.to(self.dtype).item()
 

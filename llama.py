@@ -1,4 +1,4 @@
-"""The forward pass of Llama, Mistral, Mixtral, Qwen2 and Qwen3, what they changed since GPT-2.
+"""The forward pass of Llama, Mistral, Mixtral, Qwen2 and Qwen3, with their changes to GPT-2.
 
 Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models" (2302.13971), with the
 grouped-query attention of Llama 2 (2307.09288). Parameters are named as in transformers' Llama, so
@@ -19,58 +19,58 @@ from model import Attend, Model
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How Llama 3.1 and later slow rotations down, for texts longer than those first trained on."""
+    """RoPE scaling of Llama 3.1 and later, for contexts beyond the original window."""
 
-    factor: float  # how much slower at most
-    low_freq_factor: float  # a rotation with fewer turns in the original window is slowed fully
-    high_freq_factor: float  # one with more turns stays as it is
-    original_max_position_embeddings: float  # the original window
+    factor: float  # by which low frequencies are divided
+    low_freq_factor: float  # fewer rotations in the original window: scaled fully
+    high_freq_factor: float  # more rotations in the original window: unchanged
+    original_max_position_embeddings: float  # the original context window, in tokens
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """What an MLP of experts looks like: Qwen3-MoE and Mixtral."""
+    """The configuration of a mixture of experts: Qwen3-MoE and Mixtral."""
 
     num_experts: int
     num_experts_per_tok: int
-    n_inner: int  # the width inside one
-    norm_topk_prob: bool = False  # the weights of those chosen add up to 1
-    mlp_only_layers: tuple[int, ...] = ()  # layers that have one MLP for all tokens
+    n_inner: int  # the width inside one expert
+    norm_topk_prob: bool = False  # the chosen experts' weights are normalised to sum 1
+    mlp_only_layers: tuple[int, ...] = ()  # layers with a dense MLP instead of experts
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The shape of a Llama; the defaults are those of the embedded checkpoints/stories-llama."""
+    """The configuration of a Llama; the defaults are those of checkpoints/stories-llama."""
 
     vocab_size: int = 4096
     block_size: int = 256
     n_layer: int = 8
     n_head: int = 6
-    n_kv_head: int = 2  # heads with keys and values, each for n_head / n_kv_head neighbouring ones
+    n_kv_head: int = 2  # key-value heads, each shared by n_head / n_kv_head query heads
     head_dim: int = 32
     n_embd: int = 192
     n_inner: int = 512  # the width inside the MLP
-    bos_token_id: int = 4095  # what an empty prompt starts from
+    bos_token_id: int = 4095  # an empty prompt starts from it
     eos_token_ids: tuple[int, ...] = (4095,)
     norm_eps: float = 1e-6
-    rope_theta: float = 10000.0  # about the positions in which the slowest rotation makes a radian
+    rope_theta: float = 10000.0  # about the positions per radian of the slowest rotation
     rope_scaling: RopeScaling | None = None
-    rope_freq_factors: tuple[float, ...] | None = None  # of each pair: GGUF files
-    qkv_bias: bool = False  # queries, keys and values have biases: Qwen2
-    qk_norm: bool = False  # each head's query and key have an RMSNorm before rotation: Qwen3
+    rope_freq_factors: tuple[float, ...] | None = None  # one per pair, from GGUF files
+    qkv_bias: bool = False  # biases on queries, keys and values: Qwen2
+    qk_norm: bool = False  # RMSNorm on each head's query and key before RoPE: Qwen3
     tie_word_embeddings: bool = True
     experts: ExpertsConfig | None = None
-    # How many positions a token sees in each layer, itself included; None: all. (): all in each.
+    # Sliding window of each layer in positions, the token included; None: full. (): full in all.
     sliding_windows: tuple[int | None, ...] = ()
-    # Layers with a window may have another rope_theta; the others may divide positions: Gemma 3.
+    # Gemma 3: sliding-window layers have their own rope_theta, and the others divide positions.
     rope_local_base_freq: float | None = None
     rope_linear_factor: float = 1.0
 
 
 class RMSNorm(nn.Module):
-    """Division by the root of the mean square: no mean taken off, no bias added.
+    """RMS normalisation: division by the root mean square, without mean or bias.
 
-    Zhang & Sennrich 2019, 1910.07467. size: of what is normalized, n_embd by default.
+    Zhang & Sennrich 2019, 1910.07467. size: width of the input, n_embd by default.
     """
 
     def __init__(self, config: LlamaConfig, size: int | None = None):
@@ -79,21 +79,21 @@ class RMSNorm(nn.Module):
         self.eps = config.norm_eps
 
     def forward(self, x):
-        # Its squares are float32: 256 ** 2 is no float16.
+        # rms_norm squares in float32: 256 ** 2 overflows float16.
         return self.weight * F.rms_norm(x, x.shape[-1:], eps=self.eps)
 
 
-TABLE_CHUNK = 64  # positions that a table of rotations grows by
+TABLE_CHUNK = 64  # positions by which the cosine and sine tables grow
 
 
 class RotaryEmbedding:
-    """Cosines and sines of each position's RoPE angles, as far as sequences have come.
+    """Tables of the cosines and sines of RoPE angles, up to the longest sequence so far.
 
-    local: those of layers with a window, where they have their own.
+    local: use the base frequency of sliding-window layers.
 
-    Precomputed in pieces of 64 positions, because how a cosine rounds may depend on how many are
-    computed at once. Not a buffer of the model, because loading fills weights only. Not the whole
-    window at once: 131,072 positions of 128 numbers are 134 MB in float32.
+    The tables grow by 64 positions, because a cosine's rounding may depend on how many are computed
+    at once. They are no buffer of the model, because loading fills weights only. They do not cover
+    the context window from the start: 131,072 positions of 128 numbers are 134 MB in float32.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class RotaryEmbedding:
     ):
         powers = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         theta = config.rope_local_base_freq if local else config.rope_theta
-        self.inv_freq = 1 / theta**powers  # radians a position, of each pair
+        self.inv_freq = 1 / theta**powers  # radians per position, one per pair
         if not local:
             self.inv_freq /= config.rope_linear_factor
         if config.rope_scaling:
@@ -112,7 +112,7 @@ class RotaryEmbedding:
         self.sin = torch.empty(0, 1, config.head_dim, dtype=dtype, device=device)
 
     def cos_sin(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cosines and the sines of the first positions, each (length, 1, head_dim)."""
+        """Return the cosines and sines of the first positions, each (length, 1, head_dim)."""
         if len(self.cos) < length:
             cosines = [self.cos]
             sines = [self.sin]
@@ -128,35 +128,35 @@ class RotaryEmbedding:
         return self.cos[:length], self.sin[:length]
 
 
-rotary_embedding = functools.lru_cache(maxsize=4)(RotaryEmbedding)  # a target's and its draft's
+rotary_embedding = functools.lru_cache(maxsize=4)(RotaryEmbedding)  # for a target and its draft
 
 
 def local_rope_layers(config: LlamaConfig) -> list[bool]:
-    """Whether each layer has rotations with `rope_local_base_freq`."""
+    """Return whether each layer uses `rope_local_base_freq`."""
     return [
         bool(config.rope_local_base_freq and window) for window in layer_sliding_windows(config)
     ]
 
 
 def scale_llama3_frequencies(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """The frequencies for a longer window, as in Llama 3.1: only the slow ones get slower.
+    """Scale RoPE frequencies for a longer context window as in Llama 3.1: only the low ones.
 
-    Between both limits the factor is blended. inv_freq: (n), in radians a position.
+    Between both limits the factor is interpolated. inv_freq: (n), in radians per position.
     """
     low = scaling.low_freq_factor
     high = scaling.high_freq_factor
-    # In the original window.
+    # Rotations in the original context window.
     periods = scaling.original_max_position_embeddings / (2 * math.pi / inv_freq)
     smooth_factor = ((periods - low) / (high - low)).clamp(0, 1)
     return (1 - smooth_factor) * inv_freq / scaling.factor + smooth_factor * inv_freq
 
 
 def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions (Su et al. 2021, 2104.09864): turn queries or keys by a position's angles.
+    """Rotate queries or keys by the angles of their positions: RoPE (Su et al. 2021, 2104.09864).
 
-    x: (..., heads, head_dim). cos, sin: (..., 1, head_dim). Number i of a head's first half and
-    number i of its second half are the coordinates of one point, as in transformers; Meta's own
-    files have them side by side.
+    x: (..., heads, head_dim). cos, sin: (..., 1, head_dim). Element i of a head's first half and
+    element i of its second half are one rotated pair, as in transformers. Meta's own files
+    interleave them.
     """
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
@@ -178,15 +178,15 @@ class Attention(nn.Module):
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (..., n_head, head_dim)
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (..., n_kv_head, head_dim)
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        q = apply_rotary_emb(self.q_norm(q), cos, sin)  # one norm for all heads, each by itself
+        q = apply_rotary_emb(self.q_norm(q), cos, sin)  # statistics per head
         k = apply_rotary_emb(self.k_norm(k), cos, sin)
         return self.o_proj(attend(q, k, v).flatten(-2))
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020, 2002.05202): one product of x gates another.
+    """A SwiGLU MLP (Shazeer 2020, 2002.05202).
 
-    n_inner: the width inside, that of the config by default.
+    n_inner: the inner width, by default the config's.
     """
 
     def __init__(self, config: LlamaConfig, n_inner: int | None = None):
@@ -201,7 +201,7 @@ class MLP(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Many MLPs, of which each token takes the few that a router finds likeliest.
+    """A mixture of experts: a router sends each token to its top_k MLPs.
 
     Shazeer et al. 2017, 1701.06538. Each expert's matrices are read once for all its tokens.
     """
@@ -215,9 +215,9 @@ class MixtureOfExperts(nn.Module):
         self.experts = nn.ModuleList(MLP(config, sizes.n_inner) for _ in range(sizes.num_experts))
 
     def route(self, x):
-        """(N, C) to the weights and the numbers of each token's experts, both (N, chosen)."""
-        routing_weights = self.gate(x).softmax(-1, dtype=torch.float32)  # whatever the weights are
-        # Not topk, which may take either of two equal ones; here the lower number wins.
+        """Return the weights and indices of each token's experts, both (N, top_k). x: (N, C)."""
+        routing_weights = self.gate(x).softmax(-1, dtype=torch.float32)  # for any weight dtype
+        # torch.topk breaks ties arbitrarily; a stable sort prefers the lower index.
         routing_weights, experts = routing_weights.sort(dim=-1, descending=True, stable=True)
         routing_weights = routing_weights[:, : self.top_k]
         if self.norm_topk_prob:
@@ -228,7 +228,7 @@ class MixtureOfExperts(nn.Module):
         tokens = x.flatten(0, -2)  # (N, C)
         weights, experts = self.route(tokens)
         y = torch.zeros_like(tokens)
-        for expert in experts.unique().tolist():  # in order: a token's sum depends on no other
+        for expert in experts.unique().tolist():  # sorted: the order of a sum is fixed
             rows, slots = torch.where(experts == expert)
             y[rows] += weights[rows, slots, None] * self.experts[expert](tokens[rows])
         return y.view_as(x)
@@ -270,7 +270,7 @@ class Llama(Model):
         "head": ("lm_head", "output"),
     }
     BASE_MODEL_PREFIX = "model."
-    IGNORED_SUFFIXES = ("lm_head.weight", "rotary_emb.inv_freq")  # a tied head, old buffers
+    IGNORED_SUFFIXES = ("lm_head.weight", "rotary_emb.inv_freq")  # tied head, old buffers
     KEY_MAPPING = (  # Mixtral's
         (r"\.block_sparse_moe\.", ".mlp."),
         (r"(\.mlp\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
@@ -292,7 +292,7 @@ class Llama(Model):
         self.tie_weights()
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """What the last block gives at each position, (..., C); arguments as of `GPT.hidden`."""
+        """Return the last block's output, (..., C); arguments as in `GPT.hidden`."""
         length = int(positions.max()) + 1
         local = local_rope_layers(self.config)
         angles = {}
@@ -307,9 +307,9 @@ class Llama(Model):
         return x
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What the first block gets: (...) to (..., C)."""
+        """Return the first block's input: (...) to (..., C)."""
         return self.embed_tokens(tokens)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits for the token after each position: (..., C) to (..., vocab_size)."""
+        """Compute the logits for the token after each position: (..., C) to (..., vocab_size)."""
         return self.lm_head(self.norm(hidden))

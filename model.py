@@ -1,4 +1,4 @@
-"""What models share, and GPT-2's forward pass, written out: begin with `GPT.hidden`.
+"""The base class of all models, and GPT-2's forward pass: begin with `GPT.hidden`.
 
 Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Parameters are named as
 in transformers' GPT-2, so its files load unchanged. In the shape comments B is the batch, T the
@@ -20,42 +20,42 @@ from cache import Span, layer_sliding_windows, make_causal_mask
 from errors import UserError
 from sampling import SamplingParams, sample_batch
 
-# layer, q, k, v -> attended values
+# (layer, q, k, v) -> attention output
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT-2; the defaults are those of the 124 M parameter model."""
+    """The configuration of a GPT-2; the defaults describe the model of 124 M parameters."""
 
     vocab_size: int = 50257
     block_size: int = 1024  # the context window, in tokens
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    eos_token_ids: tuple[int, ...] = (50256,)  # each of them ends a text
+    eos_token_ids: tuple[int, ...] = (50256,)  # each ends a sequence
     layer_norm_epsilon: float = 1e-5
-    tie_word_embeddings: ClassVar[bool] = True  # the head's weight is the token embedding's
+    tie_word_embeddings: ClassVar[bool] = True  # the head shares the embedding's weight
     sliding_windows: ClassVar[tuple] = ()  # as in LlamaConfig
 
     @property
     def bos_token_id(self) -> int:
-        """What an empty prompt starts from."""
+        """Return the token that an empty prompt starts from."""
         return self.eos_token_ids[0]
 
     @property
     def head_dim(self) -> int:
-        """Numbers in a query, key or value of one head."""
+        """Return the width of one head's query, key or value."""
         return self.n_embd // self.n_head
 
     @property
     def n_kv_head(self) -> int:
-        """Heads with keys and values of their own: in GPT-2 all of them."""
+        """Return the number of key-value heads: in GPT-2 all heads."""
         return self.n_head
 
     @property
     def n_inner(self) -> int:
-        """The width inside the MLP."""
+        """Return the width inside the MLP."""
         return 4 * self.n_embd
 
     @property
@@ -66,10 +66,10 @@ class GPTConfig:
 def causal_attention(
     layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sliding_window: int | None = None
 ) -> torch.Tensor:
-    """Each position attends to itself and those before it. All: (B, T, heads, head_dim).
+    """Let each position attend to itself and earlier ones. All: (B, T, heads, head_dim).
 
-    k and v may have fewer heads: neighbouring query heads then share one. sliding_window: as in
-    `make_causal_mask`.
+    k and v may have fewer heads: neighbouring query heads then share one (grouped-query attention).
+    sliding_window: as in `make_causal_mask`.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, T, head_dim)
     mask = None
@@ -82,18 +82,18 @@ def causal_attention(
 
 
 class TorchRunner:
-    """Computes and chooses with torch.
+    """The torch backend: computes logits and samples tokens.
 
-    A backend is a class with these methods; `Model.runner` says which one a model has. The model
-    comes with each call, so that a runner keeps none alive.
+    A backend is a class with these methods, and `Model.runner` holds the one that a model uses. The
+    model is an argument of each call, so a runner keeps no model alive.
     """
 
-    tp_group = None  # the processes that compute the model together, where there are several
+    tp_group = None  # the tensor-parallel processes, if there are several
 
     def logits(self, model, cache, spans: list[Span], keep: list[int]) -> torch.Tensor:
-        """The logits at the last keep[i] positions of span i, from one pass over all of them.
+        """Return the logits of the last keep[i] positions of span i, from one pass over all spans.
 
-        Their shape is (sum of keep, vocab_size), and they are float32.
+        Their shape is (sum of keep, vocab_size), their dtype float32.
         """
         tokens, positions, ends = cache.prepare(spans)
         row_ranges = [range(end - len(span.tokens), end) for span, end in zip(spans, ends)]
@@ -114,27 +114,27 @@ class TorchRunner:
         eos: tuple[int, ...] = (),
         token_masks: list[torch.Tensor | None] | None = None,
     ) -> list[int]:
-        """The next token of each text, with the arguments of `sampling.sample_batch`."""
+        """Sample the next token of each sequence; arguments as in `sampling.sample_batch`."""
         return sample_batch(
             logits, params, sequences, prompt_lengths, generator, eos, None, token_masks
         )
 
 
 class Model(nn.Module):
-    """What all architectures share: a pass over whole texts, tied weights, their initialisation.
+    """The base of all architectures: a pass over whole sequences, weight tying and initialisation.
 
-    An architecture adds `hidden`, `head` and the roles of its layers. Loading, export, ranks and C
-    find layers by role.
+    An architecture adds `hidden`, `head` and the roles of its layers. Loading, export, tensor
+    parallelism and the C backend find layers by role.
     ROLES: role -> the layer's name here and in Hugging Face's files, and its name in GGUF files; *
-    is the number of a block. BASE_MODEL_PREFIX: what may precede names in Hugging Face's files.
-    TRANSPOSED: roles of matrices that these files hold as (in, out). IGNORED_SUFFIXES: endings of
-    names of tensors that some of these files have and nothing reads. KEY_MAPPING: patterns of other
-    names in some files, and what is put in their place. SKIP_PREFIXES: parts of larger models that
-    these files may hold too.
+    is the block's number. BASE_MODEL_PREFIX: optional prefix of names in Hugging Face's files.
+    TRANSPOSED: roles of matrices that these files store as (in, out). IGNORED_SUFFIXES: suffixes of
+    tensors that some of these files have and nothing reads. KEY_MAPPING: patterns of other names in
+    some files, with their replacements. SKIP_PREFIXES: parts of larger models that these files may
+    also hold.
     """
 
-    runner = TorchRunner()  # what computes its passes with a cache, and chooses its tokens
-    adapters: Adapters | None = None  # that rows of its passes may have
+    runner = TorchRunner()  # the backend: passes with a KV cache, and sampling
+    adapters: Adapters | None = None  # LoRA adapters that requests may select
     ROLES: dict[str, tuple[str, str]]
     BASE_MODEL_PREFIX = ""
     TRANSPOSED: tuple[str, ...] = ()
@@ -151,57 +151,57 @@ class Model(nn.Module):
         return name
 
     def path(self, role: str, *numbers: int) -> str:
-        """The name of the layer with this role. numbers: of its block, if each block has one."""
+        """Return the name of the layer with this role. numbers: of its block, and of its expert."""
         return self.ROLES[role][0].replace("*", "{}").format(*numbers)
 
     def layer(self, role: str, *numbers: int) -> nn.Module | None:
-        """The layer with this role; None if this architecture, or this block, has none."""
+        """Return the layer with this role; None if this architecture, or this block, has none."""
         try:
             return self.get_submodule(self.path(role, *numbers))
         except (KeyError, AttributeError):
             return None
 
     def role(self, name: str) -> str:
-        """The role of the layer whose weight or bias has this name."""
+        """Return the role of the layer whose weight or bias has this name."""
         layer = re.sub(r"\.\d+(?=\.|$)", ".*", name.rpartition(".")[0])
         return {path: role for role, (path, _) in self.ROLES.items()}[layer]
 
     def is_transposed(self, name: str) -> bool:
-        """Whether Hugging Face's files hold the tensor of this name as (in, out)."""
+        """Return whether Hugging Face's files store the tensor of this name as (in, out)."""
         return name.endswith("weight") and self.role(name) in self.TRANSPOSED
 
     def tie_weights(self) -> "Model":
-        """Make the head and the token embedding one parameter, if they are one in this model."""
+        """Make the head and the token embedding one parameter, if the config ties them."""
         if self.config.tie_word_embeddings:
             embedding = self.layer("embedding")
             head = self.layer("head")
             head.weight = embedding.weight
-            for name, tensor in embedding.named_buffers():  # of a weight that is rounded
+            for name, tensor in embedding.named_buffers():  # of a quantised weight
                 setattr(head, name, tensor)
         return self
 
     @functools.cached_property
     def n_kv_head(self) -> int:
-        """Heads with keys and values in this process."""
+        """Return the number of key-value heads in this process."""
         return self.config.n_kv_head
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of activations, caches and all weights that are not rounded."""
+        """Return the dtype of activations, KV caches and all weights that are not quantised."""
         return next(self.parameters()).dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Return the device of the weights."""
         return next(self.parameters()).device
 
     def forward(self, tokens: torch.Tensor, logits_to_keep: int = 0) -> torch.Tensor:
-        """Logits for the token after each position of whole texts.
+        """Compute the logits for the token after each position of whole sequences.
 
-        tokens: (B, T) ids, T from 1 to block_size. logits_to_keep: only the last positions,
-        0 for all; the head is the largest matrix of a small model, and generation needs its product
-        with the last position only. Returns (B, logits_to_keep or T, vocab_size), in the weights'
-        dtype. Raises UserError if tokens do not fit.
+        tokens: (B, T) ids, T from 1 to block_size. logits_to_keep: number of last positions, 0 for
+        all; the head is the largest matrix of a small model, and generation needs only the last
+        position. Returns (B, logits_to_keep or T, vocab_size), in the weights' dtype. Raises
+        UserError if T is out of range.
         """
         T, block_size = tokens.shape[1], self.config.block_size
         if not 1 <= T <= block_size:
@@ -213,12 +213,12 @@ class Model(nn.Module):
         return self.head(x[:, -logits_to_keep:])
 
     def causal_attention(self, layer: int, q, k, v) -> torch.Tensor:
-        """Call `causal_attention` with the layer's window."""
+        """Call `causal_attention` with the layer's sliding window."""
         return causal_attention(layer, q, k, v, layer_sliding_windows(self.config)[layer])
 
     @torch.no_grad()
     def init_weights(self, std: float = 0.02, generator: torch.Generator | None = None) -> "Model":
-        """GPT-2's: normal weights, those that end a residual branch smaller by sqrt(2 n_layer)."""
+        """Initialise as GPT-2: normal, divided by sqrt(2 n_layer) where a residual branch ends."""
         for name, parameter in self.named_parameters():
             self.init_weight(name, parameter, std, generator)
         return self
@@ -290,13 +290,13 @@ class GPT(Model):
         "lm_head.weight",
         ".attn.bias",
         ".attn.masked_bias",
-    )  # the tied head, old masks
+    )  # tied head, old causal masks
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        # Not nn.Embedding(...): that draws random weights, and on the meta device the first draw
-        # imports for a second.
+        # nn.Embedding(...) would draw random weights, and on the meta device the first draw spends
+        # a second on imports.
         tokens = torch.empty(config.vocab_size, config.n_embd)
         positions = torch.empty(config.block_size, config.n_embd)
         self.wte = nn.Embedding.from_pretrained(tokens, freeze=False)
@@ -307,13 +307,13 @@ class GPT(Model):
         self.tie_weights()
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """What the last block gives at each position, (..., C).
+        """Return the last block's output at each position, (..., C).
 
-        tokens: ids, of any shape that `attend` understands. positions: where each stands in its
-        text, 0 to block_size - 1, of a shape that broadcasts to that of tokens. attend(layer, q, k,
-        v): queries, keys and values of these positions, (..., heads, head_dim), to what attention
-        gives, of the shape of q. It alone knows which positions see each other, and what came
-        before.
+        tokens: ids, of any shape that `attend` understands. positions: of each token in its
+        sequence, 0 to block_size - 1, broadcastable to the shape of tokens. attend(layer, q, k, v):
+        maps queries, keys and values of these positions, (..., heads, head_dim), to the attention
+        output, of the shape of q. Only `attend` knows which positions see each other, and the KV
+        cache.
         """
         x = self.wte(tokens) + self.wpe(positions)  # (..., C)
         for layer, block in enumerate(self.h):
@@ -321,5 +321,5 @@ class GPT(Model):
         return x
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits for the token after each position: (..., C) to (..., vocab_size)."""
+        """Compute the logits for the token after each position: (..., C) to (..., vocab_size)."""
         return self.lm_head(self.ln_f(hidden))
