@@ -170,8 +170,7 @@ def use(view: View) -> None:
     others = page.locator("#alternatives button")
     must(others.count() == 8, f"{others.count()} alternatives")
     must(
-        page.evaluate(PROBABILITIES),
-        "the chances of the alternatives are not what was said of them",
+        page.evaluate(PROBABILITIES), "the bars of the alternatives do not show their probabilities"
     )
     names = [name.replace("\\n", "") for name in others.all_text_contents()]
     place = next(i for i, name in enumerate(names) if name.strip() != first[5].strip())
