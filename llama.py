@@ -19,7 +19,7 @@ from model import Attend, Model
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """RoPE scaling of Llama 3.1 and later, for contexts beyond the original window."""
+    """The RoPE scaling of Llama 3.1 and later, which extends the original context window."""
 
     factor: float  # by which low frequencies are divided
     low_freq_factor: float  # fewer rotations in the original window: scaled fully
@@ -40,7 +40,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The configuration of a Llama; the defaults are those of checkpoints/stories-llama."""
+    """The configuration of a Llama; the defaults describe checkpoints/stories-llama."""
 
     vocab_size: int = 4096
     block_size: int = 256
@@ -152,7 +152,7 @@ def scale_llama3_frequencies(inv_freq: torch.Tensor, scaling: RopeScaling) -> to
 
 
 def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate queries or keys by the angles of their positions: RoPE (Su et al. 2021, 2104.09864).
+    """Rotate queries or keys by the angles of their positions (RoPE, Su et al. 2021, 2104.09864).
 
     x: (..., heads, head_dim). cos, sin: (..., 1, head_dim). Element i of a head's first half and
     element i of its second half are one rotated pair, as in transformers. Meta's own files

@@ -84,7 +84,7 @@ def causal_attention(
 class TorchRunner:
     """The torch backend: computes logits and samples tokens.
 
-    A backend is a class with these methods, and `Model.runner` holds the one that a model uses. The
+    A backend is a class with these methods, and `Model.runner` holds each model's. The
     model is an argument of each call, so a runner keeps no model alive.
     """
 
@@ -151,7 +151,7 @@ class Model(nn.Module):
         return name
 
     def path(self, role: str, *numbers: int) -> str:
-        """Return the name of the layer with this role. numbers: of its block, and of its expert."""
+        """Return the name of the layer with this role. numbers: of its block and expert, if any."""
         return self.ROLES[role][0].replace("*", "{}").format(*numbers)
 
     def layer(self, role: str, *numbers: int) -> nn.Module | None:

@@ -1,1 +1,1 @@
-"""Reads what is on disk: configurations, weights, tokenizers and chat templates."""
+"""Readers of files: configurations, weights, tokenizers and chat templates."""

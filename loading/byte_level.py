@@ -1,6 +1,6 @@
-"""What byte-level vocabularies are made of: how a text is split, and how its bytes are written."""
+"""Byte-level vocabularies: the patterns that split a text, and the spelling of its bytes."""
 
-PATTERNS = {  # what a text is split by before bytes are merged
+PATTERNS = {  # pre-tokenization: they split a text before bytes are merged
     # openai/gpt-2, encoder.py
     "GPT-2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""",
     "Llama 3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -15,7 +15,7 @@ PATTERNS = {  # what a text is split by before bytes are merged
 
 
 def unicode_to_bytes() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for.
+    """Return the byte that each character of a byte-level vocabulary stands for.
 
     GPT-2 writes a printable byte as itself and the others, in order, as the characters from U+0100
     on, so that no token contains white space (openai/gpt-2, encoder.py).
@@ -36,12 +36,12 @@ BYTE_ENCODER = {byte: character for character, byte in BYTE_DECODER.items()}
 
 
 def token_to_bytes(token: str) -> bytes:
-    """What a token spells; one with a character that stands for no byte is its own text."""
+    """Return the bytes of a token; its own UTF-8 if a character stands for no byte."""
     return (
         bytes(map(BYTE_DECODER.get, token)) if BYTE_DECODER.keys() >= set(token) else token.encode()
     )
 
 
 def bytes_to_tokens(data: bytes) -> list[str]:
-    """The tokens that may spell these bytes: here one."""
+    """Return the tokens that may spell these bytes: here one."""
     return ["".join(map(BYTE_ENCODER.get, data))]

@@ -1,4 +1,4 @@
-"""Messages to token ids, by the chat template in the model's own checkpoint."""
+"""Chat messages to token ids, with the chat template in the model's checkpoint."""
 
 import contextlib
 import copy
@@ -17,26 +17,26 @@ from loading.tokenizer import Encoding
 if TYPE_CHECKING:
     from loading.taint import TaintedStr
 
-SYSTEM_ROLES = {"system", "developer"}  # roles of those who say how to reply
+SYSTEM_ROLES = {"system", "developer"}  # roles whose messages say how to reply
 KNOWN_ROLES = SYSTEM_ROLES | {"user", "assistant", "tool"}  # may become control tokens
-SENTINEL = "31415926"  # hardly in a template
+SENTINEL = "31415926"  # unlikely in a template
 SYSTEM_ROLE_HINT = "put its text at the start of the first user message"
-# Talks in which a template may write tools, for those who have no messages yet.
+# Conversations to try, besides the request's, when testing whether a template writes tools.
 PROBE_CONVERSATIONS = [
     [{"role": "user", "content": "a"}],
     [{"role": "system", "content": "a"}, {"role": "user", "content": "a"}],
 ]
-# Variables that `render` sets, and no request.
+# Variables that only `render` sets; requests may not.
 RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"} | {
     f"{n}_token" for n in SPECIAL_TOKEN_NAMES
 }
 
 
 class Chat:
-    """A chat template: a program that writes messages as the one text a model was trained on.
+    """A chat template: a program that writes messages as the text format of a model's training.
 
-    It is stored with the weights. name: as for `load_model`. file: of a template to use instead.
-    Raises UserError if there is no template, or it is broken.
+    It is stored with the weights. name: as for `load_model`. file: a template to use instead.
+    Raises UserError if the template is missing or broken.
     """
 
     def __init__(self, name, file: Path | None = None):
@@ -54,13 +54,13 @@ class Chat:
         self.tools: list[dict] | None = None
         with self.template_errors():
             self.template = compile_template(self.template_text)
-        # Only where there are tools: to look for a file on the hub takes time.
+        # Loaded only for tools, because looking for a file on the hub takes time.
         self.load_tool_template = functools.cache(lambda: self.read_tool_template(source, file))
 
     def read_tool_template(self, source: Source, file: Path | None):
-        """Return the text of the template for conversations with tools, and the template.
+        """Return the text of the template for conversations with tools, and the compiled template.
 
-        transformers, too, takes another template for them if one has the name tool_use.
+        As in transformers, a template with the name tool_use takes precedence.
         """
         found = None if file else read_chat_template(source, name="tool_use")
         if found is None:
@@ -71,17 +71,17 @@ class Chat:
             return text, compile_template(text)
 
     def with_template_kwargs(self, template_kwargs: dict[str, bool]) -> "Chat":
-        """A copy that gives its template these variables, such as enable_thinking."""
+        """Return a copy that passes its template these variables, such as enable_thinking."""
         chat = copy.copy(self)
         chat.template_kwargs = template_kwargs
         return chat
 
     def with_tools(self, tools: list[dict] | None, messages: list[dict] | None = None) -> "Chat":
-        """Return a copy that gives its template these tools, as `check_tools` wants them.
+        """Return a copy that passes its template these tools, as `check_tools` accepts them.
 
-        messages: of the conversation, if there are some. A template may write tools in some
-        conversations only, so others are tried, too. Raises UserError if the template writes the
-        tools in none of them, or refuses them all.
+        messages: the conversation, if it has begun. A template may write tools in some
+        conversations only, so PROBE_CONVERSATIONS are tried too. Raises UserError if the template
+        writes the tools in none of them, or refuses them all.
         """
         chat = self.with_unchecked_tools(tools)
         if not tools:
@@ -99,11 +99,11 @@ class Chat:
                 return chat
             is_refused = is_refused and text is None
         if is_refused:
-            probe_chat.render(conversations[0])  # raises what is wrong
+            probe_chat.render(conversations[0])  # raises the template's error
         raise UserError(f"{self.file}: this chat template has no place for tools")
 
     def with_unchecked_tools(self, tools: list[dict] | None) -> "Chat":
-        """Return a copy that gives its template these tools, whether it writes them or not."""
+        """Return a copy that passes its template these tools, whether it writes them or not."""
         chat = copy.copy(self)
         chat.tools = tools
         if tools:
@@ -112,40 +112,40 @@ class Chat:
 
     @contextlib.contextmanager
     def template_errors(self):
-        """Raise what fails in the template as a UserError."""
+        """Turn any error of the template into a UserError."""
         try:
             yield
-        except Exception as error:  # a program fails in any way
+        except Exception as error:  # a template may raise anything
             reason = str(error) or type(error).__name__
             raise UserError(f"{self.file}: chat template: {reason}") from None
 
     def render(self, messages: list[dict]) -> str:
-        """The text of a conversation up to where the reply begins.
+        """Render a conversation up to the beginning of the reply.
 
-        It equals transformers' `apply_chat_template`. messages: each {"role": "system", "user"
-        or "assistant", "content": its text}, oldest first. A reply may have "tool_calls", each
-        {"id", "type": "function", "function": {"name", "arguments": an object}}; what a call came
-        to is a message of the role "tool" with the "tool_call_id". Raises UserError if the template
-        refuses them.
+        The result equals transformers' `apply_chat_template`. messages: each {"role": "system",
+        "user" or "assistant", "content": its text}, oldest first. A reply may have "tool_calls",
+        each {"id", "type": "function", "function": {"name", "arguments": an object}}. A call's
+        result is a message of the role "tool" with the "tool_call_id". Raises UserError if the
+        template refuses the messages.
         """
         return str.__str__(self.render_tainted(messages))
 
     def render_tainted(self, messages: list[dict]) -> "TaintedStr":
-        """Return that text with the template's own characters marked. Raises UserError."""
+        """Render as `render`, with the template's own characters marked. Raises UserError."""
         with self.template_errors():
             try:
                 return self.render_unchecked(messages)
-            except Exception as error:  # a program fails in any way
+            except Exception as error:  # a template may raise anything
                 others = [message for message in messages if message["role"] not in SYSTEM_ROLES]
                 if len(others) == len(messages) or self.try_render(others) is None:
                     raise
                 raise ValueError(f"{error}; {SYSTEM_ROLE_HINT}") from None
 
     def render_unchecked(self, messages: list[dict]) -> "TaintedStr":
-        """Render the template; anything may be raised. The template's own characters are marked.
+        """Render the template, with its own characters marked. Anything may be raised.
 
-        A role counts as its own, because some templates make a control token of it. Not so one that
-        is not in KNOWN_ROLES: a client may give a role any name.
+        A role in KNOWN_ROLES counts as the template's own, because some templates make a control
+        token of it. Other roles do not: a client may give a role any name.
         """
         from loading.templates import render_sandboxed, trusted
 
@@ -162,17 +162,17 @@ class Chat:
         return render_sandboxed(self.template, context)
 
     def try_render(self, messages: list[dict]) -> str | None:
-        """Return what the template makes of messages; None if it refuses them."""
+        """Return the rendered messages; None if the template refuses them."""
         try:
             return str.__str__(self.render_unchecked(messages))
         except Exception:
             return None
 
     def check_system_messages(self, messages: list[dict]) -> None:
-        """Raise UserError for a template that leaves out what is said in a role of SYSTEM_ROLES.
+        """Raise UserError if the template leaves out a message with a role in SYSTEM_ROLES.
 
-        A number at both ends of each message shows which ones are written. A message may be just
-        what the template says without it, as the system prompt that a model has by default.
+        A number at both ends of each message shows which messages are written. Without it, a
+        message that equals the model's default system prompt would always seem to be.
         """
         tagged = list(messages)
         unseen_roles = {}
@@ -182,7 +182,7 @@ class Chat:
                 sentinel = f"{SENTINEL}{index:05}"
                 tagged[index] = message | {"content": f"{sentinel}{message['content']}{sentinel}"}
         text = self.try_render(tagged) if unseen_roles else None
-        if text is None:  # `render` says why
+        if text is None:  # `render` reports the reason
             return
         for index in re.findall(f"(?={SENTINEL}(.{{5}}))", text, re.DOTALL):
             unseen_roles.pop(index, None)
@@ -191,12 +191,12 @@ class Chat:
             raise UserError(f"{self.file}: chat template: {what}; {SYSTEM_ROLE_HINT}")
 
     def encode(self, messages: list[dict], encoding: Encoding) -> list[int]:
-        """Return the token ids of that text.
+        """Return the token ids of the rendered messages.
 
-        An added token in a message would let its author speak in any role. So control tokens are
-        only those whose characters all are the template's own, or a role of KNOWN_ROLES: none is
-        made of a message, a tool, a call or its result, whatever the template cuts out and joins.
-        All other text is encoded as plain text.
+        An added token in a message would let its author speak in any role. So a control token is
+        recognised only if all its characters are the template's own, or a role in KNOWN_ROLES. No
+        message, tool, call or result can make one, whatever the template cuts out and joins. All
+        other text is encoded as plain text.
         """
         from loading.taint import trust_mask
 
@@ -215,9 +215,9 @@ class Chat:
 
 
 def split_special_tokens(tokens: set[str], text: str, mask: str | None = None) -> list[str]:
-    """A text in pieces: text, token, text, ..., text. Of two tokens the longer one is taken.
+    """Split a text at added tokens: text, token, text, ..., text. The longest match wins.
 
-    mask: "1" for each character that may be part of a token; None for all of them.
+    mask: "1" for each character that may be part of a token; None: all may be.
     """
     longest_first = sorted(map(re.escape, tokens), key=len, reverse=True)
     pattern = re.compile("|".join(longest_first) or "(?!)")
@@ -234,15 +234,15 @@ def split_special_tokens(tokens: set[str], text: str, mask: str | None = None) -
 def read_chat_template(
     source: Source, file: Path | None = None, name: str = "default"
 ) -> tuple[Path, str, dict[str, str]] | None:
-    """A model's chat template, None without one: its file, its text, the tokens it may name.
+    """Return a chat template's file, text and special tokens; None if there is no template.
 
-    file: of a template to use instead. name: of the one to take, where there are several.
+    file: a template to use instead. name: selects one of several templates.
     Raises UserError for a file that cannot be read.
     """
     override = (file, read_text(file)) if file else None
     if source.type == "random":
         return (*override, {}) if override else None
-    if source.type == "gguf" and read_gguf_template(source.gguf, override):  # others, too
+    if source.type == "gguf" and read_gguf_template(source.gguf, override):  # named ones too
         return read_gguf_template(source.gguf, override, name)
     config_file = source.find("tokenizer_config.json")
     config = read_json(config_file) if config_file else {}
@@ -253,7 +253,7 @@ def read_chat_template(
     else:
         file = config_file
         text = config.get("chat_template")
-        if isinstance(text, list):  # several, each with a name
+        if isinstance(text, list):  # several named templates
             entries = [entry for entry in text if isinstance(entry, dict)]
             chosen = [entry for entry in entries if entry.get("name") == name]
             text = chosen[0].get("template") if chosen else None
@@ -263,7 +263,7 @@ def read_chat_template(
 
 
 def read_text(file: Path) -> str:
-    """The text in a file, without a byte order mark. Raises UserError if it cannot be read."""
+    """Return a file's text without its byte order mark. Raises UserError if it is unreadable."""
     try:
         return file.read_text("utf-8-sig")
     except OSError as error:
@@ -274,7 +274,7 @@ def read_text(file: Path) -> str:
 
 def compile_template(text: str):
     """Compile a chat template. Anything may be raised."""
-    # Here, because importing jinja2 takes 17 ms, and few runs chat.
+    # A late import: jinja2 takes 17 ms, and few runs chat.
     from loading.templates import compile_sandboxed
 
     return compile_sandboxed(text)

@@ -1,4 +1,4 @@
-"""The files of a model, read and written. Nothing here knows an architecture."""
+"""Reading and writing model files, independent of the architecture."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from errors import UserError
 
 
 def read_json(file: Path) -> dict:
-    """The object in a JSON file. Raises UserError if it cannot be read or holds anything else."""
+    """Return the object in a JSON file. Raises UserError if it is unreadable or no object."""
     try:
         data = file.read_bytes()
         raw = json.loads(data.decode("utf-8-sig"))  # some editors put a byte order mark first
@@ -31,7 +31,7 @@ def read_json(file: Path) -> dict:
 
 
 def check_lfs_pointer(file: Path, data: bytes) -> None:
-    """Raise UserError if what begins like this is what a clone without git-lfs leaves of a file."""
+    """Raise UserError if data begins a git-lfs pointer, which a clone without git-lfs leaves."""
     if data.startswith(b"version https://git-lfs"):
         raise UserError(
             f"{file}: a git-lfs pointer, not the file itself: fetch it with git lfs pull"
@@ -39,10 +39,10 @@ def check_lfs_pointer(file: Path, data: bytes) -> None:
 
 
 def check_values(where, raw: dict, supported: dict[str, tuple]) -> None:
-    """Raise UserError unless each key of a JSON object has one of these values.
+    """Raise UserError unless each key of a JSON object has one of the supported values.
 
-    where: what the error begins with. The first value is what a missing key means. A key `a.b` is
-    the key b in the object a; its value is None if a is no object.
+    where: prefix of the error. A missing key means the first value. A key `a.b` is the key b in the
+    object a; its value is None if a is no object.
     """
     for key, values in supported.items():
         outer, _, inner = key.rpartition(".")
@@ -53,9 +53,9 @@ def check_values(where, raw: dict, supported: dict[str, tuple]) -> None:
             raise UserError(f"{where}: {key} is {reprlib.repr(value)}; supported is {allowed}")
 
 
-CHUNK_BYTES = 2**22  # bytes of float32 in a block of `read_tensors`
-MAX_HEADER_SIZE = 100_000_000  # bytes in the head of a safetensors file, as the library has it
-DTYPES = {  # dtypes of a safetensors file
+CHUNK_BYTES = 2**22  # bytes of a chunk of `read_tensors` in float32
+MAX_HEADER_SIZE = 100_000_000  # bytes of a safetensors header, the library's limit
+DTYPES = {  # safetensors name -> torch dtype
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -70,14 +70,14 @@ DTYPES = {  # dtypes of a safetensors file
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
-# Ends of the names of tensors that GPTQ, AWQ, bitsandbytes, fp8 and others put beside weights.
+# Suffixes of tensors that GPTQ, AWQ, bitsandbytes, fp8 and others store beside weights.
 QUANT_SUFFIX = ("qweight", "qzeros", "scales", "g_idx", "scale", "scale_inv", "absmax", "quant_map")
 QUANT_SUFFIX += ("SCB", "weight_packed", "weight_shape", "zero_point", "_blocks", "_scale_2")
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor is. offset, nbytes: in the file."""
+    """The location of a tensor. offset, nbytes: in the file."""
 
     file: Path
     dtype: str  # as the file names it
@@ -87,10 +87,10 @@ class TensorInfo:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Return the tensors of a safetensors file. Raises UserError unless all of them are whole.
+    """Return the tensors of a safetensors file. Raises UserError unless all are complete.
 
-    The form: github.com/huggingface/safetensors. The library maps a file, and reading a mapped file
-    that became shorter kills the process (SIGBUS), so this reads.
+    The format: github.com/huggingface/safetensors. The library maps a file, and reading a mapped
+    file that was truncated kills the process (SIGBUS), so this reads.
     """
     try:
         with open(file, "rb") as opened:
@@ -117,9 +117,9 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def locate(file: Path, header: dict, start: int) -> dict[str, TensorInfo]:
-    """Return the tensors that a head describes, one right behind the other from byte `start` on.
+    """Return the tensors that a header describes, contiguous from byte `start` on.
 
-    Raises ValueError, TypeError, AttributeError or LookupError for a head that makes no sense.
+    Raises ValueError, TypeError, AttributeError or LookupError for an invalid header.
     """
     infos = {}
     for name, entry in header.items():
@@ -141,10 +141,10 @@ def locate(file: Path, header: dict, start: int) -> dict[str, TensorInfo]:
 
 
 def read_bytes(file: Path, start: int, size: int) -> bytearray:
-    """Return so many bytes of a file, from byte `start` on. Raises UserError if it ends before."""
+    """Return `size` bytes of a file from byte `start` on. Raises UserError if it ends earlier."""
     data = bytearray(size)
     try:
-        # Not mapped: reading a mapped file that became shorter kills the process.
+        # Not mapped: reading a mapped file that was truncated kills the process.
         with open(file, "rb") as opened:
             opened.seek(start)
             complete = opened.readinto(data) == size
@@ -164,16 +164,16 @@ def read_tensors(
     shape_source: str = "config.json says",
     map_key: Callable[[str], str | None] = str,
 ) -> Iterator[tuple[str, slice, torch.Tensor]]:
-    """The tensors of safetensors files in blocks of rows: (name, which rows, these rows).
+    """Iterate over tensors of safetensors files in chunks: (name, slice of rows, these rows).
 
-    Rows come in the dtype of the file. With blocks of a few megabytes, loading takes hardly more
-    memory than what becomes of them.
-    shapes: name -> shape, what the files must hold together. prefix: may stand before each name.
-    skip: endings of names that may be in the files and are not read. transposed: names of tensors
-    that are stored as (columns, rows); these come whole. shape_source: the source of shapes, in
-    errors. map_key: a function of a name in a file that returns the usual one, None if it is not
-    read. Raises UserError, before anything is read, if a file is cut short, or a tensor is missing,
-    unexpected, there twice, of another shape or not of floating-point numbers.
+    Rows have the dtype of the file. With chunks of a few megabytes, loading takes hardly more
+    memory than the loaded weights.
+    shapes: name -> shape of all tensors that the files must hold together. prefix: optional prefix
+    of each name. skip: suffixes of names that may be in the files and are not read. transposed:
+    names of tensors stored as (columns, rows), each yielded in one chunk. shape_source: the source
+    of shapes, for errors. map_key: maps a name in a file to the usual one, or None if it is not
+    read. Raises UserError, before any tensor is read, if a file is truncated, or a tensor is
+    missing, unexpected, duplicated, of another shape or not floating-point.
     """
     infos = find_tensors(files, shapes, prefix, skip, transposed, shape_source, map_key)
     return read_rows(infos, shapes, transposed)
@@ -188,7 +188,7 @@ def find_tensors(
     shape_source: str,
     map_key: Callable[[str], str | None],
 ) -> dict[str, TensorInfo]:
-    """Where each tensor is, once all are as they must be."""
+    """Return the location of each tensor, after the checks of `read_tensors`."""
     infos = {}
     for file in files:
         for key, tensor in read_header(file).items():
@@ -222,13 +222,13 @@ def find_tensors(
 
 
 def has_tensors(files: list[Path], prefix: str) -> bool:
-    """Return whether files hold tensors of a part of a model, by the beginning of their names."""
+    """Return whether files hold tensors of a part of a model, by the prefix of their names."""
     beginnings = (f"{prefix}.", f"model.{prefix}.")
     return any(name.startswith(beginnings) for file in files for name in read_header(file))
 
 
 def weights_differ(files: list[Path], map_key: Callable[[str], str | None], *ends: str) -> bool:
-    """Return whether files hold two matrices that are not equal. ends: of their layers' names."""
+    """Return whether files hold two unequal matrices. ends: the suffixes of their layers' names."""
     infos = {}
     for file in files:
         for key, tensor in read_header(file).items():
@@ -248,7 +248,7 @@ def weights_differ(files: list[Path], map_key: Callable[[str], str | None], *end
 def read_rows(
     infos: dict[str, TensorInfo], shapes: dict, transposed: Collection[str]
 ) -> Iterator[tuple[str, slice, torch.Tensor]]:
-    """The blocks of `read_tensors`. infos: as of `find_tensors`."""
+    """Yield the chunks of `read_tensors`. infos: from `find_tensors`."""
     for name, tensor in infos.items():
         shape = shapes[name]
         is_transposed = name in transposed
@@ -267,10 +267,9 @@ def read_rows(
 def write_checkpoint(directory: Path, config: dict, tensors: dict) -> None:
     """Write `config.json` and `model.safetensors`.
 
-    Raises UserError if that fails; nothing half-written is left then. Both are written in a
-    temporary directory first. An old configuration is removed before its weights are replaced, and
-    the new one is moved last: at any time a directory with a configuration holds the weights that
-    belong to it.
+    Raises UserError if that fails, and leaves no partial file then. Both are first written to a
+    temporary directory. An old configuration is removed before its weights are replaced, and the
+    new one is moved last, so a directory with a configuration always holds the matching weights.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The configuration of a model, as it stands in the JSON files of Hugging Face's form."""
+"""Model configurations in Hugging Face's JSON files."""
 
 import dataclasses
 import reprlib
@@ -15,10 +15,10 @@ from model import GPTConfig
 def read_sizes(
     file: Path, raw: dict, sizes: dict[str, tuple[str, int]], defaults: dict[str, int]
 ) -> dict[str, int]:
-    """The sizes in a config.json: of each field, an integer from 1 to its largest value.
+    """Return the sizes in a config.json: per field, an integer from 1 to its largest value.
 
-    sizes: field -> its key, and the largest value. defaults: field -> what a missing key means.
-    Raises UserError if one is anything else.
+    sizes: field -> its key and largest value. defaults: field -> its value if the key is missing.
+    Raises UserError for any other value.
     """
     fields = {}
     for field, (key, limit) in sizes.items():
@@ -34,9 +34,9 @@ def read_sizes(
 def read_token_ids(
     file: Path, raw: dict, key: str, vocab_size: int, default: int | None
 ) -> tuple[int, ...]:
-    """The different ids in a field of a config.json, an id or a list of ids, in their order.
+    """Return the ids in a field of a config.json, an id or a list of ids, without duplicates.
 
-    default: what a missing key means. Raises UserError if it holds neither.
+    default: the value of a missing key. Raises UserError if the field holds neither.
     """
     value = raw.get(key, default)
     ids = value if isinstance(value, list) else [value]
@@ -47,7 +47,7 @@ def read_token_ids(
 
 
 def read_number(file: Path, raw: dict, key: str, default: float | None, limit: float) -> float:
-    """A number in a config.json, above 0 and up to limit. Raises UserError if it is no such."""
+    """Return a number in a config.json. Raises UserError unless it is above 0 and up to limit."""
     value = raw.get(key, default)
     if type(value) not in (int, float) or not 0 < value <= limit:
         raise UserError(
@@ -68,12 +68,12 @@ GPT_SIZES = {
 
 
 def read_gpt_config(file: Path, raw: dict) -> GPTConfig:
-    """The configuration of a GPT-2. Raises UserError if it describes another architecture.
+    """Return the configuration of a GPT-2. Raises UserError for another architecture.
 
     file: the config.json, for errors. raw: the object in it.
     """
     fields = read_sizes(file, raw, GPT_SIZES, vars(GPTConfig()))
-    supported = {  # what the forward pass computes
+    supported = {  # values that the forward pass supports
         "model_type": ("gpt2",),
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
         "n_inner": (None, 4 * fields["n_embd"]),
@@ -95,7 +95,7 @@ def read_gpt_config(file: Path, raw: dict) -> GPTConfig:
 
 
 def gpt_to_dict(config: GPTConfig) -> dict:
-    """What a config.json says of this GPT-2, except the dtype of its weights."""
+    """Return the config.json of this GPT-2, except the dtype of its weights."""
     eos = config.eos_token_ids
     return {
         "architectures": ["GPT2LMHeadModel"],
@@ -118,7 +118,7 @@ LLAMA_SIZES = {  # field of LlamaConfig -> its key in config.json, and the large
     "n_inner": ("intermediate_size", 10**6),
     "head_dim": ("head_dim", 1000),
 }
-LLAMA_SUPPORTED_VALUES = {  # what the forward pass computes
+LLAMA_SUPPORTED_VALUES = {  # values that the forward pass supports
     "model_type": ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral"),
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -130,7 +130,7 @@ LLAMA_SUPPORTED_VALUES = {  # what the forward pass computes
 
 
 def read_rope_scaling(file: Path, rope: dict) -> RopeScaling:
-    """The RopeScaling in a part of a config.json. Raises UserError for what makes no sense."""
+    """Return the RopeScaling of a config.json. Raises UserError for invalid values."""
     names = [field.name for field in dataclasses.fields(RopeScaling)]
     scaling = RopeScaling(*(read_number(file, rope, name, None, 1e9) for name in names))
     low = scaling.low_freq_factor
@@ -144,24 +144,25 @@ def read_rope_scaling(file: Path, rope: dict) -> RopeScaling:
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
-UNIFORM_SLIDING = ("Mistral", "Qwen3Moe")  # that have one window in all layers, if in any
+UNIFORM_SLIDING = ("Mistral", "Qwen3Moe")  # with the same window in all layers, or in none
 
 
 def read_sliding_windows(file: Path, raw: dict, n_layer: int) -> tuple[int | None, ...]:
-    """The window of each layer in a config.json, () if none has one.
+    """Return the sliding window of each layer in a config.json, () if no layer has one.
 
-    A Mistral or Mixtral has it in each layer, and so has a Qwen3-MoE if use_sliding_window is true.
-    Another Qwen has it then in those that layer_types names, or from layer max_window_layers on. A
-    Gemma has it in those, or in all but each sixth. Raises UserError for other layers.
+    A Mistral or Mixtral has it in each layer, a Qwen3-MoE too if use_sliding_window is true.
+    Another Qwen then has it in the layers that layer_types names, or from layer max_window_layers
+    on. A Gemma has it in the layers that layer_types names, or in all but every sixth. Raises
+    UserError for other layer types.
     """
     model_type = raw.get("model_type")
-    use_sliding_window = raw.get("use_sliding_window")  # of Qwens
+    use_sliding_window = raw.get("use_sliding_window")  # Qwen only
     is_uniform = model_type in ("mistral", "mixtral") or (
         model_type == "qwen3_moe" and use_sliding_window
     )
-    allowed = (FULL_ATTENTION,)  # that layers may have
+    allowed = (FULL_ATTENTION,)  # layer types that are supported
     defaults = [FULL_ATTENTION] * n_layer
-    # transformers gives a Mixtral no window where the key is missing.
+    # transformers gives a Mixtral no sliding window if the key is missing.
     if raw.get("sliding_window", None if model_type == "mixtral" else 4096) is not None:
         if is_uniform:
             allowed = (SLIDING_ATTENTION,)
@@ -199,19 +200,19 @@ def read_sliding_windows(file: Path, raw: dict, n_layer: int) -> tuple[int | Non
 
 
 def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
-    """The configuration of a Llama. Raises UserError if it describes another architecture.
+    """Return the configuration of a Llama. Raises UserError for another architecture.
 
     file: the config.json, for errors. raw: the object in it.
     """
     original = raw
-    raw = {key: value for key, value in raw.items() if value is not None}  # as if it were missing
+    raw = {key: value for key, value in raw.items() if value is not None}  # null means missing
     check_values(file, raw, LLAMA_SUPPORTED_VALUES)
     model_type = raw.get("model_type")
     has_qk_norm = model_type in ("qwen3", "qwen3_moe")
     if model_type == "mixtral":
         raw = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6} | raw
     if model_type == "qwen3":
-        raw = {"head_dim": 128} | raw  # as in transformers, where a Llama's is a fraction of n_embd
+        raw = {"head_dim": 128} | raw  # as in transformers; a Llama's is n_embd / n_head
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"  # older files; newer
     rope = raw.get(key, {})
     if not isinstance(rope, dict):
@@ -258,11 +259,11 @@ EXPERTS_SIZES = {  # field of ExpertsConfig -> its key, and the largest value re
 
 
 def read_experts(file: Path, raw: dict, sizes: dict) -> ExpertsConfig:
-    """The ExpertsConfig of a Qwen3-MoE or a Mixtral. Raises UserError for what makes no sense.
+    """Return the ExpertsConfig of a Qwen3-MoE or a Mixtral. Raises UserError for invalid values.
 
     sizes: fields of the LlamaConfig.
     """
-    if raw["model_type"] == "mixtral":  # all layers alike, and experts as wide as one MLP would be
+    if raw["model_type"] == "mixtral":  # experts in all layers, each as wide as a dense MLP
         names = {
             "num_experts": ("num_local_experts", 1000),
             "num_experts_per_tok": EXPERTS_SIZES["num_experts_per_tok"],
@@ -296,9 +297,9 @@ def read_experts(file: Path, raw: dict, sizes: dict) -> ExpertsConfig:
 
 
 def llama_to_dict(config: LlamaConfig) -> dict:
-    """What a config.json says of this Llama, except the dtype of its weights.
+    """Return the config.json of this Llama, except the dtype of its weights.
 
-    Raises UserError for a shape that transformers refuses.
+    Raises UserError for a configuration that transformers refuses.
     """
     name = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
     if isinstance(config, GemmaConfig):
@@ -343,7 +344,7 @@ def llama_to_dict(config: LlamaConfig) -> dict:
 
 
 def sliding_window_fields(config: LlamaConfig, name: str) -> dict:
-    """What a config.json says of windows. Raises UserError for some that transformers refuses."""
+    """Return the sliding-window fields. Raises UserError for windows that transformers refuses."""
     if not any(config.sliding_windows):
         return {}
     sizes = set(config.sliding_windows)
@@ -362,7 +363,7 @@ def sliding_window_fields(config: LlamaConfig, name: str) -> dict:
     return fields
 
 
-GEMMA_SUPPORTED_VALUES = {  # what the forward pass computes
+GEMMA_SUPPORTED_VALUES = {  # values that the forward pass supports
     "hidden_activation": ("gelu_pytorch_tanh",),
     "attention_bias": (False,),
     "use_bidirectional_attention": (False,),
@@ -371,7 +372,7 @@ GEMMA_SUPPORTED_VALUES = {  # what the forward pass computes
     "tie_word_embeddings": (True, False),
 }
 GEMMA_DEFAULTS = {"head_dim": 256, "num_key_value_heads": 4, "eos_token_id": 1, "bos_token_id": 2}
-# What a text_config may lack: transformers writes only what differs from its defaults.
+# Defaults of a text_config: transformers writes only values that differ.
 GEMMA_TEXT_DEFAULTS = {
     "vocab_size": 262208,
     "hidden_size": 2304,
@@ -383,10 +384,10 @@ GEMMA_TEXT_DEFAULTS = {
 
 
 def read_text_config(file: Path, raw: dict) -> dict:
-    """Return the config.json of the part that reads and writes texts, of a model with more parts.
+    """Return the config.json of a multimodal model's language model.
 
-    Ids that end or begin a text, and weights that are quantized, are said of the whole model.
-    Raises UserError if there is no such part.
+    BOS and EOS ids, weight tying and quantization are taken from the top level. Raises UserError if
+    the language model is missing.
     """
     if raw.get("model_type") != "gemma3":
         return raw
@@ -399,7 +400,7 @@ def read_text_config(file: Path, raw: dict) -> dict:
 
 
 def read_object(file: Path, raw: dict, key: str) -> dict:
-    """An object in a config.json; {} if it is missing. Raises UserError for anything else."""
+    """Return an object in a config.json; {} if missing. Raises UserError for any other value."""
     value = raw.get(key)
     if not isinstance(value, (dict, type(None))):
         raise UserError(f"{file}: {key} is {reprlib.repr(value)}; it must be an object")
@@ -407,7 +408,7 @@ def read_object(file: Path, raw: dict, key: str) -> dict:
 
 
 def read_gemma_config(file: Path, raw: dict) -> GemmaConfig:
-    """The configuration of a Gemma 3. Arguments and errors are as of `read_llama_config`."""
+    """Return the configuration of a Gemma 3. Arguments and errors as in `read_llama_config`."""
     original = raw
     raw = GEMMA_DEFAULTS | {key: value for key, value in raw.items() if value is not None}
     check_values(file, raw, GEMMA_SUPPORTED_VALUES)
@@ -424,7 +425,7 @@ def read_gemma_config(file: Path, raw: dict) -> GemmaConfig:
         f"{file}: full_attention", {"rope_type": rope_type}, {"rope_type": ("default", "linear")}
     )
     check_values(f"{file}: sliding_attention", local_rope, {"rope_type": ("default",)})
-    # Sizes and ids are a Llama's.
+    # Sizes and ids have the keys of a Llama.
     llama = {key: raw[key] for key in raw.keys() - {"layer_types", "rope_scaling", "hidden_act"}}
     llama |= {"model_type": "llama", "rope_parameters": {"rope_theta": global_rope["rope_theta"]}}
     config = read_llama_config(file, {"tie_word_embeddings": True} | llama)
@@ -443,7 +444,7 @@ def read_gemma_config(file: Path, raw: dict) -> GemmaConfig:
 
 
 def gemma_to_dict(config: GemmaConfig) -> dict:
-    """What a config.json says of this Gemma 3. Errors are as of `llama_to_dict`."""
+    """Return the config.json of this Gemma 3. Errors as in `llama_to_dict`."""
     factor = config.rope_linear_factor
     return llama_to_dict(config) | {
         "model_type": "gemma3_text",
@@ -464,10 +465,10 @@ SPECIAL_TOKEN_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 def read_special_tokens(source) -> dict[str, str]:
-    """Return the tokens that a model's files name, such as "eos_token": "</s>".
+    """Return the special tokens that a model's files name, such as "eos_token": "</s>".
 
-    As in transformers: tokenizer_config.json names them, and special_tokens_map.json has the last
-    word unless tokenizer_config.json lists added tokens, as newer files do. source: a `Source`.
+    As in transformers, tokenizer_config.json names them. special_tokens_map.json overrides it,
+    unless tokenizer_config.json lists added tokens, as newer files do. source: a `Source`.
     Raises UserError for a file that cannot be read.
     """
     config = read_model_json(source, "tokenizer_config.json")
@@ -485,15 +486,15 @@ def read_special_tokens(source) -> dict[str, str]:
 
 
 def read_model_json(source, name: str) -> dict:
-    """Return the object in one of a model's files, {} if there is no such file."""
+    """Return the object in one of a model's JSON files, {} if the file is missing."""
     file = source.find(name)
     return read_json(file) if file else {}
 
 
 def find_eos_token_id(source) -> int | None:
-    """Return the id of the token that ends a text by its tokenizer's files; None: they name none.
+    """Return the id of the EOS token that the tokenizer's files name; None if they name none.
 
-    vLLM ends texts at it too, because some models name it nowhere else. Raises UserError as
+    vLLM stops at it too, because some models name it nowhere else. Raises UserError as
     `read_special_tokens`.
     """
     eos_token = read_special_tokens(source).get("eos_token")

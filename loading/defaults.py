@@ -1,4 +1,4 @@
-"""Sampling parameters that a model's authors recommend, for chats where nobody names others."""
+"""Sampling defaults for chats, as a model's authors recommend them."""
 
 from collections.abc import Collection, Mapping
 
@@ -7,7 +7,7 @@ from loading.checkpoint import read_json
 from loading.load import Source
 from sampling import LIMITS, SamplingParams
 
-GGUF_KEYS = {  # by the field of SamplingParams; generation_config.json has the names of the fields
+GGUF_KEYS = {  # field of SamplingParams -> GGUF key; generation_config.json uses the fields' names
     "temperature": "general.sampling.temp",
     "top_k": "general.sampling.top_k",
     "top_p": "general.sampling.top_p",
@@ -19,11 +19,11 @@ MODEL_CARD_DEFAULTS = {"smollm2": {"temperature": 0.2, "top_p": 0.9}}  # without
 
 
 def read_sampling_defaults(source: Source) -> dict[str, float]:
-    """Return the sampling parameters of a model for chats, by the fields of SamplingParams.
+    """Return a model's sampling defaults for chats, by the fields of SamplingParams.
 
     They come from the keys general.sampling.* of a GGUF file, or from generation_config.json, as
-    vLLM takes them with --generation-config auto. "do_sample": false is temperature 0. Parameters
-    of a draw without a temperature mean 1, as in transformers.
+    in vLLM with --generation-config auto. "do_sample": false means temperature 0. Filters without a
+    temperature imply temperature 1, as in transformers.
     Raises UserError for a value out of range.
     """
     if source.package in MODEL_CARD_DEFAULTS:
@@ -35,7 +35,7 @@ def read_sampling_defaults(source: Source) -> dict[str, float]:
         value = values.get(key)
         if value is None:
             continue
-        if field == "top_k" and value == -1:  # llama.cpp's and vLLM's way to say that it is off
+        if field == "top_k" and value == -1:  # off in llama.cpp and vLLM
             value = 0
         try:
             check_limits({key: LIMITS[field]}, **{key: value})
@@ -52,7 +52,7 @@ def read_sampling_defaults(source: Source) -> dict[str, float]:
 
 
 def read_sampling_values(source: Source) -> tuple[str, dict[str, str], dict]:
-    """Return a model's file with sampling parameters, their names in it, and what it says."""
+    """Return the file with a model's sampling parameters, their keys in it, and its contents."""
     keys = GGUF_KEYS
     if source.type == "gguf" and any(key in source.gguf.metadata for key in keys.values()):
         return source.name, keys, source.gguf.metadata
@@ -64,10 +64,10 @@ def read_sampling_values(source: Source) -> tuple[str, dict[str, str], dict]:
 def apply_sampling_defaults(
     defaults: Mapping[str, float], explicit: Collection[str], temperature: float = 0.0
 ) -> dict[str, float]:
-    """Return the defaults that count beside the parameters that a user has given.
+    """Return the defaults that apply beside the user's explicit parameters.
 
-    explicit: their names. temperature: of the text, if the defaults do not say it. A greedy text
-    has no use for filters.
+    explicit: their names. temperature: of the request, unless the defaults set it. Greedy decoding
+    ignores filters, so they are dropped.
     """
     used = {name: value for name, value in defaults.items() if name not in explicit}
     if used.get("temperature", temperature) == 0:
@@ -76,6 +76,6 @@ def apply_sampling_defaults(
 
 
 def describe_sampling_defaults(defaults: Mapping[str, float]) -> str:
-    """Return a note that names the defaults, and how to turn them off."""
+    """Return a note that lists the defaults and says how to turn them off."""
     values = ", ".join(f"{name.replace('_', '-')} {value:.10g}" for name, value in defaults.items())
     return f"note: sampling defaults of the model: {values}; --generation-config none ignores them"

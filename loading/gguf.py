@@ -1,6 +1,6 @@
-"""The head of a GGUF file: a model's metadata, and where its tensors are.
+"""The header of a GGUF file: a model's metadata, and the locations of its tensors.
 
-The form: docs/gguf.md in github.com/ggml-org/ggml. Nothing here knows an architecture.
+The format: docs/gguf.md in github.com/ggml-org/ggml. Nothing here depends on the architecture.
 """
 
 import array
@@ -15,11 +15,11 @@ from typing import BinaryIO
 from errors import UserError
 from loading.checkpoint import check_lfs_pointer
 
-SCALAR_FORMATS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd"))  # of `struct`
+SCALAR_FORMATS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd"))  # for `struct`
 LENGTH = struct.Struct("<Q")
 STRING = 8
 ARRAY = 9
-GGML_TYPES = {  # type -> its name, how many numbers a block of it holds, and in how many bytes
+GGML_TYPES = {  # number of the type -> name, numbers per block, bytes per block
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
     2: ("Q4_0", 32, 18),
@@ -35,32 +35,32 @@ GGML_TYPES = {  # type -> its name, how many numbers a block of it holds, and in
     30: ("BF16", 1, 2),
     39: ("MXFP4", 32, 17),
 }
-UNSUPPORTED_TYPES = dict(  # name -> number of a type of llama.cpp that is not read
+UNSUPPORTED_TYPES = dict(  # types of llama.cpp that are not read: name -> number
     Q8_1=9, Q8_K=15, IQ2_XXS=16, IQ2_XS=17, IQ3_XXS=18, IQ1_S=19, IQ4_NL=20, IQ3_S=21, IQ2_S=22,
     IQ4_XS=23, I8=24, I16=25, I32=26, I64=27, F64=28, IQ1_M=29, Q4_0_4_4=31, Q4_0_4_8=32,
     Q4_0_8_8=33, TQ1_0=34, TQ2_0=35, IQ4_NL_4_4=36, IQ4_NL_4_8=37, IQ4_NL_8_8=38, NVFP4=40,
     Q1_0=41, Q2_0=42,
 )  # fmt: skip
-# A model in several files: the names that llama.cpp gives them.
+# llama.cpp's names for the splits of a model.
 SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor is. shape: as in torch, the slowest dimension first."""
+    """The location of a tensor. shape: as in torch, the slowest dimension first."""
 
     shape: tuple[int, ...]
     type: str  # a name in GGML_TYPES
-    offset: int  # in bytes from the file's beginning
+    offset: int  # bytes from the beginning of the file
     nbytes: int
     file: Path
 
 
 @dataclass(frozen=True)
 class GGUF:
-    """What the head of a file says. Arrays of numbers are `array`s, those of strings lists.
+    """The contents of a header. Arrays of numbers are `array`s, arrays of strings lists.
 
-    Of a model in several files, `file` and the metadata are those of the first.
+    For a model in several files, `file` and `metadata` belong to the first.
     """
 
     file: Path
@@ -69,7 +69,7 @@ class GGUF:
 
 
 class GGUFReader:
-    """Reads values one after the other. Raises UserError where the file ends too early."""
+    """A sequential reader of values. Raises UserError if the file ends too early."""
 
     def __init__(self, file: Path, stream: BinaryIO):
         self.file = file
@@ -78,8 +78,8 @@ class GGUFReader:
         self.position = 0
 
     def read(self, size: int) -> bytes:
-        """The next bytes."""
-        # What is asked for may be more than there is memory, so the file's size comes first.
+        """Read the next bytes."""
+        # A damaged length may exceed memory, so it is compared with the file's size first.
         data = self.stream.read(size) if size <= self.size - self.position else b""
         if len(data) < size:
             raise UserError(f"{self.file}: cut off: the file ends at byte {self.size}")
@@ -87,17 +87,17 @@ class GGUFReader:
         return data
 
     def scalar(self, fmt: str):
-        """A number. A float32 is a short decimal that rounds to it: 1e-05, not 9.99...e-06."""
+        """Read a number. A float32 becomes its shortest decimal: 1e-05, not 9.99...e-06."""
         (value,) = struct.unpack(f"<{fmt}", self.read(struct.calcsize(fmt)))
         return shortest_decimal(value) if fmt == "f" else value
 
     def string(self) -> str:
-        """UTF-8 behind its length. Tokens may be parts of characters: their bytes are escaped."""
-        (length,) = LENGTH.unpack(self.read(8))  # faster than scalar: a vocabulary has many
+        """Read a length and UTF-8. Tokens may be parts of characters: their bytes are escaped."""
+        (length,) = LENGTH.unpack(self.read(8))  # faster than scalar(), as vocabularies are long
         return self.read(length).decode("utf-8", "surrogateescape")
 
     def value(self, value_type: int):
-        """A value of metadata."""
+        """Read a value of metadata."""
         if value_type == STRING:
             return self.string()
         if value_type in SCALAR_FORMATS:
@@ -118,7 +118,7 @@ class GGUFReader:
 
 
 def shortest_decimal(number: float) -> float:
-    """The decimal of fewest digits, six or more, that rounds to this float32."""
+    """Return the decimal of fewest digits, at least six, that rounds to this float32."""
     for digits in (6, 7, 8):
         decimal = float(f"{number:.{digits}g}")
         if struct.pack("<f", decimal) == struct.pack("<f", number):
@@ -127,9 +127,9 @@ def shortest_decimal(number: float) -> float:
 
 
 def read_gguf(file: Path) -> GGUF:
-    """Return the head of a file, checked, and of all parts if the model is in several files.
+    """Return the checked header of a file, or of all splits of a model.
 
-    file: any of the parts. Raises UserError, in memory of a few times the files' size.
+    file: any of the splits. Raises UserError. Memory use is limited to a few times the files' size.
     """
     gguf = read_split(file)
     count = gguf.metadata.get("split.count", 0)
@@ -162,9 +162,9 @@ def read_gguf(file: Path) -> GGUF:
 
 
 def read_split(file: Path) -> GGUF:
-    """Return the head of one file. Raises UserError."""
+    """Return the header of one file. Raises UserError."""
     try:
-        # Not mapped: reading a mapped file that became shorter kills the process.
+        # Not mapped: reading a mapped file that was truncated kills the process.
         with open(file, "rb") as stream:
             return read_header(GGUFReader(file, stream))
     except OSError as error:
@@ -172,7 +172,7 @@ def read_split(file: Path) -> GGUF:
 
 
 def read_header(reader: GGUFReader) -> GGUF:
-    """What stands before the tensors. Raises UserError."""
+    """Read the header. Raises UserError if it is invalid."""
     file = reader.file
     if not reader.size:
         raise UserError(f"{file}: the file is empty")
@@ -213,10 +213,10 @@ def read_header(reader: GGUFReader) -> GGUF:
 def locate(
     reader: GGUFReader, name: str, alignment: int, shape: tuple, ggml_type: int, offset: int
 ) -> TensorInfo:
-    """A tensor of a file whose head is read. Raises UserError if it is not whole, or unknown.
+    """Locate a tensor, after the header is read. Raises UserError if it is truncated or unknown.
 
-    ggml_type: a key of GGML_TYPES. offset: from where tensors begin, the first multiple after the
-    head.
+    ggml_type: a key of GGML_TYPES. offset: in bytes from the first multiple of `alignment` after
+    the header.
     """
     where = f"{reader.file}: tensor {name}"
     if ggml_type not in GGML_TYPES:

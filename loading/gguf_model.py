@@ -1,4 +1,4 @@
-"""A model in a GGUF file: its configuration, and its tensors by our names and in our order."""
+"""A GGUF file's configuration, and its tensors with our names and in our order."""
 
 import array
 import dataclasses
@@ -21,9 +21,9 @@ from loading.gguf_blocks import UNPACKERS, dequantize, unpack_blocks
 from loading.gguf_tokenizer import named_eog_ids
 from model import GPTConfig, Model
 
-CHUNK_BYTES = 2**20  # of float32 in a block of rows: decoding is fastest in the processor's cache
+CHUNK_BYTES = 2**20  # bytes of a chunk in float32; dequantising is fastest in the CPU's cache
 ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3", "qwen3moe", "gemma3")
-SIZES = {  # field of a config -> its key behind the architecture's name, and the largest value read
+SIZES = {  # field of a config -> its key after the architecture's name, and the largest value read
     "block_size": ("context_length", 10**7),
     "n_layer": ("block_count", 1000),
     "n_head": ("attention.head_count", 1000),
@@ -32,20 +32,20 @@ SIZES = {  # field of a config -> its key behind the architecture's name, and th
     "n_inner": ("feed_forward_length", 10**6),
     "head_dim": ("attention.key_length", 1000),
 }
-EXPERTS_SIZES = {  # the same of ExpertsConfig
+EXPERTS_SIZES = {  # the same for ExpertsConfig
     "num_experts": ("expert_count", 1000),
     "num_experts_per_tok": ("expert_used_count", 1000),
     "n_inner": ("expert_feed_forward_length", 10**6),
 }
 EOS_KEYS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
 ROPE_FREQS = "rope_freqs.weight"
-GEMMA_SLIDING_WINDOW_PATTERN = 6  # one of six sees all: no key says so, llama.cpp's code does
-# Types whose numbers stand in the file as torch has them.
+GEMMA_SLIDING_WINDOW_PATTERN = 6  # every sixth layer is global, as hard-coded in llama.cpp
+# Types that are stored as torch stores them.
 UNQUANTIZED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def read_gguf_config(gguf: GGUF) -> GPTConfig | LlamaConfig:
-    """The configuration of a file's model. Raises UserError for another architecture."""
+    """Return the configuration of a file's model. Raises UserError for other architectures."""
     file = gguf.file
     raw = gguf.metadata
     architecture = raw.get("general.architecture")
@@ -95,7 +95,7 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
     supported["rope.scale_linear"] = (1,)
     if architecture != "gemma3":
         supported |= {"rope.scaling.type": ("none",), "rope.scaling.factor": (1,)}
-        supported["attention.sliding_window"] = (0,)  # llama.cpp writes none of a Mistral's
+        supported["attention.sliding_window"] = (0,)  # llama.cpp omits a Mistral's
     experts = None
     is_mixtral = architecture == "llama" and raw.get("llama.expert_count", 0) != 0
     if architecture == "qwen3moe" or is_mixtral:
@@ -123,10 +123,10 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
 
 
 def warn_assumed(gguf: GGUF, architecture: str) -> None:
-    """Print what is assumed where converters write no key: windows, and rotations that adapt.
+    """Warn of assumptions where converters write no key: sliding windows and RoPE scaling.
 
-    A Qwen2 may have a window in its config.json, and so may a Mistral, whose files call themselves
-    Llamas: its name tells. llama.cpp assumes the same.
+    A Qwen2 may have a sliding window in its config.json. So may a Mistral, whose GGUF architecture
+    is llama, so only its name tells. llama.cpp assumes the same.
     """
     names = [str(gguf.metadata.get(f"general.{key}", "")) for key in ("name", "basename")]
     is_mistral = architecture == "llama" and any("mistral" in name.lower() for name in names)
@@ -161,18 +161,21 @@ def gemma_config(gguf: GGUF, architecture: str, fields: dict) -> GemmaConfig:
 
 
 def query_pre_attn_scalar(config: LlamaConfig) -> int:
-    """llama.cpp divides a Gemma's scores by the root of this. No key holds it: the depth tells."""
+    """Return the number by whose root a Gemma's scores are divided.
+
+    No key holds it. As in llama.cpp, the number of layers identifies the 27B model.
+    """
     is_27b = config.n_layer == 62
     return config.n_embd // config.n_head if is_27b else config.head_dim
 
 
 def swa_layers(pattern: int, n_layer: int) -> list[bool]:
-    """Whether each layer has a window, if one in `pattern` has none. 0: all have one."""
+    """Return whether each layer has a sliding window: all but every `pattern`-th; 0: all."""
     return [not pattern or (layer + 1) % pattern > 0 for layer in range(n_layer)]
 
 
 def read_sliding_windows(gguf: GGUF, n_layer: int) -> tuple[int | None, ...]:
-    """The window of each of a Gemma's layers, as `LlamaConfig.sliding_windows`."""
+    """Return the sliding window of each layer of a Gemma, as `LlamaConfig.sliding_windows`."""
     key = "gemma3.attention.sliding_window"
     if gguf.metadata.get(key, 0) == 0:
         return ()
@@ -189,15 +192,15 @@ def read_sliding_windows(gguf: GGUF, n_layer: int) -> tuple[int | None, ...]:
 
 
 def read_experts(gguf: GGUF, architecture: str, sizes: dict) -> ExpertsConfig:
-    """What all layers have. No key says that weights add up to 1: in llama.cpp they do.
+    """Return the experts of all layers. No key says norm_topk_prob: llama.cpp sets it.
 
-    sizes: of the config. Raises UserError if a layer has other experts: a model of as many as the
-    metadata may claim would take minutes to build.
+    sizes: fields of the LlamaConfig. Raises UserError if a layer's tensors have other shapes,
+    because a model of the size that false metadata claim would take minutes to build.
     """
     names = {
         field: (f"{architecture}.{key}", limit) for field, (key, limit) in EXPERTS_SIZES.items()
     }
-    # In a Mixtral's file no key says how wide experts are: as wide as one MLP would be.
+    # A Mixtral's file has no key for the width of experts, which is a dense MLP's.
     defaults = {"n_inner": sizes["n_inner"]} if architecture == "llama" else {}
     fields = read_sizes(gguf.file, gguf.metadata, names, defaults)
     if fields["num_experts_per_tok"] > fields["num_experts"]:
@@ -215,7 +218,7 @@ def read_experts(gguf: GGUF, architecture: str, sizes: dict) -> ExpertsConfig:
 
 
 def check_metadata(gguf: GGUF, supported: dict[str, tuple]) -> None:
-    """Raise UserError unless each key has one of these values; a missing one means the first."""
+    """Raise UserError unless each key has a supported value; a missing key means the first."""
     for key, values in supported.items():
         value = gguf.metadata.get(key, values[0])
         if value not in values:
@@ -225,19 +228,19 @@ def check_metadata(gguf: GGUF, supported: dict[str, tuple]) -> None:
 
 
 def has_interleaved_rope(gguf: GGUF) -> bool:
-    """Whether it is written as Meta's files are: what a rotation turns stands in pairs."""
+    """Return whether RoPE pairs are interleaved in queries and keys, as in Meta's files."""
     return gguf.metadata["general.architecture"] == "llama"
 
 
 def get_tensor(gguf: GGUF, name: str) -> TensorInfo:
-    """A tensor by its name. Raises UserError if it is missing."""
+    """Return a tensor by its name. Raises UserError if it is missing."""
     if name not in gguf.tensors:
         raise UserError(f"{gguf.file}: tensor {name} is missing")
     return gguf.tensors[name]
 
 
 def read_rope_freq_factors(gguf: GGUF, count: int) -> tuple[float, ...] | None:
-    """What the file slows each rotation down by, as `LlamaConfig.rope_freq_factors`."""
+    """Return the divisors of RoPE frequencies, as `LlamaConfig.rope_freq_factors`."""
     if ROPE_FREQS not in gguf.tensors:
         return None
     check_tensor(gguf, ROPE_FREQS, (count,))
@@ -248,17 +251,17 @@ def read_rope_freq_factors(gguf: GGUF, count: int) -> tuple[float, ...] | None:
 
 
 def is_stacked(model: Model, key: str) -> bool:
-    """Whether a GGUF file has a tensor in one with those of a layer's other experts."""
+    """Return whether a GGUF file stacks this tensor over the experts of its layer."""
     return model.role(key).startswith("expert_")
 
 
 def norm_weight_offset(architecture: str, role: str) -> int:
-    """What a file adds to our weights: a Gemma's norms multiply by 1 + w, and it stores the sum."""
+    """Return the offset in a file's weights: a Gemma's norms are stored as 1 + weight."""
     return int(architecture == "gemma3" and role.endswith("norm"))
 
 
 def gguf_name(model: Model, key: str) -> str:
-    """What a GGUF file calls one of a model's tensors; experts of a layer share a name."""
+    """Return the GGUF name of a model's tensor; the experts of a layer share a name."""
     layer, _, suffix = key.rpartition(".")
     numbers = iter(re.findall(r"(?<=\.)\d+(?=\.|$)", layer))
     name = re.sub(r"\*", lambda star: next(numbers), model.ROLES[model.role(key)][1])
@@ -266,7 +269,7 @@ def gguf_name(model: Model, key: str) -> str:
 
 
 def read_block_formats(gguf: GGUF, model: Model) -> dict[str, BlockFormat]:
-    """The format of each weight of a model in blocks: Q8_0 where a type is not kept as it is."""
+    """Return the block format of each weight; Q8_0 if its type has no block format here."""
     names = {key: gguf_name(model, key) for key, _ in model.named_parameters()}
     return {key: BLOCK_FORMATS.get(gguf.tensors[name].type, Q8_0) for key, name in names.items()}
 
@@ -274,11 +277,11 @@ def read_block_formats(gguf: GGUF, model: Model) -> dict[str, BlockFormat]:
 def read_gguf_tensors(
     gguf: GGUF, model: Model, keep_quantized: bool = False
 ) -> Iterator[tuple[str, slice, torch.Tensor | QuantizedBlocks]]:
-    """The tensors of a model in blocks of rows: (name, which rows, these rows).
+    """Iterate over the tensors of a model in chunks: (name, slice of rows, these rows).
 
-    As `read_tensors`. keep_quantized: matrices of a type in BLOCK_FORMATS come as they are in the
-    file. Raises UserError, before anything is read, if one is missing, unexpected, of another shape
-    or of a type that is not read.
+    As `read_tensors`. keep_quantized: matrices of a type in BLOCK_FORMATS are not dequantised.
+    Raises UserError, before any tensor is read, if one is missing, unexpected, of another shape or
+    of a type that is not supported.
     """
     names = {}
     for key, _ in model.named_parameters():
@@ -297,10 +300,10 @@ def read_gguf_tensors(
 
 
 def check_head(gguf: GGUF) -> None:
-    """Raise UserError if a file has a head that is another matrix than the embedding.
+    """Raise UserError if a file's head is not a copy of the embedding.
 
-    Only a GPT-2 comes here, whose one matrix is both: older files have a copy of it, which may be
-    of another type. Then a part that is no more than rounding is still a copy.
+    Only a GPT-2 can fail, whose head is always tied. Older files have a copy of the embedding,
+    which may be of another type. Then a difference within rounding is accepted.
     """
     names = ["output.weight", "token_embd.weight"]
     if names[0] not in gguf.tensors:
@@ -320,7 +323,7 @@ def check_head(gguf: GGUF) -> None:
 
 
 def check_tensor(gguf: GGUF, name: str, shape: tuple[int, ...]) -> None:
-    """Raise UserError unless there is a tensor of this name and shape, of a type that is read."""
+    """Raise UserError unless a tensor has this name and shape, and a supported type."""
     tensor = get_tensor(gguf, name)
     if tensor.shape != shape:
         raise UserError(
@@ -334,13 +337,13 @@ def check_tensor(gguf: GGUF, name: str, shape: tuple[int, ...]) -> None:
 def iterate_tensors(
     gguf: GGUF, model: Model, names: dict[str, list[str]], keep_quantized: bool
 ) -> Iterator[tuple]:
-    """The blocks of `read_gguf_tensors`. names: in the file -> ours."""
+    """Yield the chunks of `read_gguf_tensors`. names: GGUF name -> our names."""
     entries = [
         (name, number, key) for name, keys in names.items() for number, key in enumerate(keys)
     ]
     for name, number, key in entries:
         tensor = gguf.tensors[name]
-        if is_stacked(model, key):  # rows of one expert after the other
+        if is_stacked(model, key):  # the experts' rows are contiguous
             count, rows, *width = tensor.shape
             tensor = dataclasses.replace(tensor, shape=(count * rows, *width))
         rows = tensor.shape[0] // len(names[name])
@@ -348,7 +351,7 @@ def iterate_tensors(
         weight_offset = norm_weight_offset(gguf.metadata["general.architecture"], model.role(key))
         row_multiple = model.config.head_dim if interleaved else 1
         height = -(-CHUNK_BYTES // (4 * math.prod(tensor.shape[1:])) // row_multiple) * row_multiple
-        if len(tensor.shape) == 1:  # numbers of a vector may share scales, so it comes whole
+        if len(tensor.shape) == 1:  # one chunk, because numbers of a vector may share scales
             height = rows
         keep_blocks = keep_quantized and len(tensor.shape) == 2 and tensor.type in BLOCK_FORMATS
         for start in range(0, rows, height):
@@ -361,14 +364,14 @@ def iterate_tensors(
             elif interleaved:
                 block = reverse_permute_weights(block, row_multiple)
             if weight_offset:
-                block = block.float() - weight_offset  # in 16 bits it rounds below 1 / 2
+                block = block.float() - weight_offset  # 16 bits would round it
             yield key, slice(start, stop), block
 
 
 def read_rows(
     gguf: GGUF, tensor: TensorInfo, start: int, stop: int, keep_quantized: bool = False
 ) -> torch.Tensor | QuantizedBlocks:
-    """Some rows of a tensor, in its own dtype; if they are in blocks, as these or in float32."""
+    """Read rows of a tensor, in its dtype; quantised ones as blocks or in float32."""
     rows = tensor.shape[0]
     size = tensor.nbytes * (stop - start) // rows
     data = read_bytes(tensor.file, tensor.offset + tensor.nbytes * start // rows, size)
@@ -382,9 +385,9 @@ def read_rows(
 
 
 def reverse_permute_weights(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Rows that make queries or keys, from llama.cpp's order, which is Meta's, to ours.
+    """Reorder a query or key projection's rows from llama.cpp's order, which is Meta's, to ours.
 
-    What are neighbours there, the coordinates of a point, `llama.apply_rotary_emb` has in a head's
-    two halves. rows: (heads * head_dim, ...).
+    There RoPE pairs are neighbours. `llama.apply_rotary_emb` expects their elements in a head's two
+    halves. rows: (heads * head_dim, ...).
     """
     return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)

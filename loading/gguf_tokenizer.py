@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file, what ends a text, and the chat template."""
+"""The tokenizer, the end-of-generation tokens and the chat template of a GGUF file."""
 
 import reprlib
 from collections import Counter
@@ -14,7 +14,7 @@ from loading.gguf import GGUF
 
 KEY_PREFIX = "tokenizer.ggml"
 GPT2 = PATTERNS["GPT-2"]
-# Values of tokenizer.ggml.pre that split a text alike: llama_vocab::impl::load in llama.cpp.
+# Values of tokenizer.ggml.pre by pattern, from llama_vocab::impl::load in llama.cpp.
 LIKE_GPT_2 = "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert"
 LIKE_GPT_2 += " mpt olmo jais trillion granite-docling exaone4 jina-v1-en jina-v2-code roberta-bpe"
 LIKE_LLAMA_3 = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
@@ -22,7 +22,7 @@ LIKE_GLM_4 = "glm4 glm5"
 LIKE_CHATGLM = "chatglm-bpe dbrx smaug-bpe"
 LIKE_QWEN2 = "qwen2 deepseek-r1-qwen kormo f2llmv2 stablelm2 hunyuan solar-open megrez grok-2"
 LIKE_SMOLLM = "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2"
-PRE_TOKENIZERS = {  # tokenizer.ggml.pre -> the patterns that split a text, one after the other
+PRE_TOKENIZERS = {  # tokenizer.ggml.pre -> the patterns that split a text, in turn
     "default": (r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9]{3}"),  # llama.cpp's own
     "tekken": (PATTERNS["Tekken"],),
     **dict.fromkeys(LIKE_GPT_2.split(), (GPT2,)),
@@ -36,18 +36,18 @@ IGNORE_MERGES = {
     *LIKE_GLM_4.split(),
     "tekken",
 }  # merges are ignored for these
-ADD_BOS = {*LIKE_LLAMA_3.split(), "tekken"}  # a text begins with BOS if no key says otherwise
+ADD_BOS = {*LIKE_LLAMA_3.split(), "tekken"}  # they add BOS by default
 SUPPORTED_VALUES = {
     f"{KEY_PREFIX}.model": ("gpt2", "llama"),
     f"{KEY_PREFIX}.add_bos_token": (None, False, True),
     f"{KEY_PREFIX}.add_eos_token": (False,),
     f"{KEY_PREFIX}.add_space_prefix": (None, False, True),
 }
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)  # types of tokens
-# Control tokens that end a text, whether or not a key says so: most files name only one of them.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)  # token types
+# Control tokens that always end generation, because most files name only one in their keys.
 EOG_TOKENS = {"<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "</s>"}
 EOG_TOKENS |= {"<end_of_turn>"}  # Gemma
-# Variable of a chat template -> the key of its id, without _token_id.
+# Variable of a chat template -> the key of its id, without the suffix _token_id.
 TEMPLATE_TOKENS = {
     "bos_token": "bos",
     "eos_token": "eos",
@@ -59,7 +59,7 @@ TEMPLATE_TOKENS = {
 
 
 def read_tokens(gguf: GGUF) -> tuple[list[str], Sequence[int]]:
-    """A file's tokens, by id, and the type of each. Raises UserError if it has none."""
+    """Return a file's tokens by id, and their types. Raises UserError if it has no tokens."""
     tokens = gguf.metadata.get(f"{KEY_PREFIX}.tokens")
     if not isinstance(tokens, list):
         raise UserError(f"{gguf.file}: {KEY_PREFIX}.tokens is no list of strings")
@@ -73,9 +73,9 @@ def read_tokens(gguf: GGUF) -> tuple[list[str], Sequence[int]]:
 
 
 def token_ids(gguf: GGUF, *names: str, required: bool = False) -> list[int]:
-    """The ids of tokens such as "bos", of those that the file names.
+    """Return the ids of tokens such as "bos", without those that the file does not name.
 
-    Raises UserError for an id that no token has, and if missing is True for one that is not named.
+    Raises UserError for an id out of range, and if `required`, for a token that is not named.
     """
     size = len(read_tokens(gguf)[0])
     keys = [f"{KEY_PREFIX}.{name}_token_id" for name in names]
@@ -84,7 +84,7 @@ def token_ids(gguf: GGUF, *names: str, required: bool = False) -> list[int]:
 
 
 def named_eog_ids(gguf: GGUF) -> list[int]:
-    """The ids of control tokens that end a text by their names."""
+    """Return the ids of control tokens whose names are in EOG_TOKENS."""
     if f"{KEY_PREFIX}.tokens" not in gguf.metadata:
         return []
     tokens, types = read_tokens(gguf)
@@ -98,11 +98,11 @@ def named_eog_ids(gguf: GGUF) -> list[int]:
 def read_gguf_template(
     gguf: GGUF, override: tuple[Path, str] | None = None, name: str = "default"
 ) -> tuple[Path, str, dict[str, str]] | None:
-    """A file's chat template, None without one: the file, the text, the tokens it may name.
+    """Return a chat template's file, text and special tokens; None if there is no template.
 
-    override: the file and the text of another one to use instead, if this file has a vocabulary.
-    name: of the one to take, where there are several.
-    Raises UserError for an id that no token has, if the template names it.
+    override: file and text of a template to use instead, if this file has a vocabulary.
+    name: selects one of several templates.
+    Raises UserError for an id out of range, if the template uses its token.
     """
     key = "tokenizer.chat_template" + (f".{name}" if name != "default" else "")
     file, text = override or (gguf.file, gguf.metadata.get(key))
@@ -121,7 +121,7 @@ def read_gguf_template(
 
 
 def tokenizer_json(gguf: GGUF) -> dict:
-    """The object of a tokenizer.json with a file's tokenizer. Raises UserError for other ones."""
+    """Convert a file's tokenizer to a tokenizer.json. Raises UserError for unsupported ones."""
     keys = {
         key.removeprefix(f"{KEY_PREFIX}."): value
         for key, value in gguf.metadata.items()
@@ -130,7 +130,7 @@ def tokenizer_json(gguf: GGUF) -> dict:
     check_values(gguf.file, {KEY_PREFIX: {"model": None} | keys}, SUPPORTED_VALUES)
     tokens, types = read_tokens(gguf)
     is_sentencepiece = keys["model"] == "llama"
-    # SentencePiece splits nothing, whatever is named.
+    # SentencePiece has no pre-tokenizer, so the key is ignored.
     pre = None if is_sentencepiece else keys.get("pre", "default")
     if pre is not None and (not isinstance(pre, str) or pre not in PRE_TOKENIZERS):
         known = " or ".join(map(repr, PRE_TOKENIZER_NAMES))
@@ -151,8 +151,8 @@ def tokenizer_json(gguf: GGUF) -> dict:
     }
     end_ids = {*bos, *token_ids(gguf, "eos", "eot", "eom")}
     added |= end_ids
-    # A piece of text that is in the vocabulary is a token there, so control tokens are left out of
-    # it, if the library then gives them their ids: the next ones.
+    # With ignore_merges a piece of text in the vocabulary becomes that token, so control tokens are
+    # left out of it. The library then assigns them the next ids, which must be theirs.
     others = [id for id, token_type in enumerate(types) if token_type != UNUSED and id not in added]
     ids_are_consecutive = [*others, *sorted(added)] == list(range(len(others) + len(added)))
     excluded = added if pre in IGNORE_MERGES and ids_are_consecutive else ()
@@ -190,7 +190,7 @@ def tokenizer_json(gguf: GGUF) -> dict:
 
 
 def merges_from_scores(gguf: GGUF, tokens: list[str], types: Sequence[int]) -> list[list[str]]:
-    """The merges of a SentencePiece vocabulary: each way to cut a normal token in two others."""
+    """Return the merges of a SentencePiece vocabulary: all splits of a normal token in two."""
     scores = gguf.metadata.get(f"{KEY_PREFIX}.scores")
     if not isinstance(scores, Sequence) or len(scores) != len(tokens):
         raise UserError(f"{gguf.file}: {KEY_PREFIX}.scores is no list of {len(tokens)} numbers")
@@ -203,7 +203,7 @@ def merges_from_scores(gguf: GGUF, tokens: list[str], types: Sequence[int]) -> l
 
 
 def byte_level_steps(patterns: tuple[str, ...]) -> dict:
-    """The parts of a tokenizer.json that split a text and write it as bytes."""
+    """Return the pre_tokenizer and decoder of a tokenizer.json for a byte-level vocabulary."""
     split = {"type": "Split", "behavior": "Isolated", "invert": False}
     steps = [split | {"pattern": {"Regex": pattern}} for pattern in patterns]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}

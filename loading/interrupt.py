@@ -1,9 +1,9 @@
-"""Import this first in a script: what a user can put right then ends it without a traceback.
+"""Startup hooks without tracebacks: import this module first in a script.
 
-Ctrl-C ends the script while it imports torch, and a package that is not installed is named. The
-one module that acts when it is imported: `command_line.run_script` takes Ctrl-C over.
+Ctrl-C ends the script while it imports torch, and a missing package is reported by name. Only this
+module acts on import. `command_line.run_script` takes over Ctrl-C later.
 
-It also limits how long OpenMP's threads spin, which libgomp reads when torch loads it.
+It also limits the spin time of OpenMP threads, which libgomp reads when torch loads it.
 """
 
 import os
@@ -14,9 +14,9 @@ from pathlib import Path
 
 
 def name_missing(exception_type, error, traceback) -> None:
-    """Report a package that is not installed in one line, with exit code 2.
+    """Report a missing package in one line, and exit with code 2.
 
-    Any other exception is shown as it is without this. A hook for `sys.excepthook`.
+    Any other exception is printed as usual. A hook for `sys.excepthook`.
     """
     root = Path(__file__).parents[1]
     name = (getattr(error, "name", None) or "").partition(".")[0]
@@ -26,7 +26,7 @@ def name_missing(exception_type, error, traceback) -> None:
         return
     for_tests = (root / "requirements-test.txt").read_text("utf-8")
     target = "make test" if re.search(f"^{re.escape(name)}==", for_tests, re.MULTILINE) else "make"
-    spec = sys.modules["__main__"].__spec__  # of what `python -m` runs
+    spec = sys.modules["__main__"].__spec__  # the module that `python -m` runs
     script = f"-m {spec.name}" if spec else sys.argv[0]
     missing = f"{name} is not installed for {sys.executable}"
     words = f"{missing}; run {target}, then: .venv/bin/python {script}"
@@ -38,10 +38,11 @@ if sys.version_info < (3, 11):  # noqa: UP036, an older one runs this file
     version = ".".join(map(str, sys.version_info[:2]))
     print(f"error: Python 3.11 to 3.14 is needed; this is {version}", file=sys.stderr)
     sys.exit(2)
-# At a barrier libgomp spins 300,000 times before it sleeps, milliseconds that other processes want.
+# At a barrier libgomp spins 300,000 times before it sleeps, which takes milliseconds of CPU time
+# from other processes.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 if sys.excepthook is sys.__excepthook__:
     sys.excepthook = name_missing
-if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where Ctrl-C is ignored
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a parent may ignore Ctrl-C
     signal.signal(signal.SIGINT, signal.SIG_DFL)

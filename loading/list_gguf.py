@@ -1,4 +1,4 @@
-"""Prints what is in a GGUF file: its metadata, and its tensors with shapes, types and places."""
+"""List a GGUF file: its metadata, and its tensors with shapes, types and byte ranges."""
 
 import argparse
 import array
@@ -21,12 +21,12 @@ def main(argv=None):
 
 
 def printable(name: str) -> str:
-    """A name in one line, without control characters: a terminal obeys them."""
+    """Escape a name: a terminal would obey its control characters."""
     return repr(name)[1:-1]
 
 
 def list_file(args: argparse.Namespace) -> None:
-    """Print the list. Raises UserError as `read_gguf`."""
+    """Print metadata, tensors and totals. Raises UserError as `read_gguf`."""
     gguf = read_gguf(args.file)
     for key, value in gguf.metadata.items():
         is_array = isinstance(value, (list, array.array))

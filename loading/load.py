@@ -1,4 +1,4 @@
-"""A model from its name: what a name means, which class computes it, how it is loaded and saved."""
+"""Resolving a model's name, and loading and saving the model."""
 
 import dataclasses
 import functools
@@ -42,12 +42,12 @@ from loading.lora import merge_lora, read_adapter
 from model import GPT, GPTConfig, Model
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-PRESETS = {  # shapes that are known without a file: `random:` stands before their names
+PRESETS = {  # configurations of random models: `random:` and one of these names
     "gpt2": GPTConfig(),
     "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),
     "gpt2-large": GPTConfig(n_layer=36, n_head=20, n_embd=1280),
     "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),
-    # A small Llama that people use.
+    # A popular small Llama.
     "smollm2-135m": LlamaConfig(
         vocab_size=49152,
         block_size=8192,
@@ -71,10 +71,10 @@ PACKAGES = {  # name -> the Python package that holds its file, the version, the
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from.
+    """The source of a model.
 
     type: "directory", "gguf", "hub" or "random". name: a path, the model's name on the hub, or a
-    shape's. package: the name in PACKAGES that means this path, or none.
+    preset's. package: the name in PACKAGES that resolved to this path, or "".
     """
 
     type: str
@@ -83,7 +83,7 @@ class Source:
 
     @property
     def label(self) -> str:
-        """A name for tables; a path is relative if it is in this repository."""
+        """Return a name for tables; a path in this repository is relative."""
         if self.package:
             return self.package
         if self.type in ("directory", "gguf"):
@@ -93,13 +93,13 @@ class Source:
 
     @functools.cached_property
     def gguf(self) -> GGUF:
-        """What the head of a GGUF file says. Raises UserError."""
+        """Return the header of the GGUF file. Raises UserError."""
         return read_gguf(Path(self.name))
 
     def find(self, file: str) -> Path | None:
-        """The path of one of the model's files, fetched if need be; None if there is none.
+        """Return the path of one of the model's files, after any download; None if it is missing.
 
-        A GGUF file's are beside it.
+        A GGUF model's other files are beside it.
         """
         if self.type == "hub":
             return download_file(self.name, file)
@@ -108,15 +108,15 @@ class Source:
         return path if is_file(path) else None
 
     def file(self, file: str) -> Path:
-        """The path that `find` returns. Raises UserError if there is no such file."""
+        """Return the path that `find` returns. Raises UserError if the file is missing."""
         if path := self.find(file):
             return path
         raise UserError(f"{self.name}: no {file} {self.location}")
 
     def weight_files(self) -> list[Path]:
-        """The files with the model's tensors: one, or else the shards that its index names.
+        """Return the files with the model's tensors: one, or else the shards that its index names.
 
-        Raises UserError if one of them is not there, or the index names none.
+        Raises UserError if a file is missing, or the index names none.
         """
         if self.type == "gguf":
             return [Path(self.name)]
@@ -144,7 +144,7 @@ PICKLE_HINT = (
 
 
 def is_file(path: Path) -> bool:
-    """Call `Path.is_file`. Raises UserError where one may not look, and for too long a name."""
+    """Call `Path.is_file`. Raises UserError without permission, and for a name too long."""
     try:
         return path.is_file()
     except OSError as error:
@@ -152,12 +152,12 @@ def is_file(path: Path) -> bool:
 
 
 def resolve_source(name) -> Source:
-    """What a model's name means: a directory (it comes first), a GGUF file, one in a Python
-    package, a model of the hub, or a known shape.
+    """Resolve a model's name to its source.
 
-    A directory without a config.json may hold one model in a GGUF file, or in its parts.
+    In this order: a directory, a GGUF file, a GGUF file in a Python package, a model of the hub, a
+    preset. A directory without a config.json may hold one model in a GGUF file, or in its splits.
 
-    name: a string or a path; a Source is what it is. Raises UserError for anything else.
+    name: a string or a path; a Source is returned unchanged. Raises UserError for any other name.
     """
     if isinstance(name, Source):
         return name
@@ -170,7 +170,7 @@ def resolve_source(name) -> Source:
     if name in PACKAGES:
         return Source("gguf", find_package_file(name), name)
     if name in HUB_NAMES or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name, re.ASCII):
-        if not os.path.isdir(os.path.dirname(name)):  # checkpoints/typo is a directory misspelled
+        if not os.path.isdir(os.path.dirname(name)):  # checkpoints/typo is a misspelled directory
             return Source("hub", name)
     shape = name.removeprefix("random:")
     if shape != name and shape in PRESETS:
@@ -186,10 +186,9 @@ def resolve_source(name) -> Source:
 
 
 def find_gguf(directory: Path) -> Path | None:
-    """Return the GGUF file of a directory, the first of its parts; None if there is none.
+    """Return the GGUF file of a directory, or the first of its splits; None if it has none.
 
-    Files of llama.cpp for images, mmproj-*, do not count. Raises UserError if there are several
-    models.
+    llama.cpp's image encoders, mmproj-*, are ignored. Raises UserError if there are several models.
     """
     files = []
     try:
@@ -209,9 +208,9 @@ def find_gguf(directory: Path) -> Path | None:
 
 
 def find_package_file(name: str) -> str:
-    """The path of a model that a Python package holds. Nothing in the package is run.
+    """Return the path of a model in a Python package, without running code of the package.
 
-    Raises UserError, which says how to get it, if it is not installed.
+    Raises UserError, with the command that installs it, if it is not installed.
     """
     package, version, file = PACKAGES[name]
     try:
@@ -224,17 +223,17 @@ def find_package_file(name: str) -> str:
     raise UserError(f"{name} is not installed; a wheel of 93 MB has it: {get}")
 
 
-# Repository on the hub -> the commit at which this process reads it: all files are of one.
+# Repository on the hub -> its commit in this process, so that all files come from one commit.
 REVISIONS: dict[str, str] = {}
 
 
 def download_file(name: str, file: str) -> Path | None:
-    """Download one file of a model from the hub, unless it is in its cache; None if there is none.
+    """Download one file of a model from the hub, unless it is cached; None if it does not exist.
 
-    Raises UserError if that cannot be done. A file takes its place when it is complete, so an
+    Raises UserError if the download fails. A file enters the cache when it is complete, so an
     interrupted download leaves none.
     """
-    # Here, because importing it takes longer than loading a small model.
+    # A late import: it takes longer than loading a small model.
     from huggingface_hub import (
         _CACHED_NO_EXIST,
         errors,
@@ -243,7 +242,7 @@ def download_file(name: str, file: str) -> Path | None:
         try_to_load_from_cache,
     )
 
-    logging.set_verbosity_error()  # one error at the end says what a warning for each retry would
+    logging.set_verbosity_error()  # the final error replaces a warning per retry
     repository = f"openai-community/{name}" if name in HUB_NAMES else name
     try:
         path = Path(hf_hub_download(repository, file, revision=REVISIONS.get(repository)))
@@ -261,15 +260,18 @@ def download_file(name: str, file: str) -> Path | None:
 
 
 def first_line(error: Exception) -> str:
-    """What an error of another library says, in one line."""
+    """Return the first line of another library's error."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def read_shard_index(file: Path) -> list[str]:
-    """The shards that an index names. Raises UserError unless each tensor has one beside it."""
+    """Return the shards that an index names.
+
+    Raises UserError unless it names a .safetensors file beside it for each tensor.
+    """
     shards = read_json(file).get("weight_map")
     shards = list(shards.values()) if isinstance(shards, dict) else []
-    # Files beside the index only: a path could lead anywhere.
+    # Only files beside the index, because a path could lead anywhere.
     if not shards or not all(re.fullmatch(r"[\w.-]+\.safetensors", str(name)) for name in shards):
         raise UserError(
             f"{file}: weight_map does not name a .safetensors file beside it for each tensor"
@@ -279,12 +281,12 @@ def read_shard_index(file: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A class that computes models, its configuration, and how a config.json says that."""
+    """An architecture: its model class, its configuration, and the mapping to config.json."""
 
     model: type[Model]
     config: type
     read_config: Callable  # (the path of config.json, the object in it) -> config
-    to_dict: Callable  # config -> what config.json says, except the dtype
+    to_dict: Callable  # config -> the object for config.json, except the dtype
 
 
 GPT2 = Architecture(GPT, GPTConfig, read_gpt_config, gpt_to_dict)
@@ -298,12 +300,12 @@ ARCHITECTURES = {"gpt2": GPT2, "gemma3_text": GEMMA3, "gemma3": GEMMA3} | dict.f
 
 
 def get_architecture(config) -> Architecture:
-    """What computes a model of this configuration."""
+    """Return the architecture of this configuration."""
     return next(each for each in ARCHITECTURES.values() if type(config) is each.config)
 
 
 def load_config(name):
-    """The configuration of a model, without its weights. name and errors: as of `load_model`."""
+    """Load the configuration of a model, not its weights. name, errors: as in `load_model`."""
     source = resolve_source(name)
     if source.type == "random":
         return PRESETS[source.name]
@@ -315,9 +317,9 @@ def load_config(name):
     check_values(file, {"model_type": model_type}, {"model_type": tuple(ARCHITECTURES)})
     check_unquantized(file, raw)
     read_config = ARCHITECTURES[model_type].read_config
-    # Where config.json names no id, any one will do until the size of the vocabulary is known.
+    # If config.json names no id, use a placeholder until vocab_size is known.
     is_named = raw.get("eos_token_id") is not None
-    # Where chat models add ids that end a text.
+    # Chat models list additional EOS ids here.
     generation = source.find("generation_config.json")
     generation_eos = read_json(generation).get("eos_token_id") if generation else None
     tokenizer_eos_id = find_eos_token_id(source)
@@ -338,9 +340,9 @@ def load_config(name):
 
 
 def check_unquantized(file: Path, raw: dict) -> None:
-    """Raise UserError for a config.json of weights that were quantized: fp8, GPTQ, AWQ and others.
+    """Raise UserError for a config.json of quantized weights: fp8, GPTQ, AWQ and others.
 
-    They come with scales, without which their numbers mean nothing.
+    Such weights need their scales, which are not read.
     """
     for key in ("quantization_config", "compression_config"):
         if quantization := raw.get(key):
@@ -357,13 +359,13 @@ def load_model(
 ) -> Model:
     """Load a model for inference, straight to its dtype and device.
 
-    dtype: torch.int8 means weights as int8.py has them, torch.uint8 as blocks.py has them.
-    adapter: the directory of one in peft's form, which becomes a part of the weights before they
-    are rounded; None: none.
-    name: what `resolve_source` understands: a directory in Hugging Face form, a GGUF file, a name
-    in PACKAGES, a model of the hub (`gpt2`, its sizes, or `org/name`), or `random:` before a name
-    in PRESETS, for that shape with random weights. Raises UserError, in one line that says what is
-    wrong, for anything else, and if memory runs out.
+    dtype: torch.int8 means int8 weights (int8.py), torch.uint8 quantised blocks (blocks.py).
+    adapter: the directory of a LoRA adapter in peft's format, merged into the weights before they
+    are quantised; None: no adapter.
+    name: as in `resolve_source`: a directory in Hugging Face's format, a GGUF file, a name in
+    PACKAGES, a model of the hub (`gpt2`, its sizes, or `org/name`), or `random:` and a name in
+    PRESETS, for that configuration with random weights. Raises UserError, with the reason in one
+    line, for any other name, for a model that cannot be read, and if memory runs out.
     """
     source = resolve_source(name)
     model = initialize_model(source)
@@ -373,16 +375,16 @@ def load_model(
 
 
 def empty_model(config) -> Model:
-    """A model whose weights have shapes, and no numbers yet."""
+    """Build a model on the meta device: weights with shapes, but no data."""
     with torch.device("meta"):
         return get_architecture(config).model(config)
 
 
 def initialize_model(source: Source) -> Model:
-    """Return the empty model of a source. Raises UserError.
+    """Build the empty model of a source. Raises UserError.
 
-    Where config.json ties the head to the embedding, and the files have another head, that one
-    counts, as in transformers. A note says so.
+    If config.json ties the head to the embedding, but the files have another head, the files win,
+    as in transformers. A warning reports it.
     """
     config = load_config(source)
     model = empty_model(config)
@@ -399,9 +401,9 @@ def initialize_model(source: Source) -> Model:
 
 
 def weights_iterator(source: Source, model: Model, dtype: torch.dtype, device) -> Iterator[tuple]:
-    """The weights of a model in blocks of rows: (name, which rows, these rows), as `read_tensors`.
+    """Iterate over the weights in chunks: (name, slice of rows, these rows), as `read_tensors`.
 
-    model: one that is whole when this is called; its weights need no numbers.
+    model: not sharded yet; its weights need no data.
     """
     shapes = {key: weight.shape for key, weight in model.named_parameters()}
     if source.type == "random":
@@ -427,11 +429,10 @@ def load_weights(
     device,
     changed: Collection[str] = (),
 ) -> Model:
-    """Put numbers into an empty model. Returns it.
+    """Load weights into an empty model, and return it.
 
-    chunks: the arguments of `load_weight_rows`, after the first. changed: names of weights that are
-    not those of the file any more, so that they are rounded anew. Raises UserError if memory runs
-    out.
+    chunks: the arguments of `load_weight_rows`, after the first. changed: names of weights that
+    differ from the file, so they are quantised anew. Raises UserError if memory runs out.
     """
     size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
     with catch_out_of_memory(f"{source.label}: {size:,} bytes of weights"):
@@ -446,7 +447,7 @@ def load_weights(
         weights = {}
         for key, tensor in model.named_parameters():
             weights[key] = torch.empty(tensor.shape, dtype=float_dtype(dtype), device=device)
-        for key, tensor in model.named_buffers():  # of weights that are rounded
+        for key, tensor in model.named_buffers():  # of quantised weights
             weights[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         for chunk in chunks:
             (load_block_rows if dtype == torch.uint8 else load_weight_rows)(weights, *chunk)
@@ -455,14 +456,14 @@ def load_weights(
 
 
 def float_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of all numbers that are not rounded to whole ones."""
+    """Return the dtype of all tensors that are not quantised."""
     return dtype if dtype.is_floating_point else torch.float32
 
 
 def random_tensors(
     model: Model, shapes: dict, dtype: torch.dtype, device
 ) -> Iterator[tuple[str, slice, torch.Tensor]]:
-    """Random weights of these shapes, as `read_tensors`: the same ones in each process."""
+    """Yield random weights of these shapes as `read_tensors`, the same in each process."""
     seeded = torch.Generator(device).manual_seed(0)
     for name, shape in shapes.items():
         weight = torch.empty(shape, dtype=dtype, device=device)
@@ -470,17 +471,17 @@ def random_tensors(
 
 
 def save_model(model: Model, directory) -> None:
-    """Write `config.json` and `model.safetensors`, in the weights' dtype; transformers reads them.
+    """Write `config.json` and `model.safetensors` for transformers, in the weights' dtype.
 
-    Raises UserError if they cannot be written; then nothing half-written is left. Raises ValueError
-    for weights that were rounded to whole numbers, which this format does not hold.
+    Raises UserError if they cannot be written, and leaves no partial file then. Raises ValueError
+    for quantised weights, which this format does not support.
     """
     quantized_types = {Int8Embedding: "int8 weights", BlockEmbedding: "weights in blocks"}
     if quantized := quantized_types.get(type(model.layer("embedding"))):
         raise ValueError(f"a model with {quantized} is not saved; save the one it was made from")
     fields = get_architecture(model.config).to_dict(model.config)
     fields["dtype"] = str(model.dtype).removeprefix("torch.")
-    # Not state_dict: there the head is a second name for the embedding, and would be written twice.
+    # state_dict would list the tied embedding a second time, as the head.
     weights = {}
     for key, weight in model.named_parameters():
         stored = weight.t() if model.is_transposed(key) else weight

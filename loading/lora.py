@@ -1,4 +1,4 @@
-"""Adapters in peft's form: two thin matrices for each linear layer that was trained further.
+"""LoRA adapters in peft's format: two low-rank matrices for each adapted linear layer.
 
 Hu et al. 2021, "LoRA: Low-rank adaptation of large language models" (2106.09685).
 """
@@ -18,10 +18,10 @@ from loading.checkpoint import check_values, read_header, read_json, read_tensor
 from loading.config import read_number, read_sizes
 from model import Model
 
-# name of a weight -> A, (r, in_features), and B, (out_features, r), which has the scale
+# name of a weight -> A, (r, in_features), and B, (out_features, r), multiplied by the scale
 LoRAWeights = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
-SUPPORTED_VALUES = {  # the first is what a missing key means
+SUPPORTED_VALUES = {  # a missing key means the first value
     "peft_type": ("LORA",),
     "task_type": (None, "CAUSAL_LM"),
     "bias": ("none",),
@@ -29,8 +29,8 @@ SUPPORTED_VALUES = {  # the first is what a missing key means
     # The others (pissa, olora, corda, loftq, ...) change the weights of the model as well.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
-# Other fields of any value: read below, or of no consequence here.
-# fan_in_fan_out: that a weight is stored as (in, out); A and B are not.
+# Fields that may have any value: they are read below, or have no effect here.
+# fan_in_fan_out: the weight is stored as (in, out), but A and B are not.
 IGNORED_FIELDS = (
     *("auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "fan_in_fan_out"),
     *("inference_mode", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout"),
@@ -41,12 +41,12 @@ LORA_KEY = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
 
 
 def read_adapter(directory, model: Model) -> LoRAWeights:
-    """What an adapter adds to the weights of a model: B @ A, by the name of each weight.
+    """Return an adapter's matrices A and B by the name of each weight, to which it adds B @ A.
 
-    directory: with adapter_config.json and adapter_model.safetensors; None: nothing is added.
-    model: one that is whole; its weights need no numbers.
+    directory: holds adapter_config.json and adapter_model.safetensors; None: no adapter.
+    model: not sharded yet; its weights need no data.
     Raises UserError if a file is missing or damaged, for tensors that do not fit the model, and for
-    whatever else peft would do with this configuration.
+    a configuration with which peft would compute anything else.
     """
     if directory is None:
         return {}
@@ -78,9 +78,9 @@ def read_adapter(directory, model: Model) -> LoRAWeights:
 
 
 def read_adapter_config(file: Path) -> tuple[int, float, dict]:
-    """The rank and the scale of an adapter, and all of its configuration.
+    """Return the rank and the scale of an adapter, and its whole configuration.
 
-    Raises UserError for values that change what is computed in another way.
+    Raises UserError for values that change the computation otherwise.
     """
     raw = read_json(file)
     check_values(file, raw, SUPPORTED_VALUES)
@@ -99,9 +99,9 @@ def read_adapter_config(file: Path) -> tuple[int, float, dict]:
 def check_target_modules(
     config: Path, raw: dict, file: Path, layers: dict[str, str], model: Model
 ) -> None:
-    """Raise UserError unless the layers with tensors are those that the configuration names.
+    """Raise UserError unless exactly the layers that the configuration names have tensors.
 
-    peft adds only to those that it names, and passes over what the model lacks.
+    peft adapts only layers that the configuration names, and skips names that the model lacks.
     """
     for stem in layers.values():
         if field := excluding_field(raw, stem.removeprefix("base_model.model.")):
@@ -122,10 +122,10 @@ def check_target_modules(
 
 
 def excluding_field(raw: dict, name: str) -> str | None:
-    """The field of a configuration by which peft gives a layer no adapter; None: there is none.
+    """Return the field of a configuration that excludes a layer from adapting; None if none does.
 
-    name: of the layer, in transformers. A regular expression is not tried: with a hostile one that
-    takes hours. There the tensors alone say which layers have an adapter.
+    name: of the layer, in transformers. Regular expressions are not evaluated, because a hostile
+    one takes hours. Then the tensors alone decide which layers have an adapter.
     """
     targets = raw.get("target_modules")
     if isinstance(targets, list) and not any(matches_module(name, target) for target in targets):
@@ -142,16 +142,16 @@ def excluding_field(raw: dict, name: str) -> str | None:
 
 
 def matches_module(name: str, ending: str) -> bool:
-    """Whether the last parts of a layer's name are these."""
+    """Return whether a layer's dotted name ends with these components."""
     return f".{name}".endswith(f".{ending}")
 
 
 def find_lora_layers(file: Path, model: Model) -> dict[str, str]:
-    """The linear layers with an adapter: path in the model -> what their tensors' names begin with.
+    """Return the adapted linear layers: path in the model -> prefix of their tensors' names.
 
-    Raises UserError for tensors that are not A or B of such a layer.
+    Raises UserError for tensors that are not A or B of a linear layer.
     """
-    weights = {name for name, _ in model.named_parameters()}  # not those of a tied head
+    weights = {name for name, _ in model.named_parameters()}  # without a tied head
     modules = dict(model.named_modules())
     layers = {}
     for key in sorted(read_header(file)):
@@ -171,7 +171,7 @@ def find_lora_layers(file: Path, model: Model) -> dict[str, str]:
 
 
 def merge_lora(chunks: Iterator[tuple], lora_weights: LoRAWeights) -> Iterator[tuple]:
-    """The blocks of `read_tensors` with an adapter added to them: weight + B @ A, by rows."""
+    """Yield the chunks of `read_tensors` with the adapter merged: rows of weight + B @ A."""
     for name, rows, chunk in chunks:
         if name in lora_weights:
             chunk = chunk.dequantize() if isinstance(chunk, QuantizedBlocks) else chunk
@@ -182,5 +182,5 @@ def merge_lora(chunks: Iterator[tuple], lora_weights: LoRAWeights) -> Iterator[t
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What is computed in. Not torch.promote_types, which refuses floats of 8 bits."""
+    """Return the dtype of computations. torch.promote_types would refuse 8-bit floats."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,9 +1,9 @@
-"""What SentencePiece's vocabularies are made of: characters, a sign for a blank, single bytes."""
+"""SentencePiece vocabularies: characters, a sign for the space, and byte tokens."""
 
 from errors import UserError
 
 METASPACE = "▁"
-# A character that the vocabulary lacks is written as the bytes of its UTF-8.
+# Byte fallback: a character outside the vocabulary becomes the bytes of its UTF-8.
 BYTE_TOKENS = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
 DECODER = [
     {"type": "Replace", "pattern": {"String": METASPACE}, "content": " "},
@@ -15,25 +15,25 @@ SUPPORTED_VALUES = {
     "decoder.type": ("Sequence",),
     "pre_tokenizer.type": (None, "Metaspace", "Split"),
 }
-MAX_TOKEN_LENGTH = 512  # characters in a token; all ways to cut it are tried
-MAX_MERGED_CHARACTERS = 10**7  # tokens a, aa, aaa, ... can be cut everywhere
+MAX_TOKEN_LENGTH = 512  # characters in a token; all splits are tried
+MAX_MERGED_CHARACTERS = 10**7  # tokens a, aa, aaa, ... can be split everywhere
 
 
 def token_to_bytes(token: str) -> bytes:
-    """What a token spells."""
+    """Return the bytes that a token spells."""
     return BYTE_TOKENS.get(token) or token.replace(METASPACE, " ").encode()
 
 
 def bytes_to_tokens(data: bytes) -> list[str]:
-    """The tokens that may spell these bytes."""
+    """Return the tokens that may spell these bytes."""
     text = data.decode("utf-8", "replace").replace(" ", METASPACE)
     return [name for name in (text, f"<0x{data.hex().upper()}>") if token_to_bytes(name) == data]
 
 
 def pipeline_steps(add_prefix_space: bool) -> dict:
-    """The parts of a tokenizer.json that write a text with these blanks, and back.
+    """Return the normalizer and decoder of a tokenizer.json that replace spaces, and restore them.
 
-    add_prefix_space: one more stands before a text, and after each added token.
+    add_prefix_space: put one more before a text, and after each added token.
     """
     before = [{"type": "Prepend", "prepend": METASPACE}] * add_prefix_space
     blanks = {"type": "Replace", "pattern": {"String": " "}, "content": METASPACE}
@@ -44,11 +44,11 @@ def pipeline_steps(add_prefix_space: bool) -> dict:
 
 
 def merges_from_scores(where, scores: dict[str, float]) -> list[list[str]]:
-    """The pairs of tokens that are one token together, the one with the highest score first.
+    """Return the pairs of tokens that form a token, by descending score of that token.
 
-    SentencePiece has no list of merges: of all neighbours that are a token together it joins those
-    whose token has the highest score. scores: of each token that a text may have. Raises UserError
-    for a token that is too long, and for too many pairs.
+    SentencePiece has no list of merges: it always joins the neighbours whose joint token has the
+    highest score. scores: token -> score, of all tokens that a text may have. Raises UserError for
+    a token that is too long, and for too many pairs.
     """
     pairs = []
     size = 0

@@ -1,4 +1,4 @@
-"""Strings that know which of their characters a chat template wrote, and bounds on their work."""
+"""Taint tracking for the strings of chat templates, and bounds on their work."""
 
 import threading
 
@@ -6,34 +6,34 @@ from jinja2.utils import Namespace
 from markupsafe import Markup
 
 MAX_RENDERED_SIZE = 2**24  # characters or items that one operation may make
-MAX_RENDER_STEPS = 2**21  # of one render; each about a microsecond
-CHARACTERS_PER_STEP = 256  # characters copied or compared, of up to 5 bytes with their marks
-SCAN_COST = 4  # times what copying a character takes, where each one is looked at
-ITEM_COST = 16  # characters that take as long as an item of a list
+MAX_RENDER_STEPS = 2**21  # per render; a step takes about a microsecond
+CHARACTERS_PER_STEP = 256  # characters copied or compared; each up to 5 bytes with its mark
+SCAN_COST = 4  # cost of scanning a character, relative to copying it
+ITEM_COST = 16  # cost of a list item, in characters
 DICT_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 CONTAINERS = (list, tuple, dict, set, frozenset, *DICT_VIEWS)
 
-budget = threading.local()  # steps_left: steps that the template in this thread may still take
+budget = threading.local()  # steps_left: steps left to this thread's template
 
 
 class BudgetExceeded(ValueError):
-    """Raised for a template that writes too much or runs too long."""
+    """The error for a template that writes too much or runs too long."""
 
 
 def reset_budget() -> None:
-    """Let the template that this thread compiles or renders take MAX_RENDER_STEPS steps."""
+    """Give this thread's template a new budget of MAX_RENDER_STEPS steps."""
     budget.steps_left = MAX_RENDER_STEPS
 
 
 def charge(steps: int, characters: int = 0) -> None:
-    """Take steps, and those to write characters, from what is left. Raises BudgetExceeded."""
+    """Charge steps, and the cost of writing characters, to the budget. Raises BudgetExceeded."""
     budget.steps_left -= steps + characters / CHARACTERS_PER_STEP
     if budget.steps_left < 0:
         raise BudgetExceeded(f"the template takes more than {MAX_RENDER_STEPS:,} steps")
 
 
 def check_size(size: int) -> None:
-    """Raise BudgetExceeded for an operation that makes over MAX_RENDERED_SIZE characters."""
+    """Raise BudgetExceeded if an operation makes more than MAX_RENDERED_SIZE characters."""
     if size > MAX_RENDERED_SIZE:
         raise BudgetExceeded(
             f"the template writes {size:.3g} characters; {MAX_RENDERED_SIZE:,} are allowed"
@@ -41,7 +41,7 @@ def check_size(size: int) -> None:
 
 
 def size_of(value) -> int:
-    """Return the characters in a value; for a list, those that take as long as its items."""
+    """Return the size of a value in characters; an item of a list counts as ITEM_COST."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, int):
@@ -50,8 +50,8 @@ def size_of(value) -> int:
 
 
 def charge_nested(value) -> None:
-    """Spend a step for each item in a value: lists may share items, but their text does not."""
-    left = [value]  # not by recursion, which takes ten times as long at some depths
+    """Charge a step for each nested item: lists may share items, but their text does not."""
+    left = [value]  # recursion takes ten times as long at some depths
     while left:
         value = left.pop()
         if isinstance(value, Namespace):
@@ -66,10 +66,10 @@ def charge_nested(value) -> None:
 
 
 class TaintedStr(str):
-    """A string that knows which of its characters the template wrote.
+    """A string with a mark for each character that the template wrote.
 
     All other characters come from outside, as from messages and tools. An operation that is not
-    here returns a plain str, all of it from outside: marks may be lost, and are never won.
+    overridden returns a plain str, which counts as outside text: marks may be lost, never gained.
     _mask: "1" for each character of the template, "0" for the others. The sandbox hides it.
     """
 
@@ -93,7 +93,7 @@ class TaintedStr(str):
     def slices(self, parts: list[str], gap: int | None) -> list["TaintedStr"]:
         """Return parts of this string as slices of it.
 
-        gap: number of characters between two parts; None for blanks, with which no part begins.
+        gap: number of characters between two parts; None: white space, with which no part begins.
         """
         found = []
         start = 0
@@ -149,29 +149,29 @@ class TaintedStr(str):
     def replace(self, old, new, count=-1):
         found = self.count(old)
         check_size(len(self) + len(new) * (found if count < 0 else min(found, count)))
-        if not old:  # new text between any two characters
+        if not old:  # it would insert between any two characters
             return super().replace(old, new, count)
         return as_tainted(new).join(self.split(old, count))
 
 
-# An error in a template names the type of a value.
+# Errors in templates name the type of a value, so it must look like str.
 TaintedStr.__name__ = str.__name__
 TaintedStr.__module__ = str.__module__
 
 
 class SafeMarkup(Markup):
-    """Hold the marks of a string that went through the filter `safe`."""
+    """Markup from the filter `safe`, with the marks of its string."""
 
     _mask = None
 
 
 def trust_mask(text: str) -> str:
-    """Return the mask of a string; all of a plain one comes from outside."""
+    """Return the mask of a string; a plain str comes entirely from outside."""
     return getattr(text, "_mask", None) or "0" * len(text)
 
 
 def as_tainted(text: str) -> TaintedStr:
-    """Return a string with its marks, if it has any."""
+    """Return a string as a TaintedStr, with its marks if it has any."""
     return text if isinstance(text, TaintedStr) else TaintedStr(str.__str__(text), trust_mask(text))
 
 
@@ -181,12 +181,12 @@ def trusted(text: str) -> TaintedStr:
 
 
 def is_trusted(value) -> bool:
-    """Return whether all characters of a string are the template's."""
+    """Return whether the template wrote all characters of a string."""
     return isinstance(value, TaintedStr) and "0" not in value._mask
 
 
 def join_pieces(pieces) -> TaintedStr:
-    """Join the pieces of a text while the template writes them. Raises BudgetExceeded."""
+    """Join pieces of text as the template writes them. Raises BudgetExceeded."""
     texts = []
     size = 0
     for piece in pieces:
@@ -198,7 +198,7 @@ def join_pieces(pieces) -> TaintedStr:
 
 
 def stringify(value) -> str:
-    """Return what a template writes for a value."""
+    """Return a value as text, as a template writes it."""
     if isinstance(value, SafeMarkup):
         return as_tainted(value)
     if not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Compile chat templates: jinja2 as transformers sets it up, with marks and bounds."""
+"""A jinja2 sandbox for chat templates, set up as in transformers, with taint marks and bounds."""
 
 import functools
 import json
@@ -39,16 +39,16 @@ from loading.taint import (
     trusted,
 )
 
-# A field of the operator %, without widths among the values.
+# A field of the operator %, without widths as values (*).
 FIELD = re.compile(r"%(?:\((?P<key>[^)]*)\))?[-#0 +]*\d*(?:\.\d*)?[hlL]?[a-zA-Z%]")
-MAX_BITS = 2**12  # of an integer
-MAX_INDENT = 16  # of JSON, in characters
-MAX_WIDTH = 2**20  # that these filters and methods may be given
+MAX_BITS = 2**12  # bits of an integer
+MAX_INDENT = 16  # characters of an indent in JSON
+MAX_WIDTH = 2**20  # largest number that the filters and methods in WIDE accept
 WIDE = {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "to_bytes"}
 WIDE |= {"truncate", "wordwrap", "zfill"}
-# Their result may be as long as the product of their arguments.
+# Their result may be as long as the product of their arguments' lengths.
 GROWING = {"expandtabs", "format_map", "translate", "urlize", "wordwrap"}
-# They write, compare or hash all items.
+# They write, compare or hash all nested items.
 NESTED = {"fromkeys", "join", "pprint", "string", "tojson", "urlencode", "xmlattr"}
 SORTING = {"dictsort", "groupby", "max", "min", "sort", "unique"}
 BACKWARDS = {"rfind", "rindex", "rpartition", "rsplit"}
@@ -56,8 +56,8 @@ STRIPPING = {"lstrip", "rstrip", "strip", "trim"}
 SEARCHING = {"count", "find", "index", "partition", "replace", "split"} | BACKWARDS | STRIPPING
 SLOW = {"capitalize", "format", "pprint", "striptags", "title", "truncate", "urlencode", "urlize"}
 SLOW |= {"wordcount", "wordwrap"}
-FREE = {"d", "default", "first", "last", "length"}  # of any size
-# They do not look into items.
+FREE = {"d", "default", "first", "last", "length"}  # constant time
+# They do not look into nested items.
 SHALLOW = {"abs", "attr", "batch", "count", "items", "list", "map", "random", "reject"}
 SHALLOW |= {"rejectattr", "reverse", "select", "selectattr", "slice", "sum"} | FREE
 CALL_COST = 6  # steps
@@ -69,13 +69,13 @@ COMPARISONS |= {"lt": operator.lt, "lteq": operator.le}
 
 
 def compile_sandboxed(text: str) -> Template:
-    """Compile a chat template. Raises what jinja2 raises, and BudgetExceeded."""
+    """Compile a chat template. Raises jinja2's errors and BudgetExceeded."""
     reset_budget()
     return ChatEnvironment().from_string(text)
 
 
 def render_sandboxed(template: Template, variables: dict) -> TaintedStr:
-    """Render a chat template. Raises what the template raises, and BudgetExceeded."""
+    """Render a chat template. Raises the template's errors and BudgetExceeded."""
     reset_budget()
     return template.render(variables)
 
@@ -98,7 +98,7 @@ def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=Fa
     encoder = json.JSONEncoder(
         ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
-    # With an indent, lists in lists in lists are far longer than what they hold.
+    # Indented nested lists are far longer than their contents, so their size is checked piecewise.
     return (
         encoder.encode(value)
         if indent is None
@@ -107,7 +107,7 @@ def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=Fa
 
 
 def concat_escaped(left: str, right: str) -> SafeMarkup:
-    """Return left + right, one of which is Markup, so that the other one is escaped."""
+    """Return left + right where one is Markup and the other gets escaped."""
     check_size(6 * (len(left) + len(right)))
     result = SafeMarkup(str.__str__(escape(left) + escape(right)))
     masks = []
@@ -153,7 +153,7 @@ def indent(s, width=4, first=False, blank=False):
 
 @pass_environment
 def sum_items(environment, iterable, attribute=None, start=0):
-    """Add up as the filter `sum`, and charge what lists take, which are copied at each step."""
+    """Add up as the filter `sum`, and charge for lists, which each addition copies."""
     if attribute is not None:
         iterable = map(make_attrgetter(environment, attribute), iterable)
     for item in iterable:
@@ -200,7 +200,7 @@ def format_fields(formatter: SandboxedFormatter, template: str, args: tuple, opt
         pieces.append(trusted(literal) if is_trusted(template) else literal)
         if field is None:
             continue
-        if "{" in spec:  # its fields have numbers, too
+        if "{" in spec:  # fields nested in the spec have numbers too
             return text
         if field == "":
             field = str(number)
@@ -215,25 +215,25 @@ def format_fields(formatter: SandboxedFormatter, template: str, args: tuple, opt
 
 
 def check_format(template: str, values) -> None:
-    """Raise BudgetExceeded for a format whose widths and fields make too long a text."""
+    """Raise BudgetExceeded if a format's widths and fields could make too long a text."""
     values = values if isinstance(values, tuple) else (values,)
     for value in values:
         charge_nested(value)
     widths = [len(value) for value in values if isinstance(value, str)]
     widths += [10 ** min(len(digits), 9) for digits in re.findall(r"\d{4,}", template)]
-    if re.search(r"\*|\{[^}]*\{", template):  # a width is given as a value
+    if re.search(r"\*|\{[^}]*\{", template):  # a value sets a width
         widths += [value for value in values if isinstance(value, int)]
     check_size(len(template) + (template.count("%") + template.count("{")) * max(widths, default=0))
 
 
 def check_items(size: int) -> None:
-    """Spend what a list takes. Raises BudgetExceeded for one of too many items."""
+    """Charge for a list of `size` items. Raises BudgetExceeded if it is too long."""
     check_size(size * 16)  # bytes
     charge(0, size * ITEM_COST)
 
 
 def check_call(name: str, arguments: list) -> None:
-    """Spend what a call takes. Raises BudgetExceeded for arguments that make too long a text."""
+    """Charge for a call. Raises BudgetExceeded if its result could be too long."""
     charge(CALL_COST, 0 if name in FREE else SCAN_COST * sum(map(size_of, arguments)))
     numbers = [each for each in arguments if isinstance(each, int)]
     if name in WIDE and max(numbers, default=0) > MAX_WIDTH:
@@ -252,15 +252,15 @@ def check_call(name: str, arguments: list) -> None:
             check_search(name, arguments[0], part)
     if name in GROWING or name in ("join", "replace") and isinstance(arguments[0], Markup):
         texts = [len(str(each)) for each in arguments if not isinstance(each, int)]
-        charge(2 * sum(texts))  # these are slow
+        charge(2 * sum(texts))  # these operations are slow
         check_size(math.prod(1 + size for size in texts) * max([1, *numbers]))
 
 
 def check_search(name: str, value, part) -> None:
-    """Spend what it takes to look for a part in a text, or in the items of a list."""
+    """Charge for a search for a part in a text, or in the items of a list."""
     if isinstance(value, str | bytes) and isinstance(part, str | bytes):
-        worst = len(value) * len(part) // 4  # a comparison is faster than a copy
-        # Python looks for a long text in linear time, but not from the end, nor for one of many.
+        worst = len(value) * len(part) // 4  # comparing is faster than copying
+        # Python finds long substrings in linear time, but not from the end, nor when stripping.
         if name not in BACKWARDS | STRIPPING:
             worst = min(worst, 800_000 + SCAN_COST * (len(value) + len(part)))
         charge(0, worst)
@@ -276,9 +276,9 @@ def check_search(name: str, value, part) -> None:
 
 
 def check_result(result, arguments: list):
-    """Return the result of a call, marked if everything it was made of is the template's.
+    """Charge for a call's result, and return it, marked if all arguments are the template's.
 
-    given: all that it was made of.
+    arguments: all inputs of the result.
     """
     size = size_of(result)
     check_size(size)
@@ -289,14 +289,14 @@ def check_result(result, arguments: list):
 
 
 def charge_each(items):
-    """Yield items, each of which is a step."""
+    """Yield items, and charge a step for each."""
     for item in items:
         charge(1)
         yield item
 
 
 class ChargedItems:
-    """The items of a loop, each of which is a step."""
+    """The items of a loop, each charged as a step."""
 
     def __init__(self, items):
         self.items = items
@@ -309,7 +309,7 @@ class ChargedItems:
 
 
 class TemplateCodeGenerator(CodeGenerator):
-    """Compile a template so that its own strings are marked, and nothing is computed yet."""
+    """A code generator that marks the template's own strings and folds no constants."""
 
     def _output_child_to_const(self, node, frame, finalize):
         if not isinstance(node, nodes.TemplateData):
@@ -356,7 +356,7 @@ class TemplateCodeGenerator(CodeGenerator):
         self.write(")))")
 
     def blockvisit(self, nodes, frame):
-        """Compile statements, which charge, each time they run, by how many they are."""
+        """Compile statements, preceded by a charge for their number of nodes."""
         self.writeline(f"environment.charge({max(1, sum(map(count_nodes, nodes)) // 8)})")
         super().blockvisit(nodes, frame)
 
@@ -403,7 +403,7 @@ class TemplateCodeGenerator(CodeGenerator):
 
 
 def count_nodes(node) -> int:
-    """Return the number of nodes in a statement, without the statements inside it."""
+    """Return the number of nodes in a statement, without its nested statements."""
     return 1 + sum(map(count_nodes, node.iter_child_nodes(exclude=("body", "else_"))))
 
 
@@ -413,7 +413,7 @@ def may_escape(frame) -> bool:
 
 
 class GenerationTag(Extension):
-    """Read `{% generation %}`, around replies: transformers makes a mask for training of it."""
+    """The tag `{% generation %}` around replies, of which transformers makes a training mask."""
 
     tags = {"generation"}
 
@@ -426,8 +426,8 @@ class GenerationTag(Extension):
 class ChatEnvironment(ImmutableSandboxedEnvironment):
     """The sandbox of one chat template.
 
-    It keeps the template from files, modules and the insides of Python, and bounds the strings and
-    lists that it makes and the steps that it takes. literals: the template's strings.
+    It denies access to files, modules and Python's internals, and bounds the size of strings and
+    lists and the number of steps. literals: the template's own strings.
     """
 
     code_generator_class = TemplateCodeGenerator
@@ -457,12 +457,12 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
 
     def literal(self, text: str) -> str:
-        """Return the code that stands for a string of the template."""
+        """Return the code of a string literal of the template."""
         self.literals.append(trusted(text))
         return f"environment.literals[{len(self.literals) - 1}]"
 
     def budgeted(self, name: str, function):
-        """Return a filter that gets strings with marks, and whose work is bounded."""
+        """Wrap a filter so that it receives marked strings, and its work is bounded."""
 
         @functools.wraps(function)
         def run(*args, **options):
@@ -480,7 +480,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return run
 
     def call(self, context, called, /, *args, **options):
-        """Call a function or method. Raises BudgetExceeded before it would make too long a text."""
+        """Call a function or method. Raises BudgetExceeded before its result gets too long."""
         arguments = [*args, *options.values()]
         if isinstance(called, Macro):
             charge(2 * CALL_COST + len(arguments))
@@ -495,7 +495,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             if type(owner) is str:
                 called = getattr(as_tainted(owner), name)
         if called is dict or isinstance(owner, CONTAINERS) and not isinstance(owner, list):
-            for each in args:  # keys, to hash
+            for each in args:  # keys, which are hashed
                 charge_nested(each)
         check_call(name, arguments)
         result = super().call(context, called, *args, **options)
@@ -523,19 +523,19 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return super().getitem(obj, self.charge_key(argument))
 
     def charge_key(self, value):
-        """Return a key of a dictionary. Spends what it takes to hash it: tuples may be nested."""
+        """Return a dictionary key, and charge for hashing it: tuples may be nested."""
         if not isinstance(value, str | int):
             charge_nested(value)
         return value
 
     def charge_slice(self, value, part: slice):
-        """Return value[part], and charge what it takes to copy it."""
+        """Return value[part], and charge for copying it."""
         result = value[part]
         charge(1, size_of(result))
         return result
 
     def compare(self, name: str, left, right) -> bool:
-        """Compute left name right, and charge what it takes at most."""
+        """Compare left and right by the operator `name`, and charge the worst case."""
         if name in ("in", "notin"):
             charge(1)
             check_search(name, right, left)
@@ -547,10 +547,10 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return COMPARISONS[name](left, right)
 
     def call_binop(self, context, operator, left, right):
-        """Compute left operator right. Raises BudgetExceeded before it would make too much."""
+        """Compute a binary operator. Raises BudgetExceeded before its result gets too large."""
         charge(2)
         texts = [each for each in (left, right) if isinstance(each, str)]
-        if operator == "-":  # of keys or items
+        if operator == "-":  # sets of keys or items
             charge_nested(left)
             charge_nested(right)
         plain = texts and not any(isinstance(each, Markup) for each in texts)

@@ -1,4 +1,4 @@
-"""Text to token ids and back: one `Encoding`, whichever model it belongs to."""
+"""Text to token ids and back: one `Encoding` for all models."""
 
 import codecs
 import copy
@@ -17,7 +17,7 @@ from loading.gguf_tokenizer import KEY_PREFIX, tokenizer_json
 from loading.load import resolve_source
 
 EOT = "<|endoftext|>"
-SUPPORTED_VALUES = {  # of a tokenizer.json: else a token would not be the bytes that it spells
+SUPPORTED_VALUES = {  # tokenizer.json fields; others would change the bytes of a token
     "model.type": ("BPE",),
     "model.dropout": (None, 0),
     "model.byte_fallback": (None, False, True),
@@ -25,32 +25,31 @@ SUPPORTED_VALUES = {  # of a tokenizer.json: else a token would not be the bytes
     "model.end_of_word_suffix": (None, ""),
 }
 ADDED_TOKEN_FLAGS = {"lstrip": (False,), "rstrip": (False,), "single_word": (False,)}
-# Elements of HTML that Gemma's vocabulary adds. No chat template gives one a meaning.
+# HTML tags that Gemma's vocabulary adds. They have no meaning in chat templates.
 HTML_TAGS = set(
     "a b blockquote body caption code div em footer h1 h2 h3 h4 h5 h6 html i iframe img li s span"
     " strong sub sup table tbody td tfoot th thead tr u ul bbox".split()
 )
-# What may stand around the text of a control token where plain text is checked for making it.
+# Contexts in which plain text must not become a control token.
 SURROUNDINGS = [("", ""), (" ", " "), ("\n", "\n"), ("a", "a")]
 
 
 class Encoding:
-    """A BPE, read by the tokenizers library: byte-level, or SentencePiece's with byte_fallback.
+    """A BPE tokenizer of the tokenizers library: byte-level, or SentencePiece with byte_fallback.
 
-    where: what errors begin with. raw: the object in a `tokenizer.json`. fault: what is wrong if
-    the library cannot read that.
-    special_tokens_set: the control tokens, which plain text never becomes, as `is_control_token`
-    tells them from other added tokens. special_token_ids: ids by name of those that the file calls
-    special, which `skip_special_tokens` leaves out of a text. Raises UserError for other
-    tokenizers.
+    where: prefix of errors. raw: the object in a `tokenizer.json`. fault: the error if the library
+    cannot read it.
+    special_tokens_set: the control tokens, which plain text never becomes, by `is_control_token`.
+    special_token_ids: name -> id of the added tokens that the file marks as special, which
+    `skip_special_tokens` leaves out of a text. Raises UserError for other tokenizers.
     """
 
     def __init__(self, where, raw: dict, fault: str = "not a Hugging Face tokenizer"):
         check_values(where, raw, SUPPORTED_VALUES)
         self.codec = sentencepiece if raw["model"].get("byte_fallback") else byte_level
         check_values(where, raw, self.codec.SUPPORTED_VALUES)
-        # Texts are never cut or padded. A byte that the vocabulary lacks is dropped: unk_token may
-        # be a control token.
+        # No truncation, no padding. A byte that the vocabulary lacks is dropped, because unk_token
+        # may be a control token.
         model = raw["model"] | {"unk_token": None}
         added = raw.get("added_tokens") or []
         raw = raw | {"model": model, "added_tokens": added, "truncation": None, "padding": None}
@@ -59,7 +58,7 @@ class Encoding:
             control_tokens = {token["content"] for token in added if is_control_token(token)}
             self.ordinary = ordinary_tokenizer(self.tokenizer, control_tokens)
             encode_ids(self.ordinary, "a")
-        except BaseException as error:  # a panic of the library is no Exception
+        except BaseException as error:  # the library's panics are no Exceptions
             if isinstance(error, KeyboardInterrupt):
                 raise
             reason = " ".join(str(error).split())
@@ -69,7 +68,7 @@ class Encoding:
         check_added_tokens(where, added, self.tokenizer, self.ordinary, model)
         self.where = where
         self.added_token_ids = {token["content"]: token["id"] for token in added}
-        # Others are written as the vocabulary spells them: a run of U+2581 is one of blanks.
+        # Other added tokens are spelled like the vocabulary: a run of U+2581 means spaces.
         names_with_text = (
             name
             for name in self.added_token_ids
@@ -85,7 +84,7 @@ class Encoding:
         }
         names = BYTE_DECODER.items() if self.codec is byte_level else ()
         self.missing_bytes = {byte for name, byte in names if name not in model["vocab"]}
-        # Whether a text is written with a blank before it, which is no part of what comes back.
+        # Encoding adds a space before a text, so decoding strips it.
         is_sentencepiece = self.codec is sentencepiece
         self.strips_prefix_space = (
             is_sentencepiece and sentencepiece.STRIP in raw["decoder"]["decoders"]
@@ -94,12 +93,12 @@ class Encoding:
         self.prefix_ids = find_prefix_ids(where, raw.get("post_processor"), self.added_token_ids)
 
     def drop_unembedded_tokens(self, vocab_size: int) -> "Encoding":
-        """Return it without the added tokens for which a model of this size has no embedding.
+        """Return a copy without the added tokens beyond the model's embedding of vocab_size rows.
 
         Gemma 3's file has one token more than the model, `<image_soft_token>`, and many fine-tuned
-        Llamas have a pad token behind their vocabulary. Their texts are plain text, as a note says.
-        Tokens of the vocabulary itself stay, and so do all if no special token would be left, or
-        the one that a text begins with would not.
+        Llamas have a pad token after their vocabulary. Their texts become plain text, with a
+        warning. All tokens stay if a token of the base vocabulary, a prefix token or every
+        special token would be dropped.
         """
         left_out = [name for name, token in self.added_token_ids.items() if token >= vocab_size]
         kept = {name: token for name, token in self.added_token_ids.items() if token < vocab_size}
@@ -135,10 +134,10 @@ class Encoding:
         return reduced
 
     def encode(self, text: str, allowed_special="") -> list[int]:
-        """Encode the prefix and a text. A text that begins with the prefix gets no second one.
+        """Encode a text after the prefix tokens, unless the text begins with them.
 
-        Such a text comes from a chat template. allowed_special: "all" takes added tokens in the
-        text as tokens; without it they raise ValueError.
+        Texts from a chat template may. allowed_special: "all" encodes control tokens in the text
+        as tokens; without it they raise ValueError.
         """
         if allowed_special != "all" and any(token in text for token in self.special_tokens_set):
             raise ValueError(f"disallowed special token in the text {text!r}")
@@ -150,14 +149,14 @@ class Encoding:
         )
 
     def encode_ordinary(self, text: str, at_start: bool = True) -> list[int]:
-        """Encode plain text: none of it becomes a token of `special_tokens_set`, no prefix.
+        """Encode plain text, without control tokens and without the prefix.
 
-        at_start: False after an added token, where some tokenizers write no first blank.
+        at_start: False after an added token, where some tokenizers add no leading space.
         """
         return encode_ids(self.ordinary if at_start else self.continuation, text)
 
     def encode_single_token(self, token: str | bytes) -> int:
-        """The id of an added token, or of the token with these bytes. Raises KeyError."""
+        """Return the id of an added token, or of the token with these bytes. Raises KeyError."""
         names = self.codec.bytes_to_tokens(token) if isinstance(token, bytes) else [token]
         for name in names:
             found = self.tokenizer.token_to_id(name)
@@ -166,7 +165,7 @@ class Encoding:
         raise KeyError(token)
 
     def decode_single_token_bytes(self, token: int) -> bytes:
-        """The bytes that a token spells. Raises KeyError for an id without text."""
+        """Return the bytes that a token spells. Raises KeyError for an id without text."""
         text = self.added_token_texts.get(token)
         if text is None:
             text = self.tokenizer.id_to_token(token)
@@ -176,15 +175,15 @@ class Encoding:
         return text.encode()
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of tokens from its beginning. Bytes that are no UTF-8 become U+FFFD."""
+        """Decode a sequence from its first token on. Invalid UTF-8 becomes U+FFFD."""
         data = b"".join(map(self.decode_single_token_bytes, tokens))
         return data.decode("utf-8", "replace").removeprefix(" " * self.strips_prefix_space)
 
     def dropped_bytes(self, *texts: str, plain: bool = False) -> str:
-        """The bytes of texts that the vocabulary lacks, in hexadecimal; "" if it has them all.
+        """Return the bytes of texts that the vocabulary lacks, in hexadecimal; "" if none.
 
-        The library drops them before it merges, so their neighbours may become one token.
-        (llama.cpp drops them after.) plain: added tokens in the texts are not encoded as tokens.
+        The library drops them before merging, so their neighbours may become one token. (llama.cpp
+        drops them afterwards.) plain: added tokens in the texts are encoded as plain text.
         """
         found = set()
         for text in texts if self.missing_bytes else ():
@@ -198,13 +197,13 @@ class Encoding:
 
 
 def encode_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text. Raises UserError for one on which a pattern of the tokenizer gives up."""
+    """Return the ids of a text. Raises UserError if a pattern of the tokenizer gives up on it."""
     try:
-        # A batch lets other threads run; without offsets it is faster too.
+        # encode_batch_fast releases the GIL, and computes no offsets.
         (encoded,) = tokenizer.encode_batch_fast(
             [replace_surrogates(text)], add_special_tokens=False
         )
-    except BaseException as error:  # a panic of the library is no Exception
+    except BaseException as error:  # the library's panics are no Exceptions
         if type(error).__name__ != "PanicException":
             raise
         raise UserError(
@@ -214,17 +213,17 @@ def encode_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def replace_surrogates(text: str) -> str:
-    """A text in which U+FFFD stands for each surrogate, which UTF-8 cannot write."""
+    """Replace lone surrogates, which UTF-8 cannot encode, by U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def is_control_token(token: dict) -> bool:
     """Return whether an added token is a control token, which plain text never becomes.
 
-    A special token is one, unless it is white space. Of the others, which transformers finds in any
-    text, those are that may have a role in a template: `<tool_call>` and `<think>` of Qwen,
-    `<|fim_prefix|>`, `<unused0>`. Plain text becomes the rest: runs of blanks, words (no
-    punctuation and no mathematical sign such as `<` or `|`), and HTML tags.
+    A special token is one, unless it is white space. Transformers finds other added tokens in any
+    text. Of these, tokens that may have a meaning in a template are control tokens: `<tool_call>`
+    and `<think>` of Qwen, `<|fim_prefix|>`, `<unused0>`. Plain text may become the rest: runs of
+    spaces, words (no punctuation and no mathematical sign such as `<` or `|`), and HTML tags.
     """
     content = token["content"]
     if content.isspace():
@@ -238,7 +237,7 @@ def is_control_token(token: dict) -> bool:
 
 
 def is_word_character(sign: str) -> bool:
-    """Return whether a character is a letter, mark, digit or pictograph: U+2581 is of the last."""
+    """Return whether a character is a letter, mark, number or pictograph, such as U+2581."""
     return unicodedata.category(sign)[0] in "LMN" or unicodedata.category(sign) == "So"
 
 
@@ -248,7 +247,7 @@ def added_tokens(tokenizer: Tokenizer) -> list[AddedToken]:
 
 
 def with_added(tokenizer: Tokenizer, added: list[AddedToken]) -> Tokenizer:
-    """Return one with the same model and steps before it, and with these added tokens."""
+    """Return a copy with the same model, normalizer and pre_tokenizer, and these added tokens."""
     result = Tokenizer(tokenizer.model)
     result.normalizer = tokenizer.normalizer
     result.pre_tokenizer = tokenizer.pre_tokenizer
@@ -258,17 +257,17 @@ def with_added(tokenizer: Tokenizer, added: list[AddedToken]) -> Tokenizer:
 
 
 def ordinary_tokenizer(tokenizer: Tokenizer, control_tokens: set[str]) -> Tokenizer:
-    """Return one with the same model that finds no control tokens in a text."""
+    """Return a copy that finds no control tokens in a text."""
     added = added_tokens(tokenizer)
     for token in added:
         token.special = token.content in control_tokens
     plain = with_added(tokenizer, added)
-    plain.encode_special_tokens = True  # special ones are text
+    plain.encode_special_tokens = True  # special tokens become plain text
     return plain
 
 
 def continuation_tokenizer(plain: Tokenizer) -> Tokenizer:
-    """One for what follows an added token, where only a text's beginning gets a blank."""
+    """Return the tokenizer for text after an added token, which may add no leading space."""
     step = plain.pre_tokenizer
     if not isinstance(step, Metaspace) or step.prepend_scheme != "first":
         return plain
@@ -278,7 +277,7 @@ def continuation_tokenizer(plain: Tokenizer) -> Tokenizer:
 
 
 def pre_tokenized(tokenizer: Tokenizer, text: str) -> str:
-    """A text as the model finds it, before it merges anything."""
+    """Return a text after normalizer and pre_tokenizer, before any merge."""
     if tokenizer.normalizer:
         text = tokenizer.normalizer.normalize_str(text)
     step = tokenizer.pre_tokenizer
@@ -286,7 +285,7 @@ def pre_tokenized(tokenizer: Tokenizer, text: str) -> str:
 
 
 def check_metaspace(where, raw: dict, tokenizer: Tokenizer) -> None:
-    """Raise UserError unless a text is written with SentencePiece's blanks, and read back."""
+    """Raise UserError unless spaces become U+2581, and the decoder restores them."""
     for name in sentencepiece.BYTE_TOKENS:
         if name not in raw["model"]["vocab"]:
             raise UserError(f"{where}: model.byte_fallback is True, and there is no token {name}")
@@ -300,7 +299,7 @@ def check_metaspace(where, raw: dict, tokenizer: Tokenizer) -> None:
 
 
 def check_byte_level(where, raw: dict, tokenizer: Tokenizer) -> None:
-    """Raise UserError unless the pre_tokenizer, and nothing before it, writes a text as bytes."""
+    """Raise UserError unless only the pre_tokenizer maps a text to bytes."""
     if tokenizer.normalizer and "Ã" in tokenizer.normalizer.normalize_str("é"):
         raise UserError(
             f"{where}: normalizer has a step ByteLevel; only pre_tokenizer may have one"
@@ -312,12 +311,12 @@ def check_byte_level(where, raw: dict, tokenizer: Tokenizer) -> None:
 def check_added_tokens(
     where, added: list[dict], tokenizer: Tokenizer, plain: Tokenizer, model: dict
 ) -> None:
-    """Raise UserError for added tokens with other ids in the library, or that plain text makes.
+    """Raise UserError for added tokens with other ids in the library, or that plain text becomes.
 
-    The library ignores the ids in the file: a token has its id in the vocabulary, or the next one.
-    A control token in the vocabulary may be made by a merge. Where merges are ignored, a piece of
-    text that equals it is the token, so the library is asked whether its split leaves it whole.
-    plain: the one of `ordinary_tokenizer`.
+    The library ignores the ids in the file: a token gets its id in the vocabulary, or the next id.
+    A merge may make a control token of the vocabulary. With ignore_merges a piece of text that
+    equals the token becomes it, so a trial checks whether the pre_tokenizer leaves such a piece
+    whole. plain: from `ordinary_tokenizer`.
     """
     pairs = (pair if isinstance(pair, str) else "".join(pair) for pair in model["merges"])
     merged = {pair.replace(" ", "") for pair in pairs}
@@ -347,7 +346,7 @@ def check_added_tokens(
 
 
 def find_prefix_ids(where, processor, added: dict[str, int]) -> list[int]:
-    """The ids of the added tokens that a post_processor puts before a text.
+    """Return the ids of the added tokens that a post_processor puts before a text.
 
     Raises UserError if it does anything else.
     """
@@ -369,16 +368,16 @@ def find_prefix_ids(where, processor, added: dict[str, int]) -> list[int]:
 
 
 def load_encoding(name, vocab_size: int) -> Encoding:
-    """The encoding of a model's text.
+    """Load the tokenizer of a model.
 
-    `encode(text, allowed_special="all")` takes `<|endoftext|>` in it as the token it is.
+    `encode(text, allowed_special="all")` encodes `<|endoftext|>` in a text as that token.
 
-    name: as for `load_model`. The model needs a `tokenizer.json` with a BPE; a GGUF file
-    holds its own, or has one beside it. `random:` models speak no language, so their ids from 256
-    on print as numbers. So do those of a GGUF file without either. vocab_size: the model's; it may
-    be larger than the tokenizer's, as in models whose vocabulary is padded to a round number.
-    Raises UserError if it is smaller (but see `Encoding.drop_unembedded_tokens`), or there is no
-    tokenizer, or one of another kind.
+    name: as for `load_model`. The model needs a `tokenizer.json` with a BPE; a GGUF file holds its
+    own tokenizer, or has a `tokenizer.json` beside it. `random:` models, and GGUF files without
+    either, get placeholder tokens: bytes, then ids from 256 on as numbers. vocab_size: the model's;
+    it may exceed the tokenizer's, as in models that pad their vocabulary to a round number.
+    Raises UserError if it is smaller (but see `Encoding.drop_unembedded_tokens`), or if the
+    tokenizer is missing or unsupported.
     """
     source = resolve_source(name)
     if source.type == "gguf" and f"{KEY_PREFIX}.tokens" in source.gguf.metadata:
@@ -399,7 +398,7 @@ def load_encoding(name, vocab_size: int) -> Encoding:
 
 
 def placeholder_encoding(name: str, vocab_size: int) -> Encoding:
-    """Bytes, then numbers, and `<|endoftext|>` last."""
+    """Build an encoding of byte tokens, then numbers, and `<|endoftext|>` last."""
     vocabulary = {BYTE_ENCODER[i]: i for i in range(256)}
     vocabulary |= {f"{BYTE_ENCODER[ord(' ')]}{i}": i for i in range(256, vocab_size - 1)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
@@ -412,12 +411,12 @@ def placeholder_encoding(name: str, vocab_size: int) -> Encoding:
 
 
 def read_tokenizer_json(file: Path) -> Encoding:
-    """An Encoding from Hugging Face's `tokenizer.json`. Raises UserError for other tokenizers."""
+    """Return the Encoding of a `tokenizer.json`. Raises UserError for unsupported tokenizers."""
     return Encoding(file, read_json(file))
 
 
 class IncrementalDetokenizer:
-    """Tokens in, text out, as soon as whole characters are there. skip_ids: what prints nothing."""
+    """A streaming detokenizer that emits whole characters. skip_ids: tokens without output."""
 
     def __init__(self, encoding: Encoding, skip_ids: tuple[int, ...] = ()):
         self.encoding = encoding
@@ -425,27 +424,27 @@ class IncrementalDetokenizer:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
-        """The text that is complete with this token; bytes of an incomplete character wait."""
+        """Return the text that this token completes; bytes of an incomplete character wait."""
         if token in self.skip_ids:
             return ""
         try:
             data = self.encoding.decode_single_token_bytes(token)
         except KeyError:  # a padded vocabulary has ids without text
-            data = b"\xff"  # in no UTF-8 text, so it prints as U+FFFD
+            data = b"\xff"  # invalid in UTF-8, so it prints as U+FFFD
         return self.decoder.decode(data)
 
     def end(self) -> str:
-        """What is left at the end: U+FFFD for an incomplete character."""
+        """Return the rest of the text: U+FFFD for an incomplete character."""
         return self.decoder.decode(b"", final=True)
 
 
 class StopStringDetokenizer(IncrementalDetokenizer):
     """A detokenizer that ends before the first stop string.
 
-    That is the one that is complete first, the longest of several. Text is held back only while it
-    may be the beginning of one. It is compared as characters, so it does not matter how tokens cut
-    it. stopped: whether one was found; all after it prints nothing. One that is complete within the
-    first min_tokens tokens does not count.
+    The first stop string is the one completed first, and the longest of several. Text is held back
+    only while it may begin a stop string. Strings are compared by characters, so token boundaries
+    do not matter. stopped: whether one was found; later tokens print nothing. A stop string
+    completed within the first min_tokens tokens does not count.
     """
 
     def __init__(
@@ -457,12 +456,12 @@ class StopStringDetokenizer(IncrementalDetokenizer):
     ):
         super().__init__(encoding, skip_ids)
         self.stop = stop
-        self.min_tokens_left = min_tokens  # how many tokens are left in which no string counts
+        self.min_tokens_left = min_tokens  # number of coming tokens in which no string counts
         self.stop_buffer = ""
         self.stopped = False
 
     def copy(self) -> "StopStringDetokenizer":
-        """One that goes on from here by itself."""
+        """Return an independent copy of the current state."""
         other = copy.copy(self)
         other.decoder = copy.copy(self.decoder)
         return other
@@ -478,7 +477,7 @@ class StopStringDetokenizer(IncrementalDetokenizer):
         return text
 
     def release_safe_text(self, text: str) -> str:
-        """What is certain to be printed, of the text that is held and this."""
+        """Append text to the buffer, and release what cannot belong to a stop string."""
         for character in "" if self.stopped else text:
             self.stop_buffer += character
             found = max(
@@ -499,6 +498,6 @@ class StopStringDetokenizer(IncrementalDetokenizer):
 
 
 def partial_stop_length(text: str, string: str) -> int:
-    """How many characters at the end of a text may begin a string that is not complete yet."""
+    """Return the length of the longest end of a text that begins, but is not, this string."""
     sizes = range(min(len(text), len(string) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(string[:size])), 0)
