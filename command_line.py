@@ -31,7 +31,7 @@ MODEL_HELP = (
 )
 # Lists for 10**9 sequences would fill the memory before any tensor is allocated.
 MAX_SEQUENCES = 2**16
-# Packages of requirements-test.txt that benchmarks import lazily.
+# Packages of the extra `test` that benchmarks import lazily.
 OPTIONAL_PACKAGES = {"gguf", "matplotlib", "pandas", "transformers"}
 DTYPES = {
     "float32": torch.float32,
@@ -710,7 +710,7 @@ def run_script(parser: argparse.ArgumentParser, action, argv=None) -> None:
     except ModuleNotFoundError as error:
         if error.name not in OPTIONAL_PACKAGES:
             raise
-        parser.error(f"this needs the package {error.name}: pip install -r requirements-test.txt")
+        parser.error(f"this needs the package {error.name}: pip install '.[test]'")
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:

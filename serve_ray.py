@@ -166,7 +166,7 @@ def ray_server(args) -> Iterator[str]:
         import ray
         from ray import serve
     except ImportError:
-        hint = "pip install -r requirements-ray.txt"
+        hint = "pip install '.[ray]'"
         raise UserError(f"Ray is not installed here; get it with: {hint}") from None
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
     ray.init("local", num_cpus=os.cpu_count(), _node_ip_address="127.0.0.1", **quiet)

@@ -325,7 +325,7 @@ def measure(args, device: str, results: Results) -> None:
         predict.shard_of(load_config(name), 0, size, "gather")
     with_ray = bool(args.replicas) and importlib.util.find_spec("ray")
     if args.replicas and not with_ray:
-        print("without replicas: pip install -r requirements-ray.txt", file=sys.stderr)
+        print("without replicas: pip install '.[ray]'", file=sys.stderr)
     with tempfile.TemporaryDirectory() as directory:
         for number, name in enumerate(models):
             model = load_model(name)

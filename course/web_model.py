@@ -99,7 +99,7 @@ def record() -> dict:
 def compile_gpt() -> bytes:
     """Compile gpt.c to WebAssembly without imports. Raises BuildError."""
     if not importlib.util.find_spec("ziglang"):
-        raise build.BuildError("gpt.c needs a compiler: pip install -r requirements-book.txt")
+        raise build.BuildError("gpt.c needs a compiler: pip install '.[book]'")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "gpt.wasm")
         command = [sys.executable, "-m", "ziglang", "cc", *FLAGS, str(build.SOURCE)]

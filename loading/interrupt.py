@@ -7,7 +7,6 @@ It also limits the spin time of OpenMP threads, which libgomp reads when torch l
 """
 
 import os
-import re
 import signal
 import sys
 from pathlib import Path
@@ -24,8 +23,9 @@ def name_missing(exception_type, error, traceback) -> None:
     if exception_type is not ModuleNotFoundError or ours or name in sys.stdlib_module_names:
         sys.__excepthook__(exception_type, error, traceback)
         return
-    for_tests = (root / "requirements-test.txt").read_text("utf-8")
-    target = "make test" if re.search(f"^{re.escape(name)}==", for_tests, re.MULTILINE) else "make"
+    project = (root / "pyproject.toml").read_text("utf-8")
+    for_tests = project.partition("[project.optional-dependencies]")[2]
+    target = "make test" if f'"{name}==' in for_tests else "make"
     spec = sys.modules["__main__"].__spec__  # the module that `python -m` runs
     script = f"-m {spec.name}" if spec else sys.argv[0]
     missing = f"{name} is not installed for {sys.executable}"

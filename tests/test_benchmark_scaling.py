@@ -274,7 +274,7 @@ def test_what_is_measured_if_nothing_is_said(bench, tmp_path, monkeypatch):
 
 def test_without_ray_there_are_ranks_alone(bench):
     bench.installed(ray=False)
-    words = "without replicas: pip install -r requirements-ray.txt\n"
+    words = "without replicas: pip install '.[ray]'\n"
     rows = bench.rows("--ranks", 2, says=words)
     assert "replicas" not in set(rows["mode"])
 

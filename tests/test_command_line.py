@@ -72,7 +72,7 @@ def test_a_directory_whose_name_is_no_text_is_one_line(cli, tiny_checkpoint, tmp
         (KeyboardInterrupt(), 130, ""),
         (MemoryError(), 2, "do not fit in memory\n"),
         (UserError("no such thing"), 2, "no such thing\n"),
-        (ModuleNotFoundError(name="pandas"), 2, "pandas: pip install -r requirements-test.txt\n"),
+        (ModuleNotFoundError(name="pandas"), 2, "pandas: pip install '.[test]'\n"),
     ],
 )
 def test_how_a_run_ends(cli, monkeypatch, error, code, words):

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import tomllib
 
 import pytest
 import yaml
@@ -50,7 +51,7 @@ def test_make_names_a_python_that_does_not_fit(tmp_path, name):
         python.write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.10.12\nexit 1\n')
         python.chmod(0o755)
     shutil.copy(ROOT / "Makefile", tmp_path)
-    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "pyproject.toml").touch()
     command = ["make", f"PYTHON={python}", ".venv/installed"]
     found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     words = f"Python 3.11 to 3.14 is needed, and {python} is"
@@ -58,14 +59,11 @@ def test_make_names_a_python_that_does_not_fit(tmp_path, name):
     assert ("is Python 3.10.12; with" in found.stdout) == (name == "old")
 
 
-def packages(name: str) -> set[str]:
-    lines = (ROOT / name).read_text("utf-8").splitlines()
-    return {line.partition("==")[0] for line in lines if "==" in line}
-
-
 def test_running_needs_no_package_of_tests_or_benchmarks():
-    assert OPTIONAL_PACKAGES <= packages("requirements-test.txt")
-    assert not packages("requirements-test.txt") & packages("requirements.txt")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    lists = project["dependencies"], project["optional-dependencies"]["test"]
+    needed, for_tests = ({line.partition("==")[0] for line in lines} for lines in lists)
+    assert OPTIONAL_PACKAGES <= for_tests and not for_tests & needed
 
 
 def test_the_book_is_made_of_main_and_put_on_pages():

@@ -473,7 +473,7 @@ def test_on_the_page_play_the_text_stands_above_the_controls(pages):
 def test_without_ziglang_there_is_one_line_and_no_page(monkeypatch, capsys):
     monkeypatch.setattr(web_model.importlib.util, "find_spec", lambda name: None)
     assert make_book.web_scripts() == {}
-    reason = "gpt.c needs a compiler: pip install -r requirements-book.txt"
+    reason = "gpt.c needs a compiler: pip install '.[book]'"
     assert capsys.readouterr().err == f"note: the book has no page Play: {reason}\n"
 
 
