@@ -504,7 +504,7 @@ def warn_truncated_outputs(
     params: SamplingParams, encoding, config, outputs: list[list[int]]
 ) -> None:
     """Note on stderr how many constrained outputs the length limit has truncated."""
-    if params.constraint_field is None:
+    if params.constraint is None:
         return
     matcher = make_matcher(params, encoding, config)
     cut = [output for output in outputs if not matcher.is_accepting(output)]

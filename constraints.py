@@ -750,12 +750,11 @@ def compile_constraint(
 
     Raises UserError as `ChoiceTrie` and `Grammar`.
     """
-    constraint_field = params.constraint_field
-    if constraint_field is None:
+    constraint = params.constraint
+    if constraint is None:
         return None
-    source = getattr(params, constraint_field)
-    make = compile_large_source if constraint_bytes(source) > LARGE_BYTES else compile_source
-    return make(constraint_field, source, vocabulary)
+    large = constraint_bytes(constraint.source) > LARGE_BYTES
+    return (compile_large_source if large else compile_source)(*constraint, vocabulary)
 
 
 def make_matcher(params: SamplingParams, encoding, config) -> Matcher | None:
@@ -764,9 +763,9 @@ def make_matcher(params: SamplingParams, encoding, config) -> Matcher | None:
     config: the model's configuration. Raises UserError as `compile_constraint`, and if encoding is
     None.
     """
-    if params.constraint_field is None:
+    if params.constraint is None:
         return None
     if encoding is None:
-        raise UserError(f"{params.constraint_field}: the constraint of a text needs an encoding")
+        raise UserError(f"{params.constraint.field}: the constraint of a text needs an encoding")
     vocabulary = get_vocabulary(encoding, config.vocab_size, tuple(config.eos_token_ids))
     return compile_constraint(params, vocabulary).matcher()

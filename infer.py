@@ -343,7 +343,7 @@ def run(args) -> None:
                     if token is not None:
                         output.add(row, token)
                         outputs[row].append(token)
-                if params.constraint_field:
+                if params.constraint:
                     output.pass_count = counts["passes"]
                 output.end_step()
         warn_truncated_outputs(params, encoding, model.config, outputs)

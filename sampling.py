@@ -13,6 +13,13 @@ import torch
 from errors import UserError, check_limits
 
 
+class Constraint(NamedTuple):
+    """A constraint on the output: a field of SamplingParams and its value."""
+
+    field: str  # one of CONSTRAINT_FIELDS
+    source: str | tuple[str, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters of a request; the defaults are greedy decoding.
@@ -58,11 +65,15 @@ class SamplingParams:
                 object.__setattr__(self, field.name, float(getattr(self, field.name)))
 
     @property
-    def constraint_field(self) -> str | None:
-        """Return the name of the field that holds the constraint; None if there is none."""
-        return next(
-            (name for name in CONSTRAINT_FIELDS if getattr(self, name) not in ((), None)), None
-        )
+    def constraint(self) -> Constraint | None:
+        """Return the constraint, None if unconstrained. Raises UserError for two constraints."""
+        fields = [Constraint(name, getattr(self, name)) for name in CONSTRAINT_FIELDS]
+        constraint, *others = [each for each in fields if each.source not in ((), None)] or [None]
+        if others:
+            raise UserError(
+                f"{constraint.field} does not go with {others[0].field}: a text has one constraint"
+            )
+        return constraint
 
 
 MAX_FLOAT = sys.float_info.max
@@ -157,18 +168,12 @@ def utf8_size(strings: tuple[str, ...]) -> float:
 
 def check_constraint(params: SamplingParams) -> None:
     """Raise UserError for two constraints, or for a field that conflicts with the constraint."""
-    constraint_field, *others = [
-        name for name in CONSTRAINT_FIELDS if getattr(params, name) not in ((), None)
-    ] or [None]
-    if others:
-        raise UserError(
-            f"{constraint_field} does not go with {others[0]}: a text has one constraint"
-        )
+    constraint = params.constraint
     for name in ("ignore_eos", "min_tokens", "stop_token_ids"):
-        if constraint_field and vars(params).get(name):
-            decide = "they decide" if constraint_field == "choices" else "it decides"
+        if constraint and getattr(params, name):
+            decide = "they decide" if constraint.field == "choices" else "it decides"
             raise UserError(
-                f"{name} does not go with {constraint_field}: {decide} where a text ends"
+                f"{name} does not go with {constraint.field}: {decide} where a text ends"
             )
 
 

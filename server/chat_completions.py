@@ -56,7 +56,7 @@ async def create_chat_completion(
     skip = served.skip_token_ids(body, None if body.tool_mode == "none" else tool_format)
     params = body.to_sampling_params(max_new_tokens, logprobs, grammar, skip, served.defaults)
     served.check_token_ids(params[0])
-    if params[0].constraint_field:
+    if params[0].constraint:
         await run_in_compile_pool(
             served.check_constraint, "tools" if calls else body.constraint[0], params[0]
         )

@@ -35,7 +35,7 @@ async def create_completion(body: CompletionRequest, served: ServedModel) -> Res
     if body.echo:
         body.check_echo([prompt for prompt in body.prompts if isinstance(prompt, str)])
     served.check_token_ids(params[0])
-    if params[0].constraint_field:
+    if params[0].constraint:
         await run_in_compile_pool(served.check_constraint, body.constraint[0], params[0])
     # In another thread, because a long prompt takes long to encode.
     encoded = await asyncio.to_thread(served.encode, body.prompts)

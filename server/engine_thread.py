@@ -251,7 +251,7 @@ class EngineThread:
         generation = Generation(len(prompts), num_tokens, request_id)
         self.generations.add(generation)
         try:
-            if params and params[0].constraint_field:  # the engine's thread compiles none
+            if params and params[0].constraint:  # the engine's thread compiles none
                 arguments = params[0], self.encoding, self.config
                 generation.matcher = await run_in_compile_pool(compile_matcher, *arguments)
             self.commands.put(

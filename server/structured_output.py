@@ -123,13 +123,13 @@ def compile_matcher(params: SamplingParams, encoding, config) -> Matcher | None:
     Raises UserError as `make_matcher` and after COMPILE_SECONDS, and QueueFull if constraints in
     use exceed MAX_BYTES or too many abandoned calls run.
     """
-    if params.constraint_field is None:
+    constraint = params.constraint
+    if constraint is None:
         return None
-    source = getattr(params, params.constraint_field)
-    known = any(key[:2] == (params.constraint_field, source) for key in constraints.compiled.copy())
-    if not known and not has_capacity(source):
+    known = any(key[:2] == constraint for key in constraints.compiled.copy())
+    if not known and not has_capacity(constraint.source):
         constraints.clear_constraint_cache()
-        if not has_capacity(source):
+        if not has_capacity(constraint.source):
             held = constraints.compiled_bytes() // 2**20
             raise QueueFull(
                 f"the constraints of waiting and running texts take {held} MB: try again"

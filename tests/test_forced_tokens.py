@@ -64,7 +64,7 @@ def test_texts_are_the_same_in_fewer_passes(options, temperature, tiny, never):
     for (rows, passes), prompt, own in zip(alone, prompts, each):
         expected, all_passes = write(model, [prompt], own, **options)
         assert rows == expected and all_passes == len(rows[0])
-        assert passes < all_passes if own.constraint_field else passes == all_passes
+        assert passes < all_passes if own.constraint else passes == all_passes
         longest = max(longest, len(rows[0]))
     assert longest > 32
     assert pairs[0] == write(model, prompts[:2], each[:2], **options)[0]
