@@ -244,22 +244,24 @@ def common_prefix_length(a: list[int], b: list[int]) -> int:
     return next(index for index, (x, y) in enumerate(zip(a, b)) if x != y)
 
 
-def check_stride(stride: int | None, block_size: int) -> int:
-    """Return the stride of context shifts in tokens; None: half of block_size.
+class ContextWindow:
+    """The context window on a growing sequence: its last tokens, at most block_size.
 
-    Raises UserError unless it is an integer from 1 to block_size.
+    It moves by whole strides, and only when the sequence no longer fits (a context shift).
+    stride: tokens, from 1 to block_size; None: half of block_size. Raises UserError for any other.
     """
-    if stride is None:
-        return max(1, block_size // 2)
-    if type(stride) is not int or not 1 <= stride <= block_size:
-        allowed = f"an integer from 1 to block_size = {block_size}"
-        raise UserError(f"stride is {stride!r}; it must be {allowed}")
-    return stride
 
+    def __init__(self, block_size: int, stride: int | None = None):
+        self.block_size = block_size
+        self.stride = max(1, block_size // 2) if stride is None else stride
+        if type(self.stride) is not int or not 1 <= self.stride <= block_size:
+            allowed = f"an integer from 1 to block_size = {block_size}"
+            raise UserError(f"stride is {stride!r}; it must be {allowed}")
 
-def window_start(length: int, block_size: int, stride: int) -> int:
-    """Return the start of the context window on a sequence of `length` tokens.
+    def start(self, length: int) -> int:
+        """Return the start of the window on a sequence of `length` tokens."""
+        return max(0, math.ceil((length - self.block_size) / self.stride)) * self.stride
 
-    The window moves by whole strides, and only when the sequence no longer fits into block_size.
-    """
-    return max(0, math.ceil((length - block_size) / stride)) * stride
+    def crop(self, tokens: list[int]) -> list[int]:
+        """Return the tokens of a sequence that are in the window."""
+        return tokens[self.start(len(tokens)) :]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from cache import check_stride, window_start
+from cache import ContextWindow
 from constraints import get_vocabulary, make_matcher
 from errors import UserError, catch_out_of_memory
 from loading.chat import Chat
@@ -427,7 +427,7 @@ def warn_long_prompts(prompts: list[list[int]], block_size: int, stride: int | N
     if longest <= block_size:
         return
     count = sum(len(prompt) > block_size for prompt in prompts)
-    seen = longest - window_start(longest, block_size, check_stride(stride, block_size))
+    seen = longest - ContextWindow(block_size, stride).start(longest)
     which = (
         "the prompt exceeds" if len(prompts) == 1 else f"{count} of {len(prompts)} prompts exceed"
     )

@@ -14,7 +14,7 @@ if __name__ == "__main__":
 import torch
 
 from adapters import check_adapter, use_adapters
-from cache import KVCache, check_stride, window_start
+from cache import ContextWindow, KVCache
 from command_line import (
     CACHE_DTYPES,
     MODEL_HELP,
@@ -104,8 +104,7 @@ def generate(
     eos = model.config.eos_token_ids
     matchers = [make_matcher(row_params, encoding, model.config) for row_params in each]
     check_adapter(model, adapter)
-    block_size = model.config.block_size
-    stride = check_stride(stride, block_size)
+    context_window = ContextWindow(model.config.block_size, stride)
     lengths = [
         length + row_params.max_new_tokens for length, row_params in zip(prompt_lengths, each)
     ]
@@ -113,7 +112,7 @@ def generate(
     longest = max(max(prompt_lengths), max(lengths) - 1)
     cache = None
     if use_cache:
-        cache = KVCache(model, len(sequences), min(longest, block_size), cache_dtype)
+        cache = KVCache(model, len(sequences), min(longest, model.config.block_size), cache_dtype)
     finished = [row_params.max_new_tokens == 0 for row_params in each]
     while not all(finished):
         token_masks = [
@@ -126,8 +125,7 @@ def generate(
         # Jump-forward: if each sequence has a single allowed token, skip the pass. The next pass
         # computes these positions too.
         if any(token is None and not done for token, done in zip(next_tokens, finished)):
-            starts = [window_start(len(sequence), block_size, stride) for sequence in sequences]
-            windows = [sequence[start:] for sequence, start in zip(sequences, starts)]
+            windows = [context_window.crop(sequence) for sequence in sequences]
             logits = next_logits(model, windows, cache, adapter=adapter)[:, 0]
             next_tokens = model.runner.sample_batch(
                 logits, each, sequences, prompt_lengths, generator, eos, token_masks
@@ -185,14 +183,13 @@ def beam_search(
     prompt = list(prompt) or [model.config.bos_token_id]
     eos = () if ignore_eos else model.config.eos_token_ids
     block_size = model.config.block_size
-    stride = check_stride(stride, block_size)
+    context_window = ContextWindow(block_size, stride)
     longest = len(prompt) + max_new_tokens - 1  # the last token needs no pass
     cache = KVCache(model, 1, min(longest, block_size), cache_dtype) if use_cache else None
     running = [Beam([], 0.0)]  # best first; score: sum of log-probabilities
     finished = []
     for length in range(1, max_new_tokens + 1):
-        start = window_start(len(prompt) + length - 1, block_size, stride)
-        windows = [(prompt + tokens)[start:] for tokens, _ in running]
+        windows = [context_window.crop(prompt + tokens) for tokens, _ in running]
         logits = next_logits(model, windows, cache)[:, 0]
         # float64 for long sums; on the CPU, because MPS has no float64.
         logprobs = logits.cpu().double().log_softmax(dim=-1)

@@ -11,7 +11,7 @@ if __name__ == "__main__":
 
 import torch
 
-from cache import KVCache, check_stride, window_start
+from cache import ContextWindow, KVCache
 from command_line import (
     CACHE_DTYPES,
     MODEL_HELP,
@@ -90,7 +90,7 @@ def generate_speculative(
     config = target.config
     check_token_ids(params, config)
     matcher = make_matcher(params, encoding, config)
-    stride = check_stride(stride, config.block_size)
+    context_window = ContextWindow(config.block_size, stride)
     sequence = list(prompt) or [config.bos_token_id]
     prompt_length = len(sequence)
     ends = all_stop_token_ids(params, config.eos_token_ids)
@@ -103,7 +103,7 @@ def generate_speculative(
         drafter = ModelDrafter(draft, end - 1, params, generator, cache_dtype, draft_matcher)
         propose = drafter.propose
     while len(sequence) < end:
-        start = window_start(len(sequence), config.block_size, stride)
+        start = context_window.start(len(sequence))
         # No pass crosses a context shift: all its positions share this window.
         window_left = start + config.block_size - len(sequence)
         count = min(gamma, window_left, end - len(sequence) - 1)
@@ -155,9 +155,8 @@ class ModelDrafter:
         self.matcher = matcher
         self.generator = generator
         self.eos = model.config.eos_token_ids
-        self.block_size = model.config.block_size
-        self.stride = check_stride(None, self.block_size)
-        self.cache = KVCache(model, 1, min(max_len, self.block_size), cache_dtype)
+        self.context_window = ContextWindow(model.config.block_size)
+        self.cache = KVCache(model, 1, min(max_len, model.config.block_size), cache_dtype)
 
     def propose(
         self, sequence: list[int], count: int, prompt_length: int
@@ -171,8 +170,7 @@ class ModelDrafter:
         q = torch.empty(count, self.model.config.vocab_size, device=self.model.device)
         for index in range(count):
             text = sequence + drafts
-            window = text[window_start(len(text), self.block_size, self.stride) :]
-            logits = next_logits(self.model, [window], self.cache)[0]
+            logits = next_logits(self.model, [self.context_window.crop(text)], self.cache)[0]
             logits = apply_logits_processors(
                 logits, [self.params], [text], [prompt_length], self.eos
             )

@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
 import torch
 
-from cache import check_stride
+from cache import ContextWindow
 from command_line import (
     CACHE_DTYPES,
     Parser,
@@ -231,7 +231,7 @@ def router_options(args) -> dict:
     sizes = {name: getattr(args, name) for name in names}
     sizes["block_size"] = load_config(resolve_source(args.model)).block_size
     sizes["itemsize"] = getattr(CACHE_DTYPES[args.cache_dtype], "itemsize", 4)
-    check_stride(args.stride, sizes["block_size"])
+    ContextWindow(sizes["block_size"], args.stride)  # checks the stride
     router = {"request_router_class": "server.router:PrefixAwareRouter"}
     return {"request_router_config": RequestRouterConfig(**router, request_router_kwargs=sizes)}
 

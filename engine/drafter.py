@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from cache import Span, check_stride, common_prefix_length, window_start
+from cache import ContextWindow, Span, common_prefix_length
 from drafts import check_vocabularies, prompt_lookup
 from engine.cache import PagedCache
 from engine.pages import PagePool, page_count
@@ -72,9 +72,9 @@ class PagedModelDrafter:
         check_limits(LIMITS, max_num_seqs=max_num_seqs, page_size=page_size)
         self.model = draft
         self.max_num_seqs = max_num_seqs
-        self.block_size = draft.config.block_size
-        self.stride = check_stride(None, self.block_size)
-        self.pool = PagePool(max_num_seqs * page_count(self.block_size, page_size), page_size)
+        self.context_window = ContextWindow(draft.config.block_size)
+        num_pages = max_num_seqs * page_count(draft.config.block_size, page_size)
+        self.pool = PagePool(num_pages, page_size)
         self.cache = PagedCache(draft, self.pool.num_pages, page_size, None, cache_dtype)
         self.states: dict[Request, DraftState] = {}
 
@@ -118,7 +118,7 @@ class PagedModelDrafter:
         window and the request's state are dropped.
         """
         state = self.states.setdefault(request, DraftState([], []))
-        window = text[window_start(len(text), self.block_size, self.stride) :]
+        window = self.context_window.crop(text)
         num_cached = common_prefix_length(state.tokens, window[:-1])
         del state.tokens[num_cached:]
         self.pool.allocate(state.pages, len(window))

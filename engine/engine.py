@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from adapters import check_adapter
-from cache import check_stride, common_prefix_length, layer_sliding_windows
+from cache import ContextWindow, common_prefix_length, layer_sliding_windows
 from constraints import make_matcher
 from engine.cache import PagedCache
 from engine.drafter import AdaptiveSpeculation, Drafter
@@ -88,13 +88,11 @@ class Engine:
         self.cache = PagedCache(model, num_pages, page_size, num_sliding_pages, cache_dtype)
         pool = PagePool(num_pages, page_size)
         sliding_pool = PagePool(num_sliding_pages, page_size) if num_sliding_pages else None
-        stride = check_stride(stride, block_size)
         self.scheduler = Scheduler(
             pool,
             max_num_seqs,
             max_num_batched_tokens,
-            block_size,
-            stride,
+            ContextWindow(block_size, stride),
             sliding_window,
             sliding_pool,
         )
@@ -196,7 +194,7 @@ class Engine:
                 # Each running request gets a token, so their number never exceeds the budget.
                 self.scheduler.token_budget - len(running),
                 # No pass crosses a context shift: all its positions share one context window.
-                self.scheduler.block_size - request.length,
+                self.scheduler.context_window.block_size - request.length,
                 # The pass samples the last token itself.
                 request.params.max_new_tokens - len(request.output) - 1,
             )

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from cache import Span, first_visible_position, window_start
+from cache import ContextWindow, Span, first_visible_position
 from engine.pages import PagePool
 from engine.request import Request
 from errors import UserError
@@ -78,8 +78,7 @@ class Scheduler:
         pool: PagePool,
         max_num_seqs: int,
         token_budget: int,
-        block_size: int,
-        stride: int,
+        context_window: ContextWindow,
         sliding_window: int | None = None,
         sliding_pool: PagePool | None = None,
     ):
@@ -93,8 +92,7 @@ class Scheduler:
         )
         self.max_num_seqs = max_num_seqs
         self.token_budget = token_budget
-        self.block_size = block_size
-        self.stride = stride
+        self.context_window = context_window
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preempted: list[Request] = []  # in the last step; may be running again
@@ -111,7 +109,8 @@ class Scheduler:
             request.finish_reason = "length"
             return
         pool = self.pool
-        longest = min(len(request.tokens) + request.params.max_new_tokens - 1, self.block_size)
+        end = len(request.tokens) + request.params.max_new_tokens - 1
+        longest = min(end, self.context_window.block_size)
         needed = pool.page_count(longest)
         if needed > pool.num_pages:
             allowed = f"there are {pool.num_pages} pages of {pool.page_size}"
@@ -237,7 +236,7 @@ class Scheduler:
 
     def shift_context(self, request: Request) -> None:
         """Shift the context window of a sequence that outgrew it; all positions are recomputed."""
-        start = window_start(len(request.tokens), self.block_size, self.stride)
+        start = self.context_window.start(len(request.tokens))
         if start != request.start:
             request.start = start
             self.free(request)

@@ -78,7 +78,7 @@ class EngineMonitor:
             "max_num_seqs": scheduler.max_num_seqs,
             "num_pages": scheduler.pool.num_pages,
             "page_size": scheduler.pool.page_size,
-            "block_size": scheduler.block_size,
+            "block_size": scheduler.context_window.block_size,
             "max_num_batched_tokens": scheduler.token_budget,
             "gamma": engine.gamma if engine.drafter else 0,
             "period": PERIOD,

@@ -3,7 +3,7 @@
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
 
-from cache import check_stride, window_start
+from cache import ContextWindow
 from engine.pages import default_num_pages, hash_page, root_hash
 
 
@@ -23,8 +23,7 @@ class PrefixIndex:
         max_num_seqs: int,
         itemsize: int = 4,
     ):
-        self.block_size = block_size
-        self.stride = check_stride(stride, block_size)
+        self.context_window = ContextWindow(block_size, stride)
         self.page_size = page_size
         self.max_pages = num_pages or default_num_pages(
             max_num_seqs, block_size, page_size, itemsize
@@ -90,7 +89,7 @@ class PrefixIndex:
         """Return distinct hashes of the prompt windows' full pages, less num_excluded tokens."""
         page_hashes = {}
         for prompt in prompts:
-            window = prompt[window_start(len(prompt), self.block_size, self.stride) :]
+            window = self.context_window.crop(prompt)
             chained_hash = root_hash(cache_salt)
             for end in range(self.page_size, len(window) - num_excluded + 1, self.page_size):
                 chained_hash = hash_page(chained_hash, window[end - self.page_size : end])

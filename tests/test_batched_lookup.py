@@ -9,6 +9,7 @@ from conftest import random_tokens
 from drafting import ALWAYS, GREEDY, MIXED, PROMPTS, Scripted, knowing, spoil, write
 from engines import alone, check_texts, finish, greedy, make_engine, outputs_of, own_texts, step
 
+from cache import ContextWindow
 from errors import UserError
 from sampling import SamplingParams
 
@@ -370,7 +371,7 @@ def test_still_a_preempted_request_takes_no_drafts_along():
     from engine.request import Request
     from engine.scheduler import Scheduler
 
-    scheduler = Scheduler(PagePool(16, 2), 4, 1000, 8, 4)
+    scheduler = Scheduler(PagePool(16, 2), 4, 1000, ContextWindow(8, 4))
     request = Request([1, 2, 3], 3, SamplingParams(6))
     scheduler.add(request)
     (entry,) = scheduler.schedule()

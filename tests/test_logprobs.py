@@ -28,13 +28,13 @@ PARAMS = [
 
 def by_hand(model, tokens, prompt_length) -> list[torch.Tensor]:
     """The log-probabilities of all tokens at each place of the output, each by a pass."""
-    from cache import window_start
+    from cache import ContextWindow
     from infer import next_logits
 
-    size = model.config.block_size
+    context_window = ContextWindow(model.config.block_size)
     found = []
     for length in range(prompt_length, len(tokens)):
-        window = tokens[window_start(length, size, size // 2) : length]
+        window = context_window.crop(tokens[:length])
         found.append(next_logits(model, [window], None)[0, 0].double().log_softmax(dim=-1))
     return found
 

@@ -45,7 +45,9 @@ def check(model, engine) -> list:
         engine.step()
     for request in requests:
         prompt = request.tokens[: request.prompt_length]
-        assert request.output == own_run(model, prompt, request.params, engine.scheduler.stride)
+        assert request.output == own_run(
+            model, prompt, request.params, engine.scheduler.context_window.stride
+        )
         if request.params.choices and request.finish_reason == "stop":
             assert spelled(request.output[:-1]) in request.params.choices
             assert request.text in request.params.choices

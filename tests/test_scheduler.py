@@ -3,11 +3,11 @@
 import pytest
 from conftest import ROOT
 
-from cache import window_start
+from cache import ContextWindow
 from sampling import SamplingParams
 
 BLOCK_SIZE = 8
-STRIDE = 4
+CONTEXT_WINDOW = ContextWindow(BLOCK_SIZE, 4)
 
 
 def build(max_num_seqs: int = 4, pages: int | None = None):
@@ -16,7 +16,7 @@ def build(max_num_seqs: int = 4, pages: int | None = None):
     from engine.scheduler import Scheduler
 
     pool = PagePool(pages or max_num_seqs * 4, 2)  # room for all rows, and a budget
-    scheduler = Scheduler(pool, max_num_seqs, 1000, BLOCK_SIZE, STRIDE)
+    scheduler = Scheduler(pool, max_num_seqs, 1000, CONTEXT_WINDOW)
     scheduler.held = {}  # of each request, the tokens whose keys and values would be in the cache
     return scheduler
 
@@ -49,7 +49,7 @@ def follow(window: list[int]) -> int:
 def by_hand(prompt: list[int], max_new_tokens: int = 6) -> list[int]:
     tokens = list(prompt)
     for _ in range(max_new_tokens):
-        tokens.append(follow(tokens[window_start(len(tokens), BLOCK_SIZE, STRIDE) :]))
+        tokens.append(follow(CONTEXT_WINDOW.crop(tokens)))
     return tokens[len(prompt) :]
 
 

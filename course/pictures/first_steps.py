@@ -5,7 +5,7 @@ from types import SimpleNamespace as Record
 
 import torch
 
-from cache import KVCache, window_start
+from cache import ContextWindow, KVCache
 from infer import next_logits
 from loading.tokenizer import EOT
 from model import causal_attention
@@ -242,7 +242,7 @@ def record_windows(prompt: str, beyond: int = 3) -> Record:
         size=size,  # context window, tokens
         text=runs.token_texts(text),  # the window's length plus `beyond` tokens
         # sequence length -> start of its context window
-        starts={n: window_start(n, size, 1) for n in lengths},
+        starts={n: ContextWindow(size, 1).start(n) for n in lengths},
     )
 
 

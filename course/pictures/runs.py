@@ -193,7 +193,7 @@ def run_engine(engine: Engine, arrivals: list[AddedRequest], *shows: str) -> Tra
         "max_num_seqs": scheduler.max_num_seqs,
         "num_pages": scheduler.pool.num_pages,
         "page_size": scheduler.pool.page_size,
-        "block_size": scheduler.block_size,
+        "block_size": scheduler.context_window.block_size,
         "max_num_batched_tokens": min(
             scheduler.token_budget,
             max(num_scheduled_tokens(frame, 0) for frame in engine_thread.frames),

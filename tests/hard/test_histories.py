@@ -180,12 +180,12 @@ class Histories(RuleBasedStateMachine):
 
     def check_logprobs(self, request):
         """Those of a request are those of whole passes over its windows."""
-        from cache import check_stride, window_start
+        from cache import ContextWindow
 
         count = request.params.logprobs
         assert len(request.logprobs) == (0 if count is None else len(request.output))
         for length, (logprob, top) in enumerate(request.logprobs, request.prompt_length):
-            start = window_start(length, BLOCK_SIZE, check_stride(self.stride, BLOCK_SIZE))
+            start = ContextWindow(BLOCK_SIZE, self.stride).start(length)
             wanted = self.logits(request.tokens[start:length]).double().log_softmax(dim=-1)
             assert abs(logprob - wanted[request.tokens[length]]) < 1e-5
             best = wanted.topk(count).values.tolist()
