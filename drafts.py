@@ -2,6 +2,9 @@
 
 from errors import UserError
 
+# argument of a drafter's caller: type, validity check, description of valid values
+GAMMA_LIMITS = {"gamma": (int, lambda value: 1 <= value <= 16, "an integer from 1 to 16")}
+
 
 def prompt_lookup(
     tokens: list[int], count: int, max_ngram_size: int = 3, min_ngram_size: int = 2

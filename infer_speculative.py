@@ -32,7 +32,7 @@ from command_line import (
     warn_truncated_outputs,
 )
 from constraints import Matcher, make_matcher
-from drafts import check_vocabularies, prompt_lookup
+from drafts import GAMMA_LIMITS, check_vocabularies, prompt_lookup
 from errors import check_limits
 from infer import next_logits
 from loading.load import resolve_source
@@ -47,9 +47,6 @@ from sampling import (
     check_token_ids,
     sampling_probs,
 )
-
-# argument of generate_speculative: type, validity check, description of valid values
-LIMITS = {"gamma": (int, lambda value: 1 <= value <= 16, "an integer from 1 to 16")}
 
 
 class SpeculativeStep(NamedTuple):
@@ -85,7 +82,7 @@ def generate_speculative(
     tokens in all. Raises UserError if gamma is out of range, the models differ in vocabulary, or as
     `infer.generate`.
     """
-    check_limits(LIMITS, gamma=gamma)
+    check_limits(GAMMA_LIMITS, gamma=gamma)
     check_engine_only_params([params])
     config = target.config
     check_token_ids(params, config)

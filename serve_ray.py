@@ -16,15 +16,8 @@ if __name__ == "__main__":
 import torch
 
 from cache import ContextWindow
-from command_line import (
-    CACHE_DTYPES,
-    Parser,
-    pick_device,
-    print_sampling_defaults,
-    run_script,
-    write_stdout,
-)
-from engine.options import load_adapters, parse_adapters
+from command_line import Parser, pick_device, print_sampling_defaults, run_script, write_stdout
+from engine.options import engine_config, load_adapters, parse_adapters
 from errors import UserError, check_limits
 from loading.load import empty_model, load_config, resolve_source
 from loading.lora import read_adapter
@@ -227,10 +220,10 @@ def router_options(args) -> dict:
         return {}
     from ray.serve.config import RequestRouterConfig
 
-    names = ("stride", "page_size", "num_pages", "max_num_seqs")
-    sizes = {name: getattr(args, name) for name in names}
+    config = engine_config(args)
+    sizes = {name: getattr(config, name) for name in ("stride", "page_size", "max_num_seqs")}
     sizes["block_size"] = load_config(resolve_source(args.model)).block_size
-    sizes["itemsize"] = getattr(CACHE_DTYPES[args.cache_dtype], "itemsize", 4)
+    sizes["num_pages"] = config.cache_size(sizes["block_size"])
     ContextWindow(sizes["block_size"], args.stride)  # checks the stride
     router = {"request_router_class": "server.router:PrefixAwareRouter"}
     return {"request_router_config": RequestRouterConfig(**router, request_router_kwargs=sizes)}

@@ -196,7 +196,7 @@ def engine_with_requests(
     model: Model, batch_size: int, prompts: list, params: list
 ) -> tuple[Engine, list[Request]]:
     """Return a new engine and its requests for these prompts."""
-    engine = Engine(model, batch_size, page_size=PAGE)
+    engine = Engine(model, max_num_seqs=batch_size, page_size=PAGE)
     return engine, [engine.add(*request) for request in zip(prompts, params)]
 
 
@@ -343,7 +343,7 @@ def prefix(bench: Bench) -> None:
     for repeat in range(bench.args.repeats):
         baseline = None
         for mode, each in cache_salts.items():
-            engine = Engine(bench.model, batch_size, page_size=PAGE)
+            engine = Engine(bench.model, max_num_seqs=batch_size, page_size=PAGE)
             requests = [
                 engine.add(prompt, greedy(NEW), cache_salt)
                 for prompt, cache_salt in zip(prompts, each)
@@ -508,7 +508,7 @@ def speculation(bench: Bench) -> None:
                         "gamma": args.gamma,
                         "adaptive_speculation": measured,
                     }
-                    engine = Engine(bench.model, batch_size, page_size=PAGE, **options)
+                    engine = Engine(bench.model, max_num_seqs=batch_size, page_size=PAGE, **options)
                     run = decode(engine, prompts[:batch_size], params)
                     if mode == "engine":
                         alone = run

@@ -50,7 +50,9 @@ def decode(job: dict, tp_group: TensorParallelGroup | None) -> dict | None:
         parallelize_vocabulary(model)
     # Prefill all prompts in one step, so that all sequences decode in all others.
     engine = Engine(
-        model, job["max_num_seqs"], max_num_batched_tokens=job["max_num_seqs"] * job["prompt"]
+        model,
+        max_num_seqs=job["max_num_seqs"],
+        max_num_batched_tokens=job["max_num_seqs"] * job["prompt"],
     )
     # Large collectives follow later, because they would raise the memory peak.
     collective_times = [time_collectives(tp_group, SIZES[:-1])] if tp_group else []

@@ -173,7 +173,7 @@ def engine_alone(name: str, model: Model, args, max_num_seqs: int, seed: str) ->
     """Measure the engine without a server, on the requests of N clients."""
     encoding = load_encoding(args.model, model.config.vocab_size)
     request_bodies = client.request_bodies(seed, args.prompt_words, args.new_tokens)
-    engine = Engine(model, max_num_seqs, page_size=PAGE, encoding=encoding)
+    engine = Engine(model, max_num_seqs=max_num_seqs, page_size=PAGE, encoding=encoding)
     engine.add(encoding.encode(" the"), SamplingParams(max_new_tokens=NEW, ignore_eos=True))
     while engine.busy:  # warm up, as the servers are
         engine.step()

@@ -10,9 +10,10 @@ import torch
 from cache import ContextWindow, Span, common_prefix_length
 from drafts import check_vocabularies, prompt_lookup
 from engine.cache import PagedCache
+from engine.config import LIMITS
 from engine.pages import PagePool, page_count
 from engine.request import Request
-from engine.scheduler import LIMITS, ScheduledRequest
+from engine.scheduler import ScheduledRequest
 from errors import UserError, check_limits
 from model import Model
 from sampling import zero_nonfinite_rows

@@ -1,6 +1,7 @@
 """Engine with continuous batching: requests in, events out."""
 
 import itertools
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -9,11 +10,12 @@ from adapters import check_adapter
 from cache import ContextWindow, common_prefix_length, layer_sliding_windows
 from constraints import make_matcher
 from engine.cache import PagedCache
+from engine.config import EngineConfig
 from engine.drafter import AdaptiveSpeculation, Drafter
-from engine.pages import PagePool, default_num_pages, salt_with_adapter, sliding_page_count
+from engine.pages import PagePool, salt_with_adapter, sliding_page_count
 from engine.request import Event, Request, make_request
-from engine.scheduler import LIMITS, ScheduledRequest, Scheduler
-from errors import UserError, catch_out_of_memory, check_limits, is_out_of_memory
+from engine.scheduler import ScheduledRequest, Scheduler
+from errors import UserError, catch_out_of_memory, is_out_of_memory
 from loading.tokenizer import Encoding, StopStringDetokenizer
 from model import Model
 from sampling import (
@@ -39,65 +41,51 @@ class Engine:
 
     With int8 weights and attention in torch, rounding may change the output; see int8.py. Where C
     computes the whole pass, the output equals that of `generate` bit for bit.
-    max_num_seqs, max_num_batched_tokens: maximum sequences and tokens per step. num_pages: cache
-    size in pages of page_size positions; None: `default_num_pages`. If only some layers have a
-    sliding window, these get `sliding_page_count` pages of their own where that is fewer.
-    stride, cache_dtype: as in `generate`. drafter: proposes up to gamma draft tokens, 1 to 16, for
-    each request. adaptive_speculation: decides from measured times which steps have drafts; None:
-    all. encoding: for text output; None: tokens only. Not thread-safe. Raises UserError for a value
-    out of range, or if the cache does not fit in memory. After Yu et al. 2022, "Orca: A distributed
-    serving system for transformer-based generative models".
+    drafter: proposes draft tokens for each request. adaptive_speculation: decides from measured
+    times which steps have drafts; None: all. encoding: for text output; None: tokens only. config:
+    an EngineConfig; its fields may be given as keyword arguments instead. If only some layers have
+    a sliding window, these get `sliding_page_count` pages of their own where that is fewer.
+    Not thread-safe. Raises UserError for a value out of range, or if the cache does not fit in
+    memory. After Yu et al. 2022, "Orca: A distributed serving system for transformer-based
+    generative models".
     """
 
     def __init__(
         self,
         model: Model,
-        max_num_seqs: int = 32,
-        num_pages: int | None = None,
-        page_size: int = 16,
-        max_num_batched_tokens: int = 512,
-        stride: int | None = None,
+        config: EngineConfig | None = None,
         drafter: Drafter | None = None,
-        gamma: int = 3,
         adaptive_speculation: AdaptiveSpeculation | None = None,
         encoding: Encoding | None = None,
-        cache_dtype: torch.dtype | None = None,
+        **fields,
     ):
-        check_limits(
-            LIMITS,
-            max_num_seqs=max_num_seqs,
-            page_size=page_size,
-            max_num_batched_tokens=max_num_batched_tokens,
-            gamma=gamma,
-        )
+        config = replace(config or EngineConfig(), **fields)
         block_size = model.config.block_size
-        if num_pages is None:
-            itemsize = cache_dtype.itemsize if cache_dtype else 4
-            num_pages = default_num_pages(max_num_seqs, block_size, page_size, itemsize)
-        check_limits(LIMITS, num_pages=num_pages)
+        num_pages = config.cache_size(block_size)
+        page_size = config.page_size
         self.model = model
+        self.config = config
         sliding_windows = layer_sliding_windows(model.config)
         sliding_window = max(filter(None, sliding_windows), default=None)
         num_sliding_pages = None  # of the sliding-window group, if it needs fewer
         if sliding_window and None in sliding_windows:
             num_sliding_pages = sliding_page_count(
-                max_num_seqs, max_num_batched_tokens, sliding_window, page_size
+                config.max_num_seqs, config.max_num_batched_tokens, sliding_window, page_size
             )
             if num_sliding_pages >= num_pages:
                 num_sliding_pages = sliding_window = None
-        self.cache = PagedCache(model, num_pages, page_size, num_sliding_pages, cache_dtype)
+        self.cache = PagedCache(model, num_pages, page_size, num_sliding_pages, config.cache_dtype)
         pool = PagePool(num_pages, page_size)
         sliding_pool = PagePool(num_sliding_pages, page_size) if num_sliding_pages else None
         self.scheduler = Scheduler(
             pool,
-            max_num_seqs,
-            max_num_batched_tokens,
-            ContextWindow(block_size, stride),
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            ContextWindow(block_size, config.stride),
             sliding_window,
             sliding_pool,
         )
         self.drafter = drafter
-        self.gamma = gamma
         self.adaptive_speculation = adaptive_speculation if drafter else None
         self.encoding = encoding
         self.scheduled: list[ScheduledRequest] = []  # in the last step
@@ -190,7 +178,7 @@ class Engine:
         asking = [request for request in running if len(request.uncomputed_tokens) == 1]
         counts = [
             min(
-                self.gamma,
+                self.config.gamma,
                 # Each running request gets a token, so their number never exceeds the budget.
                 self.scheduler.token_budget - len(running),
                 # No pass crosses a context shift: all its positions share one context window.

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from adapters import Adapters
 from command_line import CACHE_DTYPES, check_utf8, is_distributed, load_models, pick_device
+from engine.config import EngineConfig
 from engine.drafter import AdaptiveSpeculation, PagedModelDrafter, PromptLookupDrafter
 from engine.engine import Engine
 from errors import UserError
@@ -95,29 +96,35 @@ def load_engine(
     if tp_group:
         parallelize_vocabulary(model)
         tp_group.barrier()
+    config = engine_config(args)
     return Engine(
         model,
-        max_num_seqs=args.max_num_seqs,
-        num_pages=args.num_pages,
-        page_size=args.page_size,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        stride=args.stride,
-        drafter=make_drafter(args, model, drafts),
-        gamma=3 if args.gamma is None else args.gamma,
+        config,
+        make_drafter(config, args.draft, model, drafts),
         adaptive_speculation=AdaptiveSpeculation() if args.gamma is None else None,
         encoding=load_encoding(source, model.config.vocab_size),
+    )
+
+
+def engine_config(args) -> EngineConfig:
+    """Return the engine settings of a command line. Raises UserError for a value out of range."""
+    names = "max_num_seqs", "num_pages", "page_size", "max_num_batched_tokens", "stride"
+    return EngineConfig(
+        **{name: getattr(args, name) for name in names},
+        gamma=EngineConfig.gamma if args.gamma is None else args.gamma,
         cache_dtype=CACHE_DTYPES[args.cache_dtype],
     )
 
 
 def make_drafter(
-    args, model: Model, drafts: list[Model]
+    config: EngineConfig, name: str | None, model: Model, drafts: list[Model]
 ) -> PromptLookupDrafter | PagedModelDrafter | None:
-    """Return the drafter of a command line. drafts: the draft model, or empty."""
+    """Return the drafter that --draft names. drafts: the draft model, or empty."""
     if drafts:
-        cache_dtype = CACHE_DTYPES[args.cache_dtype]
-        return PagedModelDrafter(drafts[0], model, args.max_num_seqs, args.page_size, cache_dtype)
-    return PromptLookupDrafter() if args.draft else None
+        return PagedModelDrafter(
+            drafts[0], model, config.max_num_seqs, config.page_size, config.cache_dtype
+        )
+    return PromptLookupDrafter() if name else None
 
 
 @contextlib.contextmanager

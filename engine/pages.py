@@ -6,8 +6,6 @@ from collections import OrderedDict
 
 from cache import first_visible_position
 
-MAX_POSITIONS = 2**16  # positions of 4 bytes per element, default cache size
-
 
 class PagePool:
     """Reference-counted pages by number, with prefix caching.
@@ -150,17 +148,6 @@ class PagePool:
 def page_count(length: int, page_size: int) -> int:
     """Return the number of pages for `length` positions."""
     return -(-length // page_size)
-
-
-def default_num_pages(max_num_seqs: int, block_size: int, page_size: int, itemsize: int = 4) -> int:
-    """Return the default cache size: pages for max_num_seqs context windows, with a limit.
-
-    The limit is MAX_POSITIONS, but at least one context window. itemsize: bytes of a cached
-    element. With fewer than 4 the limit rises, so that its bytes stay the same.
-    """
-    per_sequence = page_count(block_size, page_size)
-    most = MAX_POSITIONS * 4 // itemsize
-    return min(max_num_seqs * per_sequence, max(per_sequence, page_count(most, page_size)))
 
 
 def sliding_page_count(

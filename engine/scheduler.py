@@ -10,14 +10,6 @@ from engine.pages import PagePool
 from engine.request import Request
 from errors import UserError
 
-LIMITS = {  # argument of Engine: type, validity check, description of valid values
-    "max_num_seqs": (int, lambda value: value >= 1, "an integer >= 1"),
-    "num_pages": (int, lambda value: value >= 1, "an integer >= 1"),
-    "page_size": (int, lambda value: value >= 1, "an integer >= 1"),
-    "max_num_batched_tokens": (int, lambda value: value >= 1, "an integer >= 1"),
-    "gamma": (int, lambda value: 1 <= value <= 16, "an integer from 1 to 16"),
-}
-
 
 class ScheduledRequest(NamedTuple):
     """Tokens of a request that a step computes, from `request.num_computed_tokens` on."""

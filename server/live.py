@@ -80,7 +80,7 @@ class EngineMonitor:
             "page_size": scheduler.pool.page_size,
             "block_size": scheduler.context_window.block_size,
             "max_num_batched_tokens": scheduler.token_budget,
-            "gamma": engine.gamma if engine.drafter else 0,
+            "gamma": engine.config.gamma if engine.drafter else 0,
             "period": PERIOD,
         }
         subscriber = Subscriber()

@@ -4,30 +4,21 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable
 
 from cache import ContextWindow
-from engine.pages import default_num_pages, hash_page, root_hash
+from engine.pages import hash_page, root_hash
 
 
 class PrefixIndex:
     """Pages and running requests of each replica, estimated from the requests sent to it.
 
-    All arguments but block_size are options of the replicas' engines. itemsize: see
-    `default_num_pages`.
+    num_pages: pages in the KV cache of a replica. The other arguments are options of its engine.
     """
 
     def __init__(
-        self,
-        block_size: int,
-        stride: int | None,
-        page_size: int,
-        num_pages: int | None,
-        max_num_seqs: int,
-        itemsize: int = 4,
+        self, block_size: int, stride: int | None, page_size: int, num_pages: int, max_num_seqs: int
     ):
         self.context_window = ContextWindow(block_size, stride)
         self.page_size = page_size
-        self.max_pages = num_pages or default_num_pages(
-            max_num_seqs, block_size, page_size, itemsize
-        )
+        self.max_pages = num_pages
         self.max_num_seqs = max_num_seqs
         # The hashes of each replica's pages, least recently used first.
         self.pages: dict[Hashable, OrderedDict[bytes, None]] = {}

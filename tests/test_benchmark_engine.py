@@ -1,12 +1,12 @@
 """What the engine's benchmark measures, on a clock that counts positions; no peer is needed."""
 
-import inspect
 from types import SimpleNamespace
 
 import pytest
 from benches import Bench, near, save_endless
 
 from engine.cache import PagedCache
+from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduler import Scheduler
 from model import GPT
@@ -174,8 +174,8 @@ def test_transformers_writes_the_same_texts_or_is_named_and_left_out(bench, monk
     assert code == 0 and "without" not in err
     measures = {"tokens/s", "x one at a time", "x static batches"}
     assert set(values(rows, "transformers", size=3)) == measures
-    budget = inspect.signature(Engine).parameters["max_num_batched_tokens"].default
-    assert set(sizes) == {(3 * 4, budget)}  # windows of 64, pages of 16
+    size = 3 * 4, EngineConfig.max_num_batched_tokens  # windows of 64, pages of 16
+    assert set(sizes) == {size}
     monkeypatch.setattr(bench.script, "transformers_engine", broken)
     words = "without transformers: RuntimeError: no such device\n"
     rows = bench.rows("--only", "throughput", "--repeats", 1, says=words)

@@ -71,7 +71,7 @@ def trials_engine(model, drafter, *params, rows=1, **options) -> Engine:
 
     engine = Engine(
         model,
-        rows,
+        max_num_seqs=rows,
         page_size=16,
         drafter=drafter,
         adaptive_speculation=AdaptiveSpeculation(),

@@ -12,7 +12,7 @@ from engines import make_greedy
 
 from sampling import SamplingParams
 
-SIZES = {"block_size": 64, "stride": None, "page_size": 4, "num_pages": None, "max_num_seqs": 3}
+SIZES = {"block_size": 64, "stride": None, "page_size": 4, "num_pages": 48, "max_num_seqs": 3}
 
 
 def make(*replicas, **sizes):

@@ -9,7 +9,7 @@ from conftest import CHECKPOINTS, ROOT, is_one_line
 
 import infer_engine
 from benchmarks.export_gguf import write_gguf
-from engine import pages
+from engine.config import EngineConfig
 from loading.load import load_model, resolve_source
 
 LLAMA = CHECKPOINTS / "stories-llama"
@@ -111,14 +111,15 @@ def test_what_models_take_is_in_the_help(cli):
     ],
 )
 def test_long_windows_do_not_make_a_larger_cache(shape, expected):
-    assert pages.default_num_pages(*shape) == expected
+    max_num_seqs, block_size, page_size = shape
+    config = EngineConfig(max_num_seqs=max_num_seqs, page_size=page_size)
+    assert config.cache_size(block_size) == expected
 
 
-def test_an_engine_and_its_door_count_on_as_many_pages(tiny_llama):
+def test_an_engine_has_as_many_pages(tiny_llama):
     from engine.engine import Engine
-    from server.prefixes import PrefixIndex
 
     model = tiny_llama(block_size=8192)
     engine = Engine(model, max_num_seqs=32, page_size=16)
     assert engine.scheduler.pool.num_pages == engine.cache.storage.shape[2] == 2**12
-    assert PrefixIndex(8192, None, 16, None, 32).max_pages == 2**12
+    assert engine.config.cache_size(8192) == 2**12

@@ -228,19 +228,13 @@ def test_nothing_reads_what_a_page_held_before(build, dtype):
     assert [request.output for request in requests] == own
 
 
-@pytest.mark.parametrize(
-    "dtype, itemsize, pages", [(torch.float16, 2, 2**13), (torch.int8, 1, 2**14)]
-)
-def test_an_engine_has_more_pages_where_memory_was_the_limit(tiny_llama, dtype, itemsize, pages):
+@pytest.mark.parametrize("dtype, pages", [(torch.float16, 2**13), (torch.int8, 2**14)])
+def test_an_engine_has_more_pages_where_memory_was_the_limit(tiny_llama, dtype, pages):
     from engine.engine import Engine
-    from engine.pages import default_num_pages
-    from server.prefixes import PrefixIndex
 
     engine = Engine(tiny_llama(block_size=8192), cache_dtype=dtype)
     assert engine.scheduler.pool.num_pages == engine.cache.storage.shape[2] == pages
-    assert default_num_pages(32, 8192, 16, itemsize) == pages
-    assert PrefixIndex(8192, None, 16, None, 32, itemsize).max_pages == pages
-    assert default_num_pages(32, 256, 16, itemsize) == 32 * 16  # all windows fit
+    assert engine.config.cache_size(256) == 32 * 16  # all windows fit
     assert Engine(tiny_llama(block_size=256), cache_dtype=dtype).cache.storage.shape[2] == 32 * 16
 
 

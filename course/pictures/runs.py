@@ -198,7 +198,7 @@ def run_engine(engine: Engine, arrivals: list[AddedRequest], *shows: str) -> Tra
             scheduler.token_budget,
             max(num_scheduled_tokens(frame, 0) for frame in engine_thread.frames),
         ),
-        "gamma": engine.gamma if engine.drafter else 0,
+        "gamma": engine.config.gamma if engine.drafter else 0,
         "recorded": True,
         "shows": shows,
         "most_pages": max(

@@ -29,7 +29,9 @@ def record_trials(prompt: str) -> list[Record]:
     ids = runs.encode(prompt, 20)
     target, draft = runs.load(), runs.load("stories-draft")
     params = SamplingParams(200, ignore_eos=True, temperature=0.8, seed=1)
-    engine = Engine(target, 1, gamma=GAMMA, drafter=PagedModelDrafter(draft, target, 1))
+    engine = Engine(
+        target, max_num_seqs=1, gamma=GAMMA, drafter=PagedModelDrafter(draft, target, 1)
+    )
     run = runs.run_engine(engine, [AddedRequest(0, ids, params)])
     counts = [frame["running"][0]["work"][3] for frame in run.frames[1:-1]]
     sizes = [sum(weight.numel() for weight in model.parameters()) for model in (draft, target)]
