@@ -50,9 +50,9 @@ from model import Model
 from sampling import (
     NOT_FINITE,
     SamplingParams,
+    Sequence,
     all_stop_token_ids,
     check_engine_only_params,
-    check_token_ids,
     params_per_prompt,
 )
 
@@ -93,54 +93,45 @@ def generate(
     memory, the logits are not finite, a constraint allows no token, or as `make_matcher`. Raises
     ValueError if params and prompts differ in number.
     """
-    sequences = [list(prompt) or [model.config.bos_token_id] for prompt in prompts]
-    if not sequences:
+    if not prompts:
         raise UserError("at least one prompt is needed")
-    prompt_lengths = [len(sequence) for sequence in sequences]
-    each = params_per_prompt(params, len(sequences))
+    each = params_per_prompt(params, len(prompts))
     check_engine_only_params(each)
-    for row_params in each:
-        check_token_ids(row_params, model.config)
-    eos = model.config.eos_token_ids
-    matchers = [make_matcher(row_params, encoding, model.config) for row_params in each]
+    config = model.config
+    sequences = [Sequence.from_prompt(*pair, config) for pair in zip(prompts, each)]
+    matchers = [make_matcher(sequence.params, encoding, config) for sequence in sequences]
     check_adapter(model, adapter)
-    context_window = ContextWindow(model.config.block_size, stride)
-    lengths = [
-        length + row_params.max_new_tokens for length, row_params in zip(prompt_lengths, each)
-    ]
+    context_window = ContextWindow(config.block_size, stride)
     # The last token needs no pass, but every prompt is computed, even with max_new_tokens 0.
-    longest = max(max(prompt_lengths), max(lengths) - 1)
+    longest = max(max(own.prompt_length, own.max_length - 1) for own in sequences)
     cache = None
     if use_cache:
-        cache = KVCache(model, len(sequences), min(longest, model.config.block_size), cache_dtype)
-    finished = [row_params.max_new_tokens == 0 for row_params in each]
+        cache = KVCache(model, len(sequences), min(longest, config.block_size), cache_dtype)
+    finished = [sequence.params.max_new_tokens == 0 for sequence in sequences]
     while not all(finished):
-        token_masks = [
-            None if done or matcher is None else matcher.checked_token_mask(sequence[length:])
-            for done, matcher, sequence, length in zip(
-                finished, matchers, sequences, prompt_lengths
+        for sequence, matcher, done in zip(sequences, matchers, finished):
+            constrained = matcher is not None and not done
+            sequence.token_mask = (
+                matcher.checked_token_mask(sequence.output) if constrained else None
             )
-        ]
-        next_tokens = [single_allowed_token(mask) for mask in token_masks]
+        next_tokens = [single_allowed_token(sequence.token_mask) for sequence in sequences]
         # Jump-forward: if each sequence has a single allowed token, skip the pass. The next pass
         # computes these positions too.
         if any(token is None and not done for token, done in zip(next_tokens, finished)):
-            windows = [context_window.crop(sequence) for sequence in sequences]
+            windows = [context_window.crop(sequence.tokens) for sequence in sequences]
             logits = next_logits(model, windows, cache, adapter=adapter)[:, 0]
-            next_tokens = model.runner.sample_batch(
-                logits, each, sequences, prompt_lengths, generator, eos, token_masks
-            )
+            next_tokens = model.runner.sample_batch(logits, sequences, generator)
             if counts is not None:
                 counts["passes"] += 1
         step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step
-        for row, token in enumerate(step):
+        for row, (sequence, token) in enumerate(zip(sequences, step)):
             # Only a generated EOS ends a sequence, because a prompt may end in EOS.
-            ends = token in all_stop_token_ids(each[row], eos)
-            if ends or len(sequences[row]) + 1 == lengths[row]:
+            ends = token in sequence.all_stop_token_ids
+            if ends or len(sequence.tokens) + 1 == sequence.max_length:
                 finished[row] = True
             if not finished[row]:  # a finished one recomputes its last position
-                sequences[row].append(token)
+                sequence.tokens.append(token)
 
 
 BEAM_LIMITS = {  # argument of beam_search: type, validity check, description of valid values

@@ -40,11 +40,11 @@ from loading.tokenizer import Encoding, load_encoding
 from model import Model
 from sampling import (
     SamplingParams,
+    Sequence,
     all_stop_token_ids,
     apply_logits_processors,
     apply_token_mask,
     check_engine_only_params,
-    check_token_ids,
     sampling_probs,
 )
 
@@ -85,36 +85,31 @@ def generate_speculative(
     check_limits(GAMMA_LIMITS, gamma=gamma)
     check_engine_only_params([params])
     config = target.config
-    check_token_ids(params, config)
+    sequence = Sequence.from_prompt(prompt, params, config)
     matcher = make_matcher(params, encoding, config)
     context_window = ContextWindow(config.block_size, stride)
-    sequence = list(prompt) or [config.bos_token_id]
-    prompt_length = len(sequence)
-    ends = all_stop_token_ids(params, config.eos_token_ids)
-    end = prompt_length + params.max_new_tokens
+    end = sequence.max_length
     cache = KVCache(target, 1, min(end - 1, config.block_size), cache_dtype)
     propose = draft
     if isinstance(draft, Model):
         check_vocabularies(config, draft.config)
         draft_matcher = make_matcher(params, encoding, config)
-        drafter = ModelDrafter(draft, end - 1, params, generator, cache_dtype, draft_matcher)
+        drafter = ModelDrafter(draft, end - 1, generator, cache_dtype, draft_matcher)
         propose = drafter.propose
-    while len(sequence) < end:
-        start = context_window.start(len(sequence))
+    while len(sequence.tokens) < end:
+        start = context_window.start(len(sequence.tokens))
         # No pass crosses a context shift: all its positions share this window.
-        window_left = start + config.block_size - len(sequence)
-        count = min(gamma, window_left, end - len(sequence) - 1)
-        drafts, q = propose(sequence, count, prompt_length)
+        window_left = start + config.block_size - len(sequence.tokens)
+        count = min(gamma, window_left, end - len(sequence.tokens) - 1)
+        drafts, q = propose(sequence, count)
         # The cache needs no rollback: `truncate_to_prefix` drops rejected drafts in the next pass.
-        logits = next_logits(target, [sequence[start:] + drafts], cache, keep=len(drafts) + 1)[0]
-        texts = [sequence + drafts[:index] for index in range(len(drafts) + 1)]
-        lengths = [prompt_length] * len(texts)
-        logits = apply_logits_processors(
-            logits, [params] * len(texts), texts, lengths, config.eos_token_ids
-        )
+        window = sequence.tokens[start:] + drafts
+        logits = next_logits(target, [window], cache, keep=len(drafts) + 1)[0]
+        drafted = [sequence.with_drafts(drafts[:index]) for index in range(len(drafts) + 1)]
+        logits = apply_logits_processors(logits, drafted)
         dead_ends = []  # numbers of drafts after which no token is allowed
         if matcher:
-            masks = [matcher.token_mask(text[prompt_length:]) for text in texts]
+            masks = [matcher.token_mask(each.output) for each in drafted]
             dead_ends = [index for index, mask in enumerate(masks) if not mask.any()]
             logits = apply_token_mask(logits, [mask if mask.any() else None for mask in masks])
         if q is None:
@@ -122,11 +117,11 @@ def generate_speculative(
             q = torch.nn.functional.one_hot(draft_ids, config.vocab_size).float()
         accepted, token = verify(sampling_probs(logits, params), q, drafts, generator)
         if dead_ends and dead_ends[0] <= accepted:
-            matcher.checked_token_mask(texts[dead_ends[0]][prompt_length:])
+            matcher.checked_token_mask(drafted[dead_ends[0]].output)
         tokens = drafts[:accepted] + [token]
-        continues = [token not in ends for token in tokens]
+        continues = [token not in sequence.all_stop_token_ids for token in tokens]
         tokens = tokens[: first_false(continues) + 1]
-        sequence += tokens
+        sequence.tokens += tokens
         yield SpeculativeStep(tokens, drafts, accepted)
         if not all(continues):
             return
@@ -142,43 +137,36 @@ class ModelDrafter:
         self,
         model: Model,
         max_len: int,
-        params: SamplingParams,
         generator: torch.Generator | None = None,
         cache_dtype: torch.dtype | None = None,
         matcher: Matcher | None = None,
     ):
         self.model = model
-        self.params = params
         self.matcher = matcher
         self.generator = generator
-        self.eos = model.config.eos_token_ids
         self.context_window = ContextWindow(model.config.block_size)
         self.cache = KVCache(model, 1, min(max_len, model.config.block_size), cache_dtype)
 
-    def propose(
-        self, sequence: list[int], count: int, prompt_length: int
-    ) -> tuple[list[int], torch.Tensor]:
+    def propose(self, sequence: Sequence, count: int) -> tuple[list[int], torch.Tensor]:
         """Return up to `count` drafts and q, the distribution that each was sampled from.
 
-        q: (drafts, vocab_size). prompt_length: prompt tokens in `sequence`, for penalties and the
-        constraint.
+        q: (drafts, vocab_size).
         """
         drafts = []
         q = torch.empty(count, self.model.config.vocab_size, device=self.model.device)
         for index in range(count):
-            text = sequence + drafts
-            logits = next_logits(self.model, [self.context_window.crop(text)], self.cache)[0]
-            logits = apply_logits_processors(
-                logits, [self.params], [text], [prompt_length], self.eos
-            )
+            drafted = sequence.with_drafts(drafts)
+            window = self.context_window.crop(drafted.tokens)
+            logits = next_logits(self.model, [window], self.cache)[0]
+            logits = apply_logits_processors(logits, [drafted])
             if self.matcher:
-                mask = self.matcher.token_mask(text[prompt_length:])
+                mask = self.matcher.token_mask(drafted.output)
                 if not mask.any():
                     break  # the target may reject an earlier draft
                 logits = apply_token_mask(logits, [mask])
             logits = logits[0]  # (vocab_size,)
-            q[index] = sampling_probs(logits, self.params)
-            if self.params.temperature == 0:  # argmax is faster than a draw from one-hot q
+            q[index] = sampling_probs(logits, sequence.params)
+            if sequence.params.temperature == 0:  # argmax is faster than a draw from one-hot q
                 drawn = logits.argmax()
             else:
                 drawn = torch.multinomial(q[index], 1, generator=self.generator)
@@ -186,14 +174,12 @@ class ModelDrafter:
         return drafts, q[: len(drafts)]
 
 
-def propose_prompt_lookup(
-    sequence: list[int], count: int, prompt_length: int
-) -> tuple[list[int], None]:
+def propose_prompt_lookup(sequence: Sequence, count: int) -> tuple[list[int], None]:
     """Return drafts by `prompt_lookup`, and None for q; arguments as in `ModelDrafter.propose`.
 
     The drafts are deterministic, so q is one-hot. After Saxena 2023, "Prompt Lookup Decoding".
     """
-    return prompt_lookup(sequence, count), None
+    return prompt_lookup(sequence.tokens, count), None
 
 
 def verify(

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from adapters import Adapters, use_adapters
 from cache import Span, layer_sliding_windows, make_causal_mask
 from errors import UserError
-from sampling import SamplingParams, sample_batch
+from sampling import Sequence, sample_batch
 
 # (layer, q, k, v) -> attention output
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -107,17 +107,11 @@ class TorchRunner:
     def sample_batch(
         self,
         logits: torch.Tensor,
-        params: list[SamplingParams],
-        sequences: list[list[int]],
-        prompt_lengths: list[int],
+        sequences: list[Sequence],
         generator: torch.Generator | None = None,
-        eos: tuple[int, ...] = (),
-        token_masks: list[torch.Tensor | None] | None = None,
     ) -> list[int]:
         """Sample the next token of each sequence; arguments as in `sampling.sample_batch`."""
-        return sample_batch(
-            logits, params, sequences, prompt_lengths, generator, eos, None, token_masks
-        )
+        return sample_batch(logits, sequences, generator)
 
 
 class Model(nn.Module):

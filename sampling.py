@@ -218,6 +218,43 @@ def all_stop_token_ids(params: SamplingParams, eos: tuple[int, ...]) -> tuple[in
     return params.stop_token_ids if params.ignore_eos else params.stop_token_ids + eos
 
 
+@dataclasses.dataclass(eq=False)  # compare and hash by identity
+class Sequence:
+    """A prompt with its output, and what the choice of its next token depends on."""
+
+    tokens: list[int]  # prompt, then output
+    prompt_length: int  # penalties distinguish prompt and output
+    params: SamplingParams
+    all_stop_token_ids: tuple[int, ...] = ()  # end it, EOS included; banned by min_tokens
+    token_mask: torch.Tensor | None = None  # allowed next tokens, (vocab_size,) bools; None: all
+
+    @classmethod
+    def from_prompt(cls, prompt: list[int], params: SamplingParams, config) -> "Sequence":
+        """Return a sequence for a prompt of token ids; an empty prompt becomes the BOS token.
+
+        config: the model's configuration. Raises UserError as `check_token_ids`.
+        """
+        check_token_ids(params, config)
+        tokens = list(prompt) or [config.bos_token_id]
+        return cls(tokens, len(tokens), params, all_stop_token_ids(params, config.eos_token_ids))
+
+    @property
+    def output(self) -> list[int]:
+        """Return the generated tokens, EOS included."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def max_length(self) -> int:
+        """Return the maximum number of tokens, prompt included."""
+        return self.prompt_length + self.params.max_new_tokens
+
+    def with_drafts(self, drafts: list[int]) -> "Sequence":
+        """Return a sequence of these tokens and the drafts, without a token mask."""
+        return Sequence(
+            self.tokens + drafts, self.prompt_length, self.params, self.all_stop_token_ids
+        )
+
+
 # Torch batches penalties and draws over sequences for which these fields are equal.
 PENALTY_FIELDS = operator.attrgetter("presence_penalty", "frequency_penalty", "repetition_penalty")
 SAMPLING_FIELDS = operator.attrgetter("temperature", "top_k", "top_p", "min_p")
@@ -236,7 +273,7 @@ class RowSampler(Protocol):
     ) -> list[int]:
         """Sample a token for each sequence as `sample` does, greedily or seeded, up to rounding.
 
-        logits: (B, vocab_size), contiguous. token_masks: B masks, as in `sample_batch`.
+        logits: (B, vocab_size), contiguous. token_masks: B masks, as in `Sequence`.
         """
 
 
@@ -255,41 +292,31 @@ def zero_nonfinite_rows(logits: torch.Tensor) -> list[bool]:
 
 def sample_batch(
     logits: torch.Tensor,
-    params: list[SamplingParams],
-    sequences: list[list[int]],
-    prompt_lengths: list[int],
+    sequences: list[Sequence],
     generator: torch.Generator | None = None,
-    eos: tuple[int, ...] = (),
     native: RowSampler | None = None,
-    token_masks: list[torch.Tensor | None] | None = None,
 ) -> list[int]:
     """Sample the next token of each sequence by its own parameters. logits: (B, vocab_size).
 
-    prompt_lengths: prompt tokens of each sequence; penalties distinguish prompt and output.
-    generator: random numbers for sequences without a seed. eos: EOS tokens of the model, which
-    min_tokens bans. native: sampler for greedy and seeded sequences on a CPU. token_masks: allowed
-    tokens of each sequence, (vocab_size,) bools; None: all.
+    generator: random numbers for sequences without a seed. native: sampler for greedy and seeded
+    sequences on a CPU.
     """
-    logits = apply_logits_processors(logits, params, sequences, prompt_lengths, eos)
-    token_masks = token_masks or [None] * len(params)
+    logits = apply_logits_processors(logits, sequences)
     use_native = (
         native is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
     )
     groups = {}  # rows that are sampled together
-    for row, row_params in enumerate(params):
-        seeded = row_params.temperature == 0 or row_params.seed is not None  # needs no generator
-        group = (
-            NATIVE
-            if use_native and seeded
-            else (SAMPLING_FIELDS(row_params), row_params.seed is None)
-        )
+    for row, sequence in enumerate(sequences):
+        params = sequence.params
+        seeded = params.temperature == 0 or params.seed is not None  # needs no generator
+        group = NATIVE if use_native and seeded else (SAMPLING_FIELDS(params), params.seed is None)
         groups.setdefault(group, []).append(row)
-    chosen = [0] * len(params)
+    chosen = [0] * len(sequences)
     for group, rows in groups.items():
         selected = select_rows(logits, rows)
-        params_list = [params[row] for row in rows]
-        positions = [len(sequences[row]) for row in rows]
-        masks = [token_masks[row] for row in rows]
+        params_list = [sequences[row].params for row in rows]
+        positions = [len(sequences[row].tokens) for row in rows]
+        masks = [sequences[row].token_mask for row in rows]
         if group == NATIVE:
             tokens = native.draw(selected.contiguous(), params_list, positions, masks)
         else:
@@ -297,8 +324,7 @@ def sample_batch(
             rng_keys = None
             if params_list[0].seed is not None:
                 rng_keys = [
-                    (row_params.seed, position)
-                    for row_params, position in zip(params_list, positions)
+                    (params.seed, position) for params, position in zip(params_list, positions)
                 ]
             tokens = sample(selected, params_list[0], generator, rng_keys).tolist()
         if len(groups) == 1:
@@ -316,7 +342,7 @@ def select_rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
 def apply_token_mask(logits: torch.Tensor, token_masks: list[torch.Tensor | None]) -> torch.Tensor:
     """Set the logits of disallowed tokens to -inf.
 
-    logits: (B, vocab_size). token_masks: B masks, as in `sample_batch`. Returns new logits, or
+    logits: (B, vocab_size). token_masks: B masks, as in `Sequence`. Returns new logits, or
     `logits` itself if there is no mask.
     """
     rows = [row for row, mask in enumerate(token_masks) if mask is not None]
@@ -353,32 +379,24 @@ def token_logprob(logits: torch.Tensor, token: int, count: int) -> TokenLogprob:
     return TokenLogprob(logprobs[token].item(), list(zip(ids.tolist(), logprobs[ids].tolist())))
 
 
-def apply_logits_processors(
-    logits: torch.Tensor,
-    params: list[SamplingParams],
-    sequences: list[list[int]],
-    prompt_lengths: list[int],
-    eos: tuple[int, ...] = (),
-) -> torch.Tensor:
+def apply_logits_processors(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     """Apply biases, penalties and min_tokens bans, which come before the temperature.
 
-    Arguments as in `sample_batch`. Returns new logits, or `logits` itself if nothing applies.
+    logits: (B, vocab_size). Returns new logits, or `logits` itself if nothing applies.
     """
-    logits = apply_all_penalties(
-        apply_logit_bias(logits, params), params, sequences, prompt_lengths
-    )
-    return apply_min_tokens(logits, params, sequences, prompt_lengths, eos)
+    logits = apply_all_penalties(apply_logit_bias(logits, sequences), sequences)
+    return apply_min_tokens(logits, sequences)
 
 
-def apply_logit_bias(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+def apply_logit_bias(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     """Add the biases of each sequence, OpenAI's `logit_bias`, to its logits (B, vocab_size).
 
     Returns new logits, or `logits` itself if there is no bias.
     """
     groups = {}  # rows with equal biases, such as the sequences of one request
-    for row, row_params in enumerate(params):
-        if row_params.logit_bias:
-            groups.setdefault(row_params.logit_bias, []).append(row)
+    for row, sequence in enumerate(sequences):
+        if sequence.params.logit_bias:
+            groups.setdefault(sequence.params.logit_bias, []).append(row)
     if not groups:
         return logits
     logits = logits.clone()
@@ -389,24 +407,18 @@ def apply_logit_bias(logits: torch.Tensor, params: list[SamplingParams]) -> torc
     return logits
 
 
-def apply_min_tokens(
-    logits: torch.Tensor,
-    params: list[SamplingParams],
-    sequences: list[list[int]],
-    prompt_lengths: list[int],
-    eos: tuple[int, ...],
-) -> torch.Tensor:
+def apply_min_tokens(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     """Ban EOS and stop tokens of sequences with fewer than min_tokens output tokens.
 
-    Their logits become -inf. Arguments as in `sample_batch`. Returns new logits, or `logits` itself
-    if nothing is banned.
+    Their logits (B, vocab_size) become -inf. Returns new logits, or `logits` itself if nothing is
+    banned.
     """
     # Runs after the penalties, because the repetition penalty would make -inf finite.
     indices = [
         (row, token)
-        for row, (row_params, sequence, length) in enumerate(zip(params, sequences, prompt_lengths))
-        if len(sequence) - length < row_params.min_tokens
-        for token in all_stop_token_ids(row_params, eos)
+        for row, sequence in enumerate(sequences)
+        if len(sequence.tokens) - sequence.prompt_length < sequence.params.min_tokens
+        for token in sequence.all_stop_token_ids
     ]
     if not indices:
         return logits
@@ -416,48 +428,34 @@ def apply_min_tokens(
     return logits
 
 
-def apply_all_penalties(
-    logits: torch.Tensor,
-    params: list[SamplingParams],
-    sequences: list[list[int]],
-    prompt_lengths: list[int],
-) -> torch.Tensor:
+def apply_all_penalties(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     """Apply the penalties of each sequence to its logits; see `apply_penalties`.
 
     Returns new logits, or `logits` itself if no penalty is on.
     """
     groups = {}
-    for row, row_params in enumerate(params):
-        groups.setdefault(PENALTY_FIELDS(row_params), []).append(row)
+    for row, sequence in enumerate(sequences):
+        groups.setdefault(PENALTY_FIELDS(sequence.params), []).append(row)
     if len(groups) == 1:
-        return apply_penalties(logits, params[0], sequences, prompt_lengths)
+        return apply_penalties(logits, sequences)
     result = torch.empty_like(logits)
     for rows in groups.values():
-        group_sequences = [sequences[row] for row in rows]
-        group_lengths = [prompt_lengths[row] for row in rows]
-        result[rows] = apply_penalties(
-            logits[rows], params[rows[0]], group_sequences, group_lengths
-        )
+        result[rows] = apply_penalties(logits[rows], [sequences[row] for row in rows])
     return result
 
 
-def apply_penalties(
-    logits: torch.Tensor,
-    params: SamplingParams,
-    sequences: list[list[int]],
-    prompt_lengths: list[int],
-) -> torch.Tensor:
+def apply_penalties(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     """Apply repetition, frequency and presence penalties, in vLLM's order.
 
-    logits: (B, vocab_size). sequences: B lists of token ids, prompt and output, none of them empty.
-    prompt_lengths: prompt tokens of each sequence. Returns new logits, or `logits` itself if no
-    penalty is on.
+    logits: (B, vocab_size). sequences: B sequences with equal penalties, none of them empty.
+    Returns new logits, or `logits` itself if no penalty is on.
     """
+    params = sequences[0].params
     in_output = params.frequency_penalty or params.presence_penalty
     if params.repetition_penalty == 1 and not in_output:
         return logits
     # Gather the distinct tokens of each sequence; they are far fewer than the vocabulary.
-    seen = [list(set(sequence)) for sequence in sequences]
+    seen = [list(set(sequence.tokens)) for sequence in sequences]
     longest = max(len(row) for row in seen)
     # Pad shorter rows with a repeated id: scatter then writes the same logit several times.
     seen = [row + row[:1] * (longest - len(row)) for row in seen]
@@ -467,9 +465,7 @@ def apply_penalties(
         every = torch.ones_like(ids, dtype=torch.bool)  # every gathered token was seen
         selected = apply_repetition_penalty(selected, every, params.repetition_penalty)
     if in_output:
-        outputs = [
-            Counter(sequence[length:]) for sequence, length in zip(sequences, prompt_lengths)
-        ]
+        outputs = [Counter(sequence.output) for sequence in sequences]
         # Integer counts, because bfloat16 cannot count past 256.
         counts = torch.tensor([[output[id] for id in row] for output, row in zip(outputs, seen)])
         counts = counts.to(logits.device)

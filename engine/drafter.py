@@ -14,7 +14,7 @@ from engine.config import LIMITS
 from engine.pages import PagePool, page_count
 from engine.request import Request
 from engine.scheduler import ScheduledRequest
-from errors import UserError, check_limits
+from errors import check_limits
 from model import Model
 from sampling import zero_nonfinite_rows
 
@@ -86,25 +86,17 @@ class PagedModelDrafter:
         wanted = counts[: self.max_num_seqs]
         drafts = [[] for _ in requests]
         while rows := [row for row, count in enumerate(wanted) if len(drafts[row]) < count]:
-            drawing = [requests[row] for row in rows]
-            texts = [requests[row].tokens + drafts[row] for row in rows]
-            spans = [self.prepare_span(request, text) for request, text in zip(drawing, texts)]
+            pairs = [requests[row].constrained(drafts[row]) for row in rows]
+            sequences = [sequence for sequence, _ in pairs]
+            spans = [
+                self.prepare_span(requests[row], sequence.tokens)
+                for row, sequence in zip(rows, sequences)
+            ]
             logits = self.model.runner.logits(self.model, self.cache, spans, [1] * len(rows))
             finite = zero_nonfinite_rows(logits)
-            params = [request.params for request in drawing]
-            lengths = [request.prompt_length for request in drawing]
-            masks = [request.token_mask(text) for request, text in zip(drawing, texts)]
-            good = [
-                is_finite and not isinstance(mask, UserError)
-                for is_finite, mask in zip(finite, masks)
-            ]
-            token_masks = [mask if usable else None for usable, mask in zip(good, masks)]
-            eos = self.model.config.eos_token_ids
-            tokens = self.model.runner.sample_batch(
-                logits, params, texts, lengths, None, eos, token_masks
-            )
-            for row, span, token, usable in zip(rows, spans, tokens, good):
-                if usable:
+            tokens = self.model.runner.sample_batch(logits, sequences)
+            for row, span, token, is_finite, (_, error) in zip(rows, spans, tokens, finite, pairs):
+                if is_finite and error is None:
                     self.states[requests[row]].tokens.extend(span.tokens)
                     drafts[row].append(token)
                 else:
@@ -112,14 +104,14 @@ class PagedModelDrafter:
                     wanted[row] = 0  # stop drafting
         return drafts
 
-    def prepare_span(self, request: Request, text: list[int]) -> Span:
-        """Allocate pages for the draft model's context window on `text`.
+    def prepare_span(self, request: Request, tokens: list[int]) -> Span:
+        """Allocate pages for the draft model's context window on a request's tokens and drafts.
 
         Returns the span of its uncomputed tokens. Cached tokens after the common prefix of the
         window and the request's state are dropped.
         """
         state = self.states.setdefault(request, DraftState([], []))
-        window = self.context_window.crop(text)
+        window = self.context_window.crop(tokens)
         num_cached = common_prefix_length(state.tokens, window[:-1])
         del state.tokens[num_cached:]
         self.pool.allocate(state.pages, len(window))

@@ -18,19 +18,13 @@ from engine.scheduler import ScheduledRequest, Scheduler
 from errors import UserError, catch_out_of_memory, is_out_of_memory
 from loading.tokenizer import Encoding, StopStringDetokenizer
 from model import Model
-from sampling import (
-    NOT_FINITE,
-    SamplingParams,
-    all_stop_token_ids,
-    token_logprob,
-    zero_nonfinite_rows,
-)
+from sampling import NOT_FINITE, SamplingParams, token_logprob, zero_nonfinite_rows
 
 MAX_JUMP_FORWARD = 64  # jump-forward tokens per request and step
 
 
 class SamplerOutput(NamedTuple):
-    """Sampled tokens of one scheduled request: one for each entry of its `texts`."""
+    """Sampled tokens of one scheduled request: one for each of its `sequences`."""
 
     tokens: list[int]
     logits: torch.Tensor  # (len(tokens), vocab_size)
@@ -118,9 +112,7 @@ class Engine:
         request.cache_salt = salt_with_adapter(cache_salt, adapter)
         request.matcher = make_matcher(params, self.encoding, self.model.config)
         if self.encoding is not None:
-            skip = (
-                all_stop_token_ids(params, self.model.config.eos_token_ids) + params.skip_token_ids
-            )
+            skip = request.all_stop_token_ids + params.skip_token_ids
             request.stream = StopStringDetokenizer(
                 self.encoding, skip, params.stop, params.min_tokens
             )
@@ -211,18 +203,12 @@ class Engine:
         self.steps += 1
         self.num_computed_tokens += sum(len(entry.tokens) for entry in scheduled)
         finite = zero_nonfinite_rows(logits)
-        rows = [(entry.request, text) for entry in scheduled for text in entry.texts]
-        params = [request.params for request, _ in rows]
-        texts = [text for _, text in rows]
-        lengths = [request.prompt_length for request, _ in rows]
-        masks = [own for entry in scheduled for own in entry.token_masks()]
-        token_masks = [None if isinstance(mask, UserError) else mask for mask in masks]
-        eos = self.model.config.eos_token_ids
-        tokens = runner.sample_batch(logits, params, texts, lengths, None, eos, token_masks)
+        pairs = [pair for entry in scheduled for pair in entry.sequences()]
+        tokens = runner.sample_batch(logits, [sequence for sequence, _ in pairs])
         outputs = []
         for end, own in zip(itertools.accumulate(keep), logits.split(keep)):
             part = slice(end - len(own), end)
-            errors = [mask for mask in masks[part] if isinstance(mask, UserError)]
+            errors = [error for _, error in pairs[part] if error]
             good = SamplerOutput(tokens[part], own) if all(finite[part]) else None
             outputs.append(errors[0] if errors else good)
         return outputs
@@ -263,7 +249,6 @@ class Engine:
         text = ""
         stream = request.stream.copy() if request.stream else None
         reason = None
-        ends = all_stop_token_ids(request.params, self.model.config.eos_token_ids)
         sampled = iter(following[: num_accepted + 1])
         while reason is None:
             token = next(sampled, None)
@@ -274,7 +259,7 @@ class Engine:
             tokens.append(token)
             if stream:
                 text += stream.add(token)
-            if token in ends or (stream and stream.stopped):
+            if token in request.all_stop_token_ids or (stream and stream.stopped):
                 reason = "stop"
             elif len(request.output) + len(tokens) == request.params.max_new_tokens:
                 reason = "length"

@@ -9,16 +9,13 @@ import torch
 from constraints import Matcher, single_allowed_token
 from errors import UserError
 from loading.tokenizer import StopStringDetokenizer
-from sampling import SamplingParams, TokenLogprob, check_token_ids
+from sampling import SamplingParams, Sequence, TokenLogprob
 
 
 @dataclass(eq=False)  # compare and hash by identity
-class Request:
+class Request(Sequence):
     """A prompt, its output and its state in the engine; read-only for callers."""
 
-    tokens: list[int]  # prompt, then output
-    prompt_length: int
-    params: SamplingParams
     adapter: str = ""  # name of its LoRA adapter; "": none
     cache_salt: str = ""  # limits prefix caching to requests with the same one
     finish_reason: str | None = None  # "stop", "length", "abort" or "error" when finished
@@ -31,7 +28,7 @@ class Request:
     page_hashes: list[bytes] = field(default_factory=list)  # of its full pages
     drafts: list[int] = field(default_factory=list)  # draft tokens for the next step
     matcher: Matcher | None = None  # of its constraint; None: unconstrained
-    last_mask: tuple = ([], None)  # tokens and result of the last `token_mask` call
+    last_mask: tuple = ([], None)  # tokens and result of the last `compute_token_mask` call
     # Output text without a held-back possible stop string, and its detokenizer; "" and None if the
     # engine has no encoding.
     text: str = ""
@@ -39,35 +36,41 @@ class Request:
     # One per output token, if params.logprobs is set.
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
-    @property
-    def output(self) -> list[int]:
-        """Return the generated tokens, EOS included."""
-        return self.tokens[self.prompt_length :]
+    def compute_token_mask(self, tokens: list[int]) -> torch.Tensor | UserError | None:
+        """Return the constraint's mask of allowed next tokens after these, (vocab_size,) bools.
 
-    def token_mask(self, text: list[int]) -> torch.Tensor | UserError | None:
-        """Return the constraint's mask of allowed next tokens after `text`, (vocab_size,) bools.
-
-        `text` is the prompt and output tokens. None: no constraint. A UserError, returned rather
-        than raised, if no token is allowed.
+        tokens: prompt and output. None: no constraint. A UserError, returned rather than raised, if
+        no token is allowed.
         """
         if self.matcher is None:
             return None
-        if text != self.last_mask[0]:
+        if tokens != self.last_mask[0]:
             try:
-                token_mask = self.matcher.checked_token_mask(text[self.prompt_length :])
+                token_mask = self.matcher.checked_token_mask(tokens[self.prompt_length :])
             except UserError as error:
                 token_mask = error
-            self.last_mask = text, token_mask
+            self.last_mask = list(tokens), token_mask
         return self.last_mask[1]
 
-    def jump_forward_token(self, text: list[int]) -> int | None:
-        """Return the only token allowed after `text`, prompt and output; None if not exactly one.
+    def constrained(self, drafts: list[int]) -> tuple[Sequence, UserError | None]:
+        """Return the sequence with these drafts and its token mask; without drafts, the request.
+
+        If the constraint allows no token, the mask is None and an error is returned, too.
+        """
+        sequence = self.with_drafts(drafts) if drafts else self
+        token_mask = self.compute_token_mask(sequence.tokens)
+        error = token_mask if isinstance(token_mask, UserError) else None
+        sequence.token_mask = None if error else token_mask
+        return sequence, error
+
+    def jump_forward_token(self, tokens: list[int]) -> int | None:
+        """Return the only token allowed after these, prompt and output; None if not exactly one.
 
         None if log-probabilities are requested, because these need a pass.
         """
         if self.matcher is None or self.params.logprobs is not None:
             return None
-        token_mask = self.token_mask(text)
+        token_mask = self.compute_token_mask(tokens)
         return None if isinstance(token_mask, UserError) else single_allowed_token(token_mask)
 
     def validate_drafts(self, drafts: list[int]) -> list[int]:
@@ -76,7 +79,7 @@ class Request:
             return drafts
         fits = 0
         for count in range(len(drafts) + 1):
-            token_mask = self.token_mask(self.tokens + drafts[:count])
+            token_mask = self.compute_token_mask(self.tokens + drafts[:count])
             if isinstance(token_mask, UserError):
                 break
             fits = count
@@ -120,13 +123,11 @@ def make_request(prompt: list[int], params: SamplingParams, config) -> Request:
 
     params without a seed get a random one. Raises UserError for an id outside the vocabulary.
     """
-    tokens = list(prompt) or [config.bos_token_id]
     size = config.vocab_size
-    wrong = [token for token in tokens if not isinstance(token, int) or not 0 <= token < size]
+    wrong = [token for token in prompt if not isinstance(token, int) or not 0 <= token < size]
     if wrong:
         allowed = f"ids of this model are integers from 0 to {size - 1}"
         raise UserError(f"the prompt has the id {wrong[0]!r}; {allowed}")
-    check_token_ids(params, config)
     if params.seed is None:
         params = replace(params, seed=secrets.randbits(64))
-    return Request(tokens, len(tokens), params)
+    return Request.from_prompt(prompt, params, config)

@@ -3,12 +3,11 @@
 from collections import deque
 from typing import NamedTuple
 
-import torch
-
 from cache import ContextWindow, Span, first_visible_position
 from engine.pages import PagePool
 from engine.request import Request
 from errors import UserError
+from sampling import Sequence
 
 
 class ScheduledRequest(NamedTuple):
@@ -38,18 +37,17 @@ class ScheduledRequest(NamedTuple):
             self.request.adapter,
         )
 
-    def token_masks(self) -> list[torch.Tensor | UserError | None]:
-        """Return `Request.token_mask` for each of `texts`.
+    def sequences(self) -> list[tuple[Sequence, UserError | None]]:
+        """Return the sequences to sample after: the request's tokens with 0, 1, ... all drafts.
 
-        None for a prefill chunk, whose sampled token is not used.
+        Each comes with the error of `Request.constrained`. A prefill chunk has no mask, because its
+        sampled token is not used.
         """
-        return [self.request.token_mask(text) if self.complete else None for text in self.texts]
-
-    @property
-    def texts(self) -> list[list[int]]:
-        """Return the sequences to sample after: the request's tokens with 0, 1, ... all drafts."""
-        tokens = self.request.tokens
-        return [tokens + self.drafts[:count] for count in range(len(self.drafts) + 1)]
+        if not self.complete:
+            return [(self.request.with_drafts([]), None)]
+        return [
+            self.request.constrained(self.drafts[:count]) for count in range(len(self.drafts) + 1)
+        ]
 
 
 class Scheduler:
@@ -101,8 +99,7 @@ class Scheduler:
             request.finish_reason = "length"
             return
         pool = self.pool
-        end = len(request.tokens) + request.params.max_new_tokens - 1
-        longest = min(end, self.context_window.block_size)
+        longest = min(request.max_length - 1, self.context_window.block_size)
         needed = pool.page_count(longest)
         if needed > pool.num_pages:
             allowed = f"there are {pool.num_pages} pages of {pool.page_size}"

@@ -36,12 +36,8 @@ class NativeSampler(TorchRunner):
     def __init__(self, library: ctypes.CDLL):
         self.library = library
 
-    def sample_batch(
-        self, logits, params, sequences, prompt_lengths, generator=None, eos=(), token_masks=None
-    ) -> list[int]:
-        return sample_batch(
-            logits, params, sequences, prompt_lengths, generator, eos, self, token_masks
-        )
+    def sample_batch(self, logits, sequences, generator=None) -> list[int]:
+        return sample_batch(logits, sequences, generator, self)
 
     def draw(
         self,

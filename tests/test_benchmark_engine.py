@@ -210,10 +210,10 @@ def test_draws_cost_what_they_take_beside_the_pass(bench, clock, monkeypatch):
     import model as runner
 
     def slower_draws(sample_batch):
-        def call(logits, params, *args):
-            clock[0] += sum(each.temperature > 0 for each in params)
-            clock[0] += sum(each.top_p < 1 for each in params)
-            return sample_batch(logits, params, *args)
+        def call(logits, sequences, *args):
+            clock[0] += sum(each.params.temperature > 0 for each in sequences)
+            clock[0] += sum(each.params.top_p < 1 for each in sequences)
+            return sample_batch(logits, sequences, *args)
 
         return call
 

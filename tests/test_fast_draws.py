@@ -78,10 +78,10 @@ def test_still_penalties_touch_the_tokens_of_the_text_alone(tiny, monkeypatch):
 
 
 def test_still_without_a_penalty_the_logits_are_not_copied():
-    from sampling import SamplingParams, apply_penalties
+    from sampling import SamplingParams, Sequence, apply_penalties
 
     logits = torch.zeros(1, 5)
-    assert apply_penalties(logits, SamplingParams(), [[1, 2]], [1]) is logits
+    assert apply_penalties(logits, [Sequence([1, 2], 1, SamplingParams())]) is logits
 
 
 @given(
@@ -93,7 +93,7 @@ def test_still_without_a_penalty_the_logits_are_not_copied():
 )
 def test_still_the_penalties_of_the_formula(texts, repetition, frequency, presence, cut):
     """Bit for bit, token by token; the logits that were given stay as they were."""
-    from sampling import SamplingParams, apply_penalties
+    from sampling import SamplingParams, Sequence, apply_penalties
 
     logits = torch.randn(len(texts), 9, generator=seeded(len(texts)))
     given_logits = logits.clone()
@@ -101,7 +101,8 @@ def test_still_the_penalties_of_the_formula(texts, repetition, frequency, presen
         repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence
     )
     lengths = [min(cut, len(text)) for text in texts]
-    ours = apply_penalties(logits, params, texts, lengths)
+    sequences = [Sequence(text, length, params) for text, length in zip(texts, lengths)]
+    ours = apply_penalties(logits, sequences)
     for row, text in enumerate(texts):
         outputs = collections.Counter(text[lengths[row] :])
         for token in range(9):

@@ -53,13 +53,11 @@ def test_a_repetition_penalty_sees_the_logit_with_its_bias(tiny):
 
     params = sampling.SamplingParams(repetition_penalty=2.0, logit_bias={1: -3.0, 2: 5.0})
     logits = torch.tensor([[1.0, 1.0, -1.0, 4.0]])
-    adjusted = sampling.apply_logits_processors(logits, [params], [[1, 2]], [1])
+    adjusted = sampling.apply_logits_processors(logits, [sampling.Sequence([1, 2], 1, params)])
     assert adjusted.tolist() == [[1.0, -4.0, 2.0, 4.0]]
     assert logits.tolist() == [[1.0, 1.0, -1.0, 4.0]]
-    assert (
-        sampling.apply_logits_processors(logits, [sampling.SamplingParams()], [[1, 2]], [1])
-        is logits
-    )
+    plain = sampling.Sequence([1, 2], 1, sampling.SamplingParams())
+    assert sampling.apply_logits_processors(logits, [plain]) is logits
 
 
 def test_minus_100_bans_and_100_forces(tiny):
@@ -104,9 +102,10 @@ def test_rows_of_several_biases_are_each_their_own():
 
     each = [{}, BIASES, {3: 1.0}, BIASES, {}, {60: -1.0}]
     params = [sampling.SamplingParams(logit_bias=own) for own in each]
+    sequences = [sampling.Sequence([1], 1, own) for own in params]
     logits = random_logits("random", 6, 61)
     before = logits.clone()
-    found = sampling.apply_logits_processors(logits, params, [[1]] * 6, [1] * 6)
+    found = sampling.apply_logits_processors(logits, sequences)
     for row, own in enumerate(each):
         expected = biased(before[row : row + 1], own)[0] if own else before[row]
         assert torch.equal(found[row], expected)

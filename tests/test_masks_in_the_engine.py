@@ -104,13 +104,13 @@ def test_drafts_that_may_not_follow_are_not_computed(model, tiny_llama, kind):
     sample_batch = model.runner.sample_batch
     seen = []
 
-    def watched(logits, params, texts, lengths, generator, eos, token_masks):
-        for own, text, length in zip(params, texts, lengths):
-            output = text[length:]
-            if own.choices and END not in output:  # what follows an end is drafted in vain
-                begun = spelled(output)
-                seen.append(any(choice.startswith(begun) for choice in own.choices))
-        return sample_batch(logits, params, texts, lengths, generator, eos, token_masks)
+    def watched(logits, sequences):
+        for sequence in sequences:
+            choices = sequence.params.choices
+            if choices and END not in sequence.output:  # what follows an end is drafted in vain
+                begun = spelled(sequence.output)
+                seen.append(any(choice.startswith(begun) for choice in choices))
+        return sample_batch(logits, sequences)
 
     model.runner.sample_batch = watched
     try:

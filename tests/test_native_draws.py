@@ -116,31 +116,28 @@ def test_draws_of_any_logits_give_an_id_and_stay_as_they_are(library, fields, va
 
 
 def test_still_the_generator_of_rows_without_a_seed(native):
-    from sampling import SamplingParams, sample_batch
+    from sampling import SamplingParams, Sequence, sample_batch
 
     fields = [{"temperature": 1.0}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.5}, {}]
-    each = [SamplingParams(**own) for own in fields]
+    each = [Sequence([1, 2], 1, SamplingParams(**own)) for own in fields]
     logits = random_logits("random", 4, 61)
-    texts = [[1, 2]] * 4
 
     def run(**options):
         generator = torch.Generator().manual_seed(5)
-        return sample_batch(
-            logits, each, texts, [1] * 4, generator, **options
-        ), generator.get_state()
+        return sample_batch(logits, each, generator, **options), generator.get_state()
 
     (ours, state), (expected, torch_state) = run(native=native.runner), run()
     assert ours == expected and torch.equal(state, torch_state)
 
 
 def test_still_other_dtypes_are_for_torch(native, torch_numbers):
-    from sampling import sample_batch
+    from sampling import Sequence, sample_batch
 
     logits = random_logits("random", 2, 61).double()
-    params = params_of({"temperature": 1.0}, 2)
-    expected = sample_batch(logits, params, [[1]] * 2, [1] * 2)
+    each = [Sequence([1], 1, params) for params in params_of({"temperature": 1.0}, 2)]
+    expected = sample_batch(logits, each)
     made = len(torch_numbers)
-    assert sample_batch(logits, params, [[1]] * 2, [1] * 2, native=native.runner) == expected
+    assert sample_batch(logits, each, native=native.runner) == expected
     assert len(torch_numbers) == 2 * made
 
 

@@ -118,7 +118,7 @@ def test_still_numbers_that_float32_or_64_bits_do_not_hold(library, fields):
 
 def test_rows_of_all_parameters_are_one_call(native, monkeypatch):
     """Each row has its own penalties, and the logits that were given stay as they are."""
-    from sampling import SamplingParams, sample_batch
+    from sampling import SamplingParams, Sequence, sample_batch
 
     calls = []
     draw = type(native.runner).draw
@@ -135,13 +135,15 @@ def test_rows_of_all_parameters_are_one_call(native, monkeypatch):
     before = logits.clone()
     texts = [[row, 2 * row, 3, 3, 3] for row in range(30)]
     lengths = [1 + row % 5 for row in range(30)]
-    ours = sample_batch(logits, each, texts, lengths, native=native.runner)
+    sequences = [Sequence(*own) for own in zip(texts, lengths, each)]
+    ours = sample_batch(logits, sequences, native=native.runner)
     assert calls == [30] and torch.equal(logits, before)
-    assert ours == sample_batch(logits, each, texts, lengths)
+    assert ours == sample_batch(logits, sequences)
     apart = torch.stack([logits, -logits], dim=1)[:, 0]  # each row followed by another one
     plain = params_of({"temperature": 0.8}, 30)  # without a penalty they are not copied before
-    ours = sample_batch(apart, plain, texts, lengths, native=native.runner)
-    assert ours == sample_batch(logits, plain, texts, lengths)
+    sequences = [Sequence(*own) for own in zip(texts, lengths, plain)]
+    ours = sample_batch(apart, sequences, native=native.runner)
+    assert ours == sample_batch(logits, sequences)
 
 
 @pytest.mark.parametrize("fields", PARAMS[1:3])

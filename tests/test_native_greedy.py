@@ -104,14 +104,14 @@ def test_other_logits_are_refused(library, bad):
 
 def test_greedy_rows_beside_others(native, chosen):
     """Rows that draw from a generator do so in torch, and get the same numbers as without C."""
-    from sampling import SamplingParams, sample_batch
+    from sampling import SamplingParams, Sequence, sample_batch
 
-    each = [SamplingParams(temperature=own) for own in (1.0, 0.0, 1.0, 0.0)]
+    each = [Sequence([1, 2], 1, SamplingParams(temperature=own)) for own in (1.0, 0.0, 1.0, 0.0)]
     logits = random_logits("random", 4, 61)
 
     def run(**options):
         generator = torch.Generator().manual_seed(5)
-        return sample_batch(logits, each, [[1, 2]] * 4, [1] * 4, generator, **options)
+        return sample_batch(logits, each, generator, **options)
 
     assert run(native=native.runner) == run()
     assert chosen == [2]
@@ -131,8 +131,8 @@ def test_a_backend_is_one_class(tiny):
             self.passes.append([span.tokens for span in spans])
             return torch.zeros(sum(keep), model.config.vocab_size)
 
-        def sample_batch(self, logits, params, texts, *_):
-            return [len(text) for text in texts]
+        def sample_batch(self, logits, sequences, *_):
+            return [len(sequence.tokens) for sequence in sequences]
 
     model = tiny()
     model.runner = Backend()

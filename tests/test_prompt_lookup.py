@@ -83,8 +83,10 @@ def test_lookup_on_texts_that_one_can_read(text, drafts):
 def test_nothing_is_drawn(text, drafts):
     """None in the place of q: it is all on the drafts."""
     from infer_speculative import propose_prompt_lookup
+    from sampling import SamplingParams, Sequence
 
-    assert propose_prompt_lookup(text, 2, len(text)) == (drafts, None)
+    sequence = Sequence(text, len(text), SamplingParams())
+    assert propose_prompt_lookup(sequence, 2) == (drafts, None)
 
 
 # Greedy: token for token.

@@ -117,7 +117,7 @@ def test_still_counts_what_an_empty_prompt_starts_from_as_a_prompt(tiny):
 
 def test_still_repetition_counts_prompts_and_the_others_do_not():
     """Frequency and presence penalise the output, repetition the prompt as well."""
-    from sampling import SamplingParams, sample_batch
+    from sampling import SamplingParams, Sequence, sample_batch
 
     logits = torch.ones(3, 4)
     logits[:, 2] = 1.5  # the most likely one, and in the prompts
@@ -128,7 +128,9 @@ def test_still_repetition_counts_prompts_and_the_others_do_not():
         ({"frequency_penalty": 0.2}, [2, 2, 2]),
         ({"repetition_penalty": 2.0}, [3, 0, 0]),
     ):
-        assert sample_batch(logits, [SamplingParams(**penalties)] * 3, texts, [4, 3, 1]) == chosen
+        params = SamplingParams(**penalties)
+        sequences = [Sequence(text, length, params) for text, length in zip(texts, [4, 3, 1])]
+        assert sample_batch(logits, sequences) == chosen
     assert logits[:, 2].tolist() == [1.5] * 3  # not changed in place
 
 

@@ -48,17 +48,14 @@ def test_the_ban_is_that_of_transformers():
     before = logits.clone()
     params = sampling.SamplingParams(9, min_tokens=3, stop_token_ids=(4, 0))
     texts = [[1, 2], [1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]]
-    found = sampling.apply_logits_processors(logits, [params] * 5, texts, [2] * 5, (EOS,))
+    sequences = [sampling.Sequence(text, 2, params, (4, 0, EOS)) for text in texts]
+    found = sampling.apply_logits_processors(logits, sequences)
     for row, text in enumerate(texts):
         processor = MinNewTokensLengthLogitsProcessor(2, 3, [4, 0, EOS], "cpu")
         expected = processor(torch.tensor([text]), before[row : row + 1])[0]
         assert torch.equal(found[row], expected)
     assert torch.equal(logits, before)
-    assert (
-        sampling.apply_logits_processors(logits[3:], [params] * 2, texts[3:], [2] * 2, (EOS,))[0]
-        is not None
-    )
-    late = sampling.apply_logits_processors(logits, [params] * 5, [texts[4]] * 5, [2] * 5, (EOS,))
+    late = sampling.apply_logits_processors(logits, sequences[4:] * 5)
     assert late is logits
 
 

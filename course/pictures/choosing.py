@@ -8,6 +8,7 @@ from pictures import runs, scene
 from pictures.scene import percent, word
 from sampling import (
     SamplingParams,
+    Sequence,
     apply_logit_bias,
     apply_temperature,
     min_p_filter,
@@ -253,13 +254,15 @@ BIASES = (0.0, 2.0, 4.0, -100.0)
 @torch.inference_mode()
 def record_biases(prompt: str) -> Record:
     """Return the probabilities with a bias on the first word from the third likeliest token on."""
-    logits = runs.next_logits(runs.encode(prompt, 200))
+    ids = runs.encode(prompt, 200)
+    logits = runs.next_logits(ids)
     best = logits.topk(6).indices.tolist()
     index = next((at for at in range(2, 6) if runs.token_text(best[at]).strip().isalpha()), 2)
     token = best[index]
     probs = {}
     for bias in BIASES:
-        biased = apply_logit_bias(logits[None], [SamplingParams(logit_bias={token: bias})])[0]
+        params = SamplingParams(logit_bias={token: bias})
+        biased = apply_logit_bias(logits[None], [Sequence(ids, len(ids), params)])[0]
         probs[bias] = biased.softmax(-1)[best].tolist()
     return Record(
         prompt=prompt,

@@ -25,24 +25,24 @@ def record_speculation(prompt: str, count: int = 40) -> Record:
     ids = runs.encode(prompt, 100)
     params = SamplingParams(count, temperature=TEMPERATURE)
     generator = torch.Generator().manual_seed(1)
-    drafter = ModelDrafter(runs.load("stories-draft"), len(ids) + count, params, generator)
-    seen = []  # (sequence, draft distributions q) before each pass
+    drafter = ModelDrafter(runs.load("stories-draft"), len(ids) + count, generator)
+    seen = []  # (tokens, draft distributions q) before each pass
 
-    def propose(sequence, count, prompt_length):
-        drafts, q = drafter.propose(sequence, count, prompt_length)
-        seen.append((list(sequence), q))
+    def propose(sequence, count):
+        drafts, q = drafter.propose(sequence, count)
+        seen.append((list(sequence.tokens), q))
         return drafts, q
 
     passes = list(generate_speculative(runs.load(), propose, ids, params, generator=generator))
     verifications = []
     rejections = []
-    for (sequence, q), each in zip(seen, passes):
+    for (tokens, q), each in zip(seen, passes):
         verification = Verification(
             runs.token_texts(each.drafts), each.accepted, runs.token_texts(each.tokens)
         )
         verifications.append(verification)
         if each.accepted < len(each.drafts):
-            context = sequence + each.drafts[: each.accepted]
+            context = tokens + each.drafts[: each.accepted]
             pair = (context, q[each.accepted], each.drafts[each.accepted], each.tokens[-1])
             rejections.append(rejection(*pair, params))
     return Record(

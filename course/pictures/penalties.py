@@ -7,7 +7,7 @@ import torch
 
 from pictures import runs, scene
 from pictures.scene import signed, times, word
-from sampling import SamplingParams, apply_penalties
+from sampling import SamplingParams, Sequence, apply_penalties
 
 
 @torch.inference_mode()
@@ -21,7 +21,8 @@ def record_moved(prompt: str, common: dict, penalty: dict, count: int = 60) -> R
     text = ids + texts[0][:at]
     logits = runs.next_logits(text)[None]
     before, after = (
-        apply_penalties(logits, SamplingParams(**params), [text], [len(ids)])[0] for params in both
+        apply_penalties(logits, [Sequence(text, len(ids), SamplingParams(**params))])[0]
+        for params in both
     )
     best = torch.cat([row.topk(5).indices for row in (before, after)])
     shown = sorted(dict.fromkeys(best.tolist()), key=lambda id: -before[id].item())
