@@ -19,8 +19,8 @@ from errors import UserError
 from infer import generate
 from infer_speculative import SpeculativeStep, generate_speculative
 from loading.load import load_model, resolve_source
-from loading.tokenizer import load_encoding
 from sampling import SamplingParams
+from text.tokenizer import load_encoding
 
 PROMPTS = (
     "Once upon a time",

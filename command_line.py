@@ -16,13 +16,13 @@ import torch
 from cache import ContextWindow
 from constraints import get_vocabulary, make_matcher
 from errors import UserError, catch_out_of_memory
-from loading.chat import Chat
 from loading.load import Source, load_model
-from loading.tokenizer import Encoding, IncrementalDetokenizer
-from loading.tools import build_tool_grammar, detect_tool_format, read_tools
 from model import Model
 from native import BuildError, kernel, use_native
 from sampling import SamplingParams
+from text.chat import Chat
+from text.tokenizer import Encoding, IncrementalDetokenizer
+from text.tools import build_tool_grammar, detect_tool_format, read_tools
 
 STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
 MODEL_HELP = (

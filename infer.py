@@ -45,7 +45,6 @@ from command_line import (
 from constraints import make_matcher, single_allowed_token
 from errors import UserError, check_limits
 from loading.load import resolve_source
-from loading.tokenizer import Encoding, load_encoding
 from model import Model
 from sampling import (
     NOT_FINITE,
@@ -55,6 +54,7 @@ from sampling import (
     check_engine_only_params,
     params_per_prompt,
 )
+from text.tokenizer import Encoding, load_encoding
 
 
 @torch.inference_mode()

@@ -36,7 +36,6 @@ from drafts import GAMMA_LIMITS, check_vocabularies, prompt_lookup
 from errors import check_limits
 from infer import next_logits
 from loading.load import resolve_source
-from loading.tokenizer import Encoding, load_encoding
 from model import Model
 from sampling import (
     SamplingParams,
@@ -47,6 +46,7 @@ from sampling import (
     check_engine_only_params,
     sampling_probs,
 )
+from text.tokenizer import Encoding, load_encoding
 
 
 class SpeculativeStep(NamedTuple):

@@ -21,10 +21,10 @@ from engine.options import engine_config, load_adapters, parse_adapters
 from errors import UserError, check_limits
 from loading.load import empty_model, load_config, resolve_source
 from loading.lora import read_adapter
-from loading.tokenizer import load_encoding
 from serve import add_server_options, check_server_options, listen, server_url
 from server.replicas import Ingress, Replica
 from server.served import find_chat, served_name, server_defaults
+from text.tokenizer import load_encoding
 
 SECONDS = (int | float, lambda value: 1 <= value < 1e6, "a number from 1 to below 1000000")
 CPUS = (int | float, lambda value: 1e-4 <= value < 1e6, "a number from 0.0001 to below 1000000")

@@ -32,10 +32,10 @@ from engine.request import Event, Request
 from errors import UserError
 from infer import generate
 from loading.load import load_model, resolve_source, save_model
-from loading.tokenizer import load_encoding
 from model import Model
 from native import NativeRunner, use_native
 from sampling import SamplingParams
+from text.tokenizer import load_encoding
 
 COLUMNS = {
     "part": "of the benchmark, as --only names it",

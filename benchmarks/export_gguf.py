@@ -12,7 +12,6 @@ from errors import UserError
 from gemma import GemmaConfig
 from llama import LlamaConfig, RotaryEmbedding
 from loading.byte_level import PATTERNS
-from loading.chat import read_chat_template
 from loading.checkpoint import check_values, read_json
 from loading.gguf_model import (
     EOS_KEYS,
@@ -23,8 +22,9 @@ from loading.gguf_model import (
     swa_layers,
 )
 from loading.load import resolve_source
-from loading.tokenizer import read_tokenizer_json
 from model import Model
+from text.chat import read_chat_template
+from text.tokenizer import read_tokenizer_json
 
 PRE_TOKENIZERS = {  # our name -> llama.cpp's name
     "GPT-2": "gpt-2",

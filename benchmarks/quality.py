@@ -21,8 +21,8 @@ from command_line import CACHE_DTYPES, DTYPES, STORIES, Parser, pick_dtype, warn
 from errors import UserError
 from infer import pass_logits
 from loading.load import load_model, resolve_source
-from loading.tokenizer import load_encoding
 from native import use_native
+from text.tokenizer import load_encoding
 
 TEXTS = Path(__file__).resolve().parent / "texts"  # written for this, so in no training data
 PASS_SIZE = 128  # positions per pass, whose logits are all in memory at once

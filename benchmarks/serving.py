@@ -30,9 +30,9 @@ from engine.engine import Engine
 from engine.pages import page_count
 from errors import UserError
 from loading.load import load_model, resolve_source
-from loading.tokenizer import load_encoding
 from model import Model
 from sampling import SamplingParams
+from text.tokenizer import load_encoding
 
 COLUMNS = {
     "mode": "which server",

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from loading.load import resolve_source  # noqa: E402
-from loading.templates import compile_sandboxed, render_sandboxed  # noqa: E402
-from loading.tokenizer import load_encoding  # noqa: E402
+from text.templates import compile_sandboxed, render_sandboxed  # noqa: E402
+from text.tokenizer import load_encoding  # noqa: E402
 
 TEMPLATE = Path(__file__).with_name("smollm2-tools") / "chat_template.jinja"
 VOCAB_SIZE = 49152

@@ -26,11 +26,11 @@ from int8 import Int8Linear
 from llama import Llama, rotary_embedding
 from loading.byte_level import PATTERNS
 from loading.load import load_config, load_model
-from loading.tokenizer import EOT, load_encoding
 from native import build, use_native
 from native.linear import QUANT_TYPES, NativeLinear, pack
 from native.structs import model_struct, struct
 from sampling import SamplingParams, sampling_probs, token_logprob
+from text.tokenizer import EOT, load_encoding
 
 BOOK = Path(__file__).with_name("book")
 CHECKPOINTS = build.SOURCE.parent.parent / "checkpoints"

@@ -16,9 +16,9 @@ from engine.pages import PagePool, salt_with_adapter, sliding_page_count
 from engine.request import Event, Request, make_request
 from engine.scheduler import ScheduledRequest, Scheduler
 from errors import UserError, catch_out_of_memory, is_out_of_memory
-from loading.tokenizer import Encoding, StopStringDetokenizer
 from model import Model
 from sampling import NOT_FINITE, SamplingParams, token_logprob, zero_nonfinite_rows
+from text.tokenizer import Encoding, StopStringDetokenizer
 
 MAX_JUMP_FORWARD = 64  # jump-forward tokens per request and step
 

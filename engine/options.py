@@ -13,10 +13,10 @@ from engine.engine import Engine
 from errors import UserError
 from loading.load import Source, empty_model, resolve_source
 from loading.lora import read_adapter
-from loading.tokenizer import load_encoding
 from model import Model
 from parallel.ranks import PARALLEL_MODES, TensorParallelGroup
 from parallel.shards import load_shard, parallelize_vocabulary
+from text.tokenizer import load_encoding
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:

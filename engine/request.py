@@ -8,8 +8,8 @@ import torch
 
 from constraints import Matcher, single_allowed_token
 from errors import UserError
-from loading.tokenizer import StopStringDetokenizer
 from sampling import SamplingParams, Sequence, TokenLogprob
+from text.tokenizer import StopStringDetokenizer
 
 
 @dataclass(eq=False)  # compare and hash by identity

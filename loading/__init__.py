@@ -1,1 +1,1 @@
-"""Readers of files: configurations, weights, tokenizers and chat templates."""
+"""Readers of files: configurations, weights, vocabularies and adapters."""

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from loading.tools import PROBE_ID, ToolCallDelta, ToolCallParser, ToolFormat
 from sampling import SamplingParams
 from server.allowed import AllowedTokens
 from server.answers import ResponseBuilder, with_cancellation, with_ignored_fields
@@ -18,6 +17,7 @@ from server.engine_thread import Update
 from server.protocol import ChatRequest
 from server.served import ServedModel
 from server.structured_output import run_in_compile_pool
+from text.tools import PROBE_ID, ToolCallDelta, ToolCallParser, ToolFormat
 
 router = APIRouter()
 ID_ALPHABET = string.ascii_letters + string.digits

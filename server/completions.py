@@ -6,13 +6,13 @@ import uuid
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from loading.tokenizer import IncrementalDetokenizer
 from server.allowed import AllowedTokens
 from server.answers import ResponseBuilder, with_cancellation, with_ignored_fields
 from server.engine_thread import Update
 from server.protocol import CompletionRequest
 from server.served import ServedModel
 from server.structured_output import run_in_compile_pool
+from text.tokenizer import IncrementalDetokenizer
 
 router = APIRouter()
 

@@ -16,7 +16,6 @@ from constraints import GrammarMatcher, Matcher
 from engine.engine import Engine
 from engine.request import Event, Request
 from errors import UserError
-from loading.tokenizer import Encoding
 from parallel.ranks import RankError
 from sampling import SamplingParams, TokenLogprob
 from server.structured_output import (
@@ -27,6 +26,7 @@ from server.structured_output import (
     run_in_compile_pool,
     stall_reason,
 )
+from text.tokenizer import Encoding
 
 STALLED_SECONDS = 10  # duration of a step after which the engine counts as stalled
 

@@ -25,9 +25,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, to_json
 
 from errors import UserError, check_limits
-from loading.chat import RESERVED_VARIABLES
-from loading.tools import MAX_TOOLS
 from sampling import LIMITS, SamplingParams, is_logit_bias
+from text.chat import RESERVED_VARIABLES
+from text.tools import MAX_TOOLS
 
 MAX_RESPONSE_BYTES = 2**22  # estimated with TOKEN_BYTES and LOGPROB_BYTES
 TOKEN_BYTES = 16

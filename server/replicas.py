@@ -12,7 +12,6 @@ from prometheus_client.core import Metric
 from command_line import pick_device
 from engine.options import load_engine, parse_adapters
 from loading.load import load_config, resolve_source
-from loading.tokenizer import load_encoding
 from sampling import SamplingParams
 from server.app import allowed_hosts, make_app
 from server.engine_thread import EngineDead, EngineThread, Update
@@ -20,6 +19,7 @@ from server.memory import freeze
 from server.metrics import Metrics
 from server.served import ServedModel, find_chat, served_name, server_defaults
 from server.structured_output import stall_reason
+from text.tokenizer import load_encoding
 
 
 class Replica:

@@ -8,7 +8,6 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import to_json
 
-from loading.tools import MAX_TOOLS
 from server.protocol import (
     IGNORED_FIELDS,
     MAX_ITEMS,
@@ -27,6 +26,7 @@ from server.protocol import (
     must_be,
     with_untyped_fields,
 )
+from text.tools import MAX_TOOLS
 
 LOGPROBS = "message.output_text.logprobs"
 NOTHING_STORED = "is not supported: no response is stored here, so send the earlier items in input"

@@ -9,11 +9,8 @@ from pathlib import Path
 
 from constraints import get_vocabulary, make_matcher
 from errors import UserError
-from loading.chat import SYSTEM_ROLE_HINT, Chat
 from loading.defaults import read_sampling_defaults
 from loading.load import Source
-from loading.tokenizer import IncrementalDetokenizer
-from loading.tools import ToolFormat, build_tool_grammar, check_tools, detect_tool_format
 from sampling import SamplingParams, check_token_ids
 from server.allowed import AllowedTokensTracker
 from server.engine_thread import EngineThread
@@ -21,6 +18,9 @@ from server.live import EngineMonitor
 from server.metrics import Metrics
 from server.protocol import APIError, ChatRequest, GenerationRequest
 from server.structured_output import TimedMatcher, compile_matcher
+from text.chat import SYSTEM_ROLE_HINT, Chat
+from text.tokenizer import IncrementalDetokenizer
+from text.tools import ToolFormat, build_tool_grammar, check_tools, detect_tool_format
 
 OTHER_MODEL = "serve a model that takes it: make smollm2, then python serve.py --model smollm2"
 PROBE = "xprobex"  # occurs in no template

@@ -6,7 +6,7 @@ import torch
 from conftest import CHECKPOINTS, run_rows
 
 from loading.load import load_model, save_model
-from loading.tokenizer import load_encoding
+from text.tokenizer import load_encoding
 
 BOS = "<|begin_of_text|>"
 EOS = "<|endoftext|>"

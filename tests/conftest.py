@@ -80,7 +80,7 @@ def check_modes(model, draft, prompts: list[list[int]], max_new_tokens: int) -> 
 
 def check_command_line(cli, directory, kind: str, count: int, *options, **shape) -> None:
     """The command line writes `count` tokens as transformers' random model of this kind does."""
-    from loading.tokenizer import load_encoding
+    from text.tokenizer import load_encoding
 
     shape = {"vocab_size": 4096, "eos_token_id": 4095, "max_position_embeddings": 64} | shape
     theirs, model = random_peer(kind, directory, torch.float32, **shape)
@@ -531,7 +531,7 @@ def run_main(capsys, monkeypatch, compiled):
 
     It returns the exit code, stdout and stderr.
     """
-    from loading import tokenizer
+    from text import tokenizer
 
     read = tokenizer.read_tokenizer_json
 
@@ -610,7 +610,7 @@ def chat_base(tiny, tmp_path_factory):
 @pytest.fixture(scope="session")
 def chat_encoding(chat_base):
     """Its encoding."""
-    from loading.tokenizer import load_encoding
+    from text.tokenizer import load_encoding
 
     return load_encoding(chat_base, 4104)
 
@@ -637,7 +637,7 @@ def chat_pair(write_chat):
     def load(template):
         from transformers import PreTrainedTokenizerFast
 
-        from loading.chat import Chat
+        from text.chat import Chat
 
         if template not in made:
             directory = write_chat(template)

@@ -13,7 +13,7 @@ FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 @functools.cache
 def letters():
     """Its encoding: any byte but those of a, b and c is lacking."""
-    from loading.tokenizer import Encoding
+    from text.tokenizer import Encoding
 
     added = [{"id": id, "content": name, "special": True} | FLAGS for id, name in SPECIAL.items()]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}

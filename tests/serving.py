@@ -25,7 +25,7 @@ ENDLESS = {"prompt": "Tom", "max_tokens": 2**18, "ignore_eos": True}
 
 @functools.cache
 def small_encoding():
-    from loading.tokenizer import load_encoding
+    from text.tokenizer import load_encoding
 
     return load_encoding(SMALL, 4096)
 
@@ -229,7 +229,7 @@ def serving(make, chat=None, app_options=None, adapters=None, defaults=None, **o
     chat: the template of the model, or an error. app_options: of `make_app`.
     adapters, defaults: of ServedModel. options: of the EngineThread.
     """
-    from loading.chat import Chat
+    from text.chat import Chat
 
     make_app = module_with("server.app", "make_app").make_app
 

@@ -12,7 +12,7 @@ from test_tokenizer import check_refused, library
 import errors
 from errors import UserError
 from loading.byte_level import PATTERNS
-from loading.tokenizer import load_encoding
+from text.tokenizer import load_encoding
 
 BLANK = "▁"
 RUNS = [sign * count for sign in ("\n", "\t", BLANK) for count in (2, 3, 5)]

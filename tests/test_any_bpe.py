@@ -173,7 +173,7 @@ def test_a_model_reads_its_prompt(smol, tiny, tmp_path, cli):
 def test_messages_are_plain_text(smol, tmp_path, text):
     from transformers import AutoTokenizer
 
-    from loading.chat import Chat
+    from text.chat import Chat
 
     ours = load_from(tmp_path, smol)
     write_template(tmp_path, CHATML, tokenizer_class="PreTrainedTokenizerFast")

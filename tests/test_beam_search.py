@@ -263,7 +263,7 @@ def test_bad_values_are_named_with_their_range(tiny, name, value, allowed):
 
 
 def test_the_command_line_searches(cli, tiny_checkpoint):
-    from loading.tokenizer import load_encoding
+    from text.tokenizer import load_encoding
 
     text = "Tom " * 20
     encoding = load_encoding(tiny_checkpoint, 4096)
@@ -294,7 +294,7 @@ def test_the_command_line_uses_the_cache_unless_told_not_to(
 
 def test_the_best_text_of_each_prompt_is_printed(cli, monkeypatch, tiny_checkpoint):
     import infer
-    from loading.tokenizer import load_encoding
+    from text.tokenizer import load_encoding
 
     encoding = load_encoding(tiny_checkpoint, 4096)
     e, acute = (encoding.encode_single_token(bytes([byte])) for byte in "é".encode())

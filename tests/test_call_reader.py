@@ -25,7 +25,7 @@ def write(tool_format, text: str, made: list) -> str:
 
 def read(tool_format, pieces: list[str]) -> tuple:
     """The text, the calls, and whether the reply is whole."""
-    from loading.tools import ToolCallParser
+    from text.tools import ToolCallParser
 
     parser = ToolCallParser(tool_format)
     content = ""
@@ -43,9 +43,9 @@ def read(tool_format, pieces: list[str]) -> tuple:
 
 @pytest.fixture(scope="module")
 def tool_formats(write_chat):
-    from loading.chat import Chat
-    from loading.tokenizer import load_encoding
-    from loading.tools import detect_tool_format
+    from text.chat import Chat
+    from text.tokenizer import load_encoding
+    from text.tools import detect_tool_format
 
     found = []
     for template in WITH_TOOLS.values():

@@ -4,7 +4,7 @@ import pytest
 from serving import SMALL, engine_alone, refusal, serving, small_encoding, small_engine
 
 from errors import UserError
-from loading.chat import Chat
+from text.chat import Chat
 
 PATH = "/v1/chat/completions"
 MESSAGES = [

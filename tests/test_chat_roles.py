@@ -5,7 +5,7 @@ from chats import write_template
 from serving import serving, small_engine
 
 from errors import UserError
-from loading.chat import Chat
+from text.chat import Chat
 
 CHAT = "/v1/chat/completions"
 ROLE_EXAMPLES = {

@@ -54,7 +54,7 @@ NAMED = [{"name": "tool_use", "template": "no"}, {"name": "default", "template":
 def test_a_template_is_read_where_transformers_reads_it(write_chat, template, as_file, config):
     from transformers import PreTrainedTokenizerFast
 
-    from loading.chat import Chat
+    from text.chat import Chat
 
     directory = write_chat(template, as_file, **config)
     messages = conversation("x")
@@ -64,7 +64,7 @@ def test_a_template_is_read_where_transformers_reads_it(write_chat, template, as
 
 def test_a_byte_order_mark_is_no_text(write_chat):
     """An editor puts it there."""
-    from loading.chat import Chat
+    from text.chat import Chat
 
     directory = write_chat("{{ bos_token }}a", as_file=True)
     given = directory / "given.jinja"
@@ -75,7 +75,7 @@ def test_a_byte_order_mark_is_no_text(write_chat):
 
 
 def test_a_file_alone_is_a_template(write_chat):
-    from loading.chat import Chat
+    from text.chat import Chat
 
     directory = write_chat("{{ bos_token }}caf\u00e9", as_file=True)
     (directory / "tokenizer_config.json").unlink()
@@ -133,7 +133,7 @@ def test_files_that_cannot_be_read_are_one_line(cli, write_chat):
 
 
 def test_still_a_template_that_cannot_be_read_is_not_a_missing_one(tmp_path):
-    from loading.chat import read_text
+    from text.chat import read_text
 
     assert refused(read_text, tmp_path) == f"{tmp_path}: Is a directory"
 

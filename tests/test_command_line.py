@@ -15,7 +15,7 @@ from conftest import CHECKPOINTS, ROOT, is_one_line
 import command_line
 import infer
 from errors import UserError
-from loading.tokenizer import load_encoding
+from text.tokenizer import load_encoding
 
 DRAFT = CHECKPOINTS / "stories-draft"  # is loaded sooner than the larger one
 

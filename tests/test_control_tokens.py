@@ -9,7 +9,7 @@ from conftest import CHECKPOINTS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from loading.tokenizer import load_encoding
+from text.tokenizer import load_encoding
 
 
 @pytest.fixture(scope="session")

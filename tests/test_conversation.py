@@ -8,8 +8,8 @@ from chats import CHATML, END, START, control_ids, conversation, replies, save_b
 from conftest import is_one_line
 
 import infer
-from loading.chat import Chat
-from loading.tokenizer import load_encoding
+from text.chat import Chat
+from text.tokenizer import load_encoding
 
 
 @pytest.fixture(scope="session")

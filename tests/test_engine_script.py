@@ -6,7 +6,7 @@ import sys
 import pytest
 from conftest import CHECKPOINTS, PROMPTS
 
-from loading.tokenizer import load_encoding
+from text.tokenizer import load_encoding
 
 SEEDED = ("--max-new-tokens", 12, "--temperature", 1, "--num-samples", 2, "--seed", 5)
 FILTERED = ("--max-new-tokens", 12, "--temperature", 0.9, "--top-p", 0.9, "--seed", 2**64 - 1)

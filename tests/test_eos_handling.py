@@ -7,7 +7,7 @@ from conftest import CHECKPOINTS, run, run_rows
 
 import infer
 from loading.load import load_model
-from loading.tokenizer import IncrementalDetokenizer, load_encoding
+from text.tokenizer import IncrementalDetokenizer, load_encoding
 
 
 @pytest.fixture

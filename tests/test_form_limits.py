@@ -332,7 +332,7 @@ def test_tools_are_held_to_the_same(write_chat):
     from test_tool_grammar import grammar
 
     from constraints import Grammar, get_vocabulary
-    from loading.tokenizer import load_encoding
+    from text.tokenizer import load_encoding
 
     look = tool("look", {"a": {"type": "integer", "format": "int32"}})
     look["function"]["parameters"] |= {"additionalProperties": True, "uniqueItems": False}

@@ -17,8 +17,8 @@ from benchmarks.export_gguf import write_gguf
 from errors import UserError
 from loading.gguf import read_split
 from loading.load import load_config, load_model, resolve_source
-from loading.tokenizer import load_encoding
 from native import use_native
+from text.tokenizer import load_encoding
 
 KINDS = ["gpt2", "qwen2", "qwen3"]
 

@@ -13,9 +13,9 @@ from test_tokenizer import MERGES, tokenizer_json
 from benchmarks.export_gguf import write_gguf
 from engine.engine import Engine
 from errors import UserError
-from loading.chat import Chat
 from loading.load import load_config, load_model
-from loading.tokenizer import load_encoding
+from text.chat import Chat
+from text.tokenizer import load_encoding
 
 
 def test_all_that_ends_a_text(tiny, tmp_path):

@@ -169,7 +169,7 @@ def test_in_c_and_on_ranks(made, compiled, dtype):
 
 def test_a_vocabulary_with_turns_and_runs_of_blanks(made):
     """Runs of blanks and HTML are tokens in any text, what ends a turn is not."""
-    from loading.tokenizer import load_encoding
+    from text.tokenizer import load_encoding
 
     special = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
     runs = ["\n", "\n\n", "  ", "<b>"]

@@ -11,7 +11,7 @@ from test_tokenizer import MERGES, library, tokenizer_json
 from benchmarks.export_gguf import write_gguf
 from loading.byte_level import PATTERNS
 from loading.load import load_model
-from loading.tokenizer import load_encoding
+from text.tokenizer import load_encoding
 
 BYTES_ONLY = LEVEL | {"use_regex": False}
 

@@ -25,7 +25,7 @@ def test_one_command_writes_a_story():
 def test_equals_transformers_on_the_embedded_model(stories):
     from transformers import AutoModelForCausalLM
 
-    from loading.tokenizer import load_encoding
+    from text.tokenizer import load_encoding
 
     peer = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "stories", dtype=torch.float32)
     encoding = load_encoding(CHECKPOINTS / "stories", 4096)

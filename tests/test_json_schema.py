@@ -68,7 +68,7 @@ def test_texts_of_sentencepiece_are_valid_without_a_first_blank(kind, tiny):
     from test_sentencepiece import FORMS, made
 
     from constraints import get_vocabulary
-    from loading.tokenizer import Encoding
+    from text.tokenizer import Encoding
 
     encoding = Encoding("tokenizer.json", made(FORMS[kind]))
     vocabulary = get_vocabulary(encoding, 640, (2,))

@@ -3,7 +3,7 @@
 import pytest
 from serving import PATH, refusal
 
-from loading.chat import Chat
+from text.chat import Chat
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Tom"}]

@@ -83,7 +83,7 @@ def test_a_bad_value_is_named_with_its_range(tiny, value):
 
 
 def test_the_command_line_takes_a_penalty(cli, tiny_checkpoint):
-    from loading.tokenizer import load_encoding
+    from text.tokenizer import load_encoding
 
     encoding = load_encoding(tiny_checkpoint, 4096)
     model = load_model(tiny_checkpoint)

@@ -12,7 +12,7 @@ from test_tokenizer import TEMPLATE, check_refused, library, same_ids, tokenizer
 
 from loading.byte_level import unicode_to_bytes
 from loading.load import save_model
-from loading.tokenizer import load_encoding
+from text.tokenizer import load_encoding
 
 BOS = "<|begin_of_text|>"
 EOS = "<|end_of_text|>"

@@ -20,7 +20,7 @@ from loads import (
     timed_completion,
 )
 
-from loading.tokenizer import load_encoding
+from text.tokenizer import load_encoding
 
 DONE = "data: [DONE]\n\n"
 

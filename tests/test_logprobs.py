@@ -14,8 +14,8 @@ from engine.drafter import PagedModelDrafter, PromptLookupDrafter
 from engine.engine import Engine
 from errors import UserError
 from loading.load import load_model
-from loading.tokenizer import load_encoding
 from sampling import SamplingParams
+from text.tokenizer import load_encoding
 
 DRAFT = CHECKPOINTS / "stories-draft"
 STORY = ["--model", DRAFT, "--prompt", "Once upon a time"]

@@ -3,7 +3,7 @@
 import pytest
 from serving import PATH, SMALL, refusal, small_encoding
 
-from loading.chat import Chat
+from text.chat import Chat
 
 CHAT = "/v1/chat/completions"
 KEEP = "truncate_prompt_tokens"

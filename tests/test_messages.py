@@ -4,7 +4,7 @@ from conftest import CHECKPOINTS
 from serving import SMALL
 
 from errors import UserError
-from loading.chat import Chat
+from text.chat import Chat
 
 
 def test_a_server_has_the_template_of_its_model_or_says_why_there_is_none():

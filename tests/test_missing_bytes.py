@@ -12,7 +12,7 @@ from test_conversation import talk  # noqa: F401
 from test_llama_3_tokenizer import load_from
 from test_tokenizer import library
 
-from loading.tokenizer import load_encoding
+from text.tokenizer import load_encoding
 
 MISSING = bytes([4, 0x1D, 0xF1])
 TEXT = "a\x04 cat \x1d\U00040000"

@@ -28,7 +28,7 @@ from test_llama_config import SMALL
 from errors import UserError
 from int8 import to_int8
 from loading.load import save_model
-from loading.tokenizer import load_encoding
+from text.tokenizer import load_encoding
 
 # transformers' grouped products do not compute float64; its eager ones do.
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 6}

@@ -159,7 +159,7 @@ def test_texts_follow_the_targets_probabilities(tiny):
 
 @pytest.fixture(scope="module")
 def again():
-    from loading.tokenizer import load_encoding
+    from text.tokenizer import load_encoding
 
     return load_encoding(CHECKPOINTS / "stories", 4096).encode(AGAIN, allowed_special="all")
 

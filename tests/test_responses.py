@@ -23,8 +23,8 @@ from serving import (
     until,
 )
 
-from loading.chat import Chat
-from loading.tokenizer import load_encoding
+from text.chat import Chat
+from text.tokenizer import load_encoding
 
 PATH = "/v1/responses"
 CHAT = "/v1/chat/completions"

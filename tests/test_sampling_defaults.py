@@ -9,9 +9,9 @@ from conftest import CHECKPOINTS, is_one_line, refused
 from serving import SMALL, engine_alone, serving, small_encoding, small_engine
 
 import infer_engine
-from loading.chat import Chat
 from loading.defaults import read_sampling_defaults
 from loading.load import Source, resolve_source
+from text.chat import Chat
 
 FILE = "generation_config.json"
 MESSAGES = [{"role": "user", "content": "rocket, moon"}]

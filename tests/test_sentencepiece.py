@@ -13,9 +13,9 @@ from test_llama_3_tokenizer import TEXTS, load_from
 from test_tokenizer import MERGES, check_refused, library, tokenizer_json, with_values
 
 from benchmarks.export_gguf import write_gguf
-from loading.chat import Chat
 from loading.load import save_model
-from loading.tokenizer import IncrementalDetokenizer, load_encoding
+from text.chat import Chat
+from text.tokenizer import IncrementalDetokenizer, load_encoding
 
 BLANK = "▁"
 SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -121,7 +121,7 @@ def test_each_id_has_its_bytes(llama, loaded):
 @given(data=st.data())
 def test_texts_come_back_and_streams_print_them(form, data):
     """A text's first blank is no part of it; each later one is, also at the start of a token."""
-    from loading.tokenizer import Encoding
+    from text.tokenizer import Encoding
 
     ours = Encoding("tokenizer.json", form)
     pieces = st.sampled_from([" ", "  ", "the", " a", "é", "你", "🙂", "\n", "</s>", "1"])

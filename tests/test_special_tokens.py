@@ -6,7 +6,7 @@ from gguf_files import CONTROL as CONTROL_TYPE
 from gguf_files import NORMAL, USER_DEFINED
 from serving import serving, writing
 
-from loading.chat import Chat
+from text.chat import Chat
 
 PATH = "/v1/completions"
 CHAT = "/v1/chat/completions"

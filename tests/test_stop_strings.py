@@ -16,8 +16,8 @@ from engine.drafter import PagedModelDrafter, PromptLookupDrafter
 from engine.engine import Engine
 from errors import UserError
 from loading.load import load_model
-from loading.tokenizer import load_encoding
 from sampling import SamplingParams
+from text.tokenizer import load_encoding
 
 DRAFT = CHECKPOINTS / "stories-draft"
 FEW = st.text("ab", min_size=1, max_size=4)
@@ -228,7 +228,7 @@ def test_text_and_tokens_of_a_step_count_together_or_not_at_all(model, error):
 
 
 def test_a_copy_of_a_stream_goes_on_by_itself():
-    from loading.tokenizer import StopStringDetokenizer
+    from text.tokenizer import StopStringDetokenizer
 
     stream = StopStringDetokenizer(
         encoding_of([b"xa\xc3", b"\xa9", b"b", b"c"]), stop=("ab", "a\u00e9c")
@@ -383,7 +383,7 @@ def test_what_was_held_is_shown_after_ctrl_c(engine_cli, monkeypatch, story):
 
 def test_a_conversation_goes_on_from_what_was_shown(cli, engine_cli, tiny_checkpoint, monkeypatch):
     """A reply ends before a stop string, and there it ends for the next message, too."""
-    from loading.chat import Chat
+    from text.chat import Chat
 
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     seen = []

@@ -8,7 +8,7 @@ from conftest import is_one_line
 from gguf_files import metadata_of, written
 from serving import Script
 
-from loading.tokenizer import load_encoding
+from text.tokenizer import load_encoding
 
 OTHER = (
     "{{ bos_token }}{% for message in messages %}[{{ message.content }}]{{ eos_token }}{% endfor %}"
@@ -38,7 +38,7 @@ def test_the_engine_has_it_too(engine_cli, cli, write_chat, other):
 
 
 def test_its_tokens_are_those_of_a_gguf_file(write_chat, chat_pair, tmp_path, other):
-    from loading.chat import Chat
+    from text.chat import Chat
 
     raw = json.loads((write_chat(CHATML) / "tokenizer.json").read_text("utf-8"))
     ids = {"bos_token_id": 4096, "eos_token_id": 4098, "padding_token_id": 4095}

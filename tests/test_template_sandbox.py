@@ -135,7 +135,7 @@ METHODS = {
 @given(text=TEXTS, a=TEXTS, b=TEXTS)
 def test_a_marked_string_is_cut_as_str_cuts_it(text, a, b):
     """Its characters are known by their places: each part comes from where str takes it."""
-    from loading.taint import TaintedStr, reset_budget
+    from text.taint import TaintedStr, reset_budget
 
     reset_budget()
     for cut in METHODS.values():
@@ -155,7 +155,7 @@ def test_a_marked_string_is_cut_as_str_cuts_it(text, a, b):
 @pytest.fixture
 def alone(tmp_path):
     """A function that gives a template as a chat of a model without a vocabulary."""
-    from loading.chat import Chat
+    from text.chat import Chat
 
     def load(template: str) -> Chat:
         file = tmp_path / "template.jinja"
@@ -273,7 +273,7 @@ TOUCHING = [
 
 @pytest.mark.parametrize("template", [*LONG, *TOUCHING])
 def test_a_template_that_never_ends_or_touches_too_much_is_refused(alone, monkeypatch, template):
-    from loading import taint
+    from text import taint
 
     monkeypatch.setattr(taint, "MAX_RENDER_STEPS", 2**16)
     line = refused(alone(template).render, conversation("a"))
@@ -298,7 +298,7 @@ def test_a_comparison_keeps_its_meaning(chat_pair):
 def test_a_conversation_of_200_messages_takes_a_tenth_of_the_steps(chat_pair):
     from chats import HERMES
 
-    from loading import taint
+    from text import taint
 
     ours, _ = chat_pair(HERMES)
     tools = [tool(f"f{i}", {f"p{j}": {"type": "string"} for j in range(10)}) for i in range(64)]

@@ -8,7 +8,7 @@ from chats import CHATML, control_ids, conversation, theirs
 from conftest import is_one_line
 from serving import engine_alone, refusal, serving, small_encoding, small_engine
 
-from loading.chat import Chat
+from text.chat import Chat
 
 # In the form of Qwen3's: old reasoning is left out, and an empty one stands for none.
 THINKING = r"""{%- for message in messages %}

@@ -9,11 +9,11 @@ import pytest
 from chats import BARE, CHATML, HERMES, LISTED, NEEDS_SYSTEM, WITH_TOOLS, call, conversation, tool
 from serving import refusal, results_of, serving
 
-from loading.chat import Chat
-from loading.tokenizer import load_encoding
 from sampling import SamplingParams
 from server.protocol import APIError
 from server.served import ServedModel
+from text.chat import Chat
+from text.tokenizer import load_encoding
 
 PATH = "/v1/chat/completions"
 MESSAGES = conversation("Tom")
@@ -60,7 +60,7 @@ def served(request, engine, write_chat):
 def known(engine, chat, fields: dict, seed: int, length: int) -> tuple[str, str]:
     """Text and finish reason of the engine alone."""
     from constraints import get_vocabulary
-    from loading.tools import build_tool_grammar, detect_tool_format
+    from text.tools import build_tool_grammar, detect_tool_format
 
     alone = engine()
     vocabulary = get_vocabulary(alone.encoding, 4104, (4098,))
@@ -424,10 +424,10 @@ def test_what_arguments_say_is_seen_by_checks():
 
 def test_a_finish_reason_comes_after_all_calls(write_chat):
     """Also where a whole reply is new at once: clients look for the end of a call after it."""
-    from loading.tools import detect_tool_format
     from server.chat_completions import ChatCompletionBuilder
     from server.engine_thread import Update
     from server.protocol import ChatRequest
+    from text.tools import detect_tool_format
 
     directory = write_chat(HERMES)
     tool_format = detect_tool_format(Chat(directory), load_encoding(directory, 4104), (4098,))

@@ -9,10 +9,10 @@ from chats import BARE, CHATML, HERMES, LISTED, WITH_TOOLS, call, conversation, 
 from conftest import is_one_line, refused
 
 from infer import generate
-from loading.chat import Chat
 from loading.load import load_model
-from loading.tokenizer import load_encoding
 from sampling import SamplingParams
+from text.chat import Chat
+from text.tokenizer import load_encoding
 
 TRIGGER = 4102  # <tool_call>
 PLACE = {"place": {"enum": ["sea", "wood"]}, "far": {"type": "boolean"}}
@@ -41,7 +41,7 @@ def directory(write_chat, template):
 
 def grammar(directory, choice="auto", parallel=True, tools=TOOLS) -> str:
     from constraints import get_vocabulary
-    from loading.tools import build_tool_grammar, detect_tool_format
+    from text.tools import build_tool_grammar, detect_tool_format
 
     encoding = load_encoding(directory, 4104)
     tool_format = detect_tool_format(Chat(directory), encoding, (4098,))
@@ -78,7 +78,7 @@ def read(template: str, text: str) -> tuple[str, list[tuple[str, dict]]]:
 
 
 def test_the_format_is_what_transformers_writes(chat_pair, template):
-    from loading.tools import detect_tool_format
+    from text.tools import detect_tool_format
 
     ours, tokenizer = chat_pair(template)
     encoding = load_encoding(ours.file.parent, 4104)
@@ -108,7 +108,7 @@ OPENED = HERMES.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")  # as 
 @pytest.mark.parametrize("template", [NEEDING, SWITCHED, OPENED, LISTED])
 def test_the_format_is_the_same(write_chat, template, tools):
     """Whatever a new reply begins with, and whether or not there are tools."""
-    from loading.tools import detect_tool_format
+    from text.tools import detect_tool_format
 
     if template == NEEDING and not tools:
         return
@@ -123,7 +123,7 @@ def test_the_format_is_the_same(write_chat, template, tools):
 
 def test_a_format_has_no_result_and_no_numbers(write_chat):
     """Results in the turn of the reply (Apertus); ids that are counted (Command R7B)."""
-    from loading.tools import detect_tool_format
+    from text.tools import detect_tool_format
 
     inside = HERMES.replace(
         "{{- '<|im_end|>\\n' }}\n    {%- elif message.role == 'tool' %}",

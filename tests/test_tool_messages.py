@@ -64,7 +64,7 @@ def test_a_template_of_its_own_is_for_tools(write_chat):
     """As transformers takes it; its tools are needed, as in the one of NousResearch's Hermes 3."""
     from transformers import PreTrainedTokenizerFast
 
-    from loading.chat import Chat
+    from text.chat import Chat
 
     needing = HERMES.replace("{%- if tools %}", "{%- if true %}")
     several = [{"name": "tool_use", "template": needing}, {"name": "default", "template": CHATML}]
@@ -81,7 +81,7 @@ def test_a_template_for_tools_in_a_file_of_its_own(write_chat, default):
     """Where transformers' save_pretrained writes it; those of other names are not taken."""
     from transformers import PreTrainedTokenizerFast
 
-    from loading.chat import Chat
+    from text.chat import Chat
 
     directory = write_chat(CHATML, as_file=default == "chat_template.jinja")
     folder = directory / "additional_chat_templates"
@@ -106,7 +106,7 @@ def test_a_template_for_tools_in_a_file_of_its_own(write_chat, default):
 
 
 def test_a_broken_template_for_tools_is_named(write_chat):
-    from loading.chat import Chat
+    from text.chat import Chat
 
     directory = write_chat(CHATML)
     (directory / "additional_chat_templates").mkdir()
@@ -142,7 +142,7 @@ WANTING = {
 @pytest.mark.parametrize("name", WANTING)
 def test_tools_are_tried_as_the_user_has_them(chat_pair, chat_encoding, name):
     """A template that wants more than another tool and another message would have."""
-    from loading.tools import detect_tool_format
+    from text.tools import detect_tool_format
 
     template, tools, messages = WANTING[name]
     ours, tokenizer = chat_pair(template)

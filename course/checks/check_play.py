@@ -7,9 +7,9 @@ from browser import View
 
 from infer import generate
 from loading.load import load_model
-from loading.tokenizer import load_encoding
 from native import use_native
 from sampling import SamplingParams
+from text.tokenizer import load_encoding
 
 CHECKPOINT = "checkpoints/stories-llama"
 LONG = {"max_new_tokens": 300, "ignore_eos": True}  # past the context window, with context shifts

@@ -7,10 +7,10 @@ import torch
 
 from cache import ContextWindow, KVCache
 from infer import next_logits
-from loading.tokenizer import EOT
 from model import causal_attention
 from pictures import runs, scene
 from pictures.scene import percent, signed, word
+from text.tokenizer import EOT
 
 
 @torch.inference_mode()

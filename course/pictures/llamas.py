@@ -13,16 +13,16 @@ from command_line import STORIES
 from infer import generate
 from llama import Llama, LlamaConfig, apply_rotary_emb, rotary_embedding
 from loading.byte_level import PATTERNS
-from loading.chat import Chat
 from loading.gguf import GGUF
 from loading.gguf_model import reverse_permute_weights
 from loading.gguf_tokenizer import tokenizer_json
 from loading.load import load_model
-from loading.tokenizer import Encoding
 from model import causal_attention
 from pictures import runs, scene
 from pictures.scene import percent, signed, times, word
 from sampling import SamplingParams
+from text.chat import Chat
+from text.tokenizer import Encoding
 
 NAME = "stories-llama"
 LATER = 100  # offset of the second pair, positions

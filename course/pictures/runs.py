@@ -11,12 +11,12 @@ from engine.request import Request
 from errors import UserError
 from infer import generate
 from loading.load import load_model
-from loading.tokenizer import IncrementalDetokenizer, load_encoding
 from model import Model
 from native import BuildError, use_native
 from pictures.scene import Player
 from sampling import SamplingParams
 from server.live import EngineMonitor, Frame
+from text.tokenizer import IncrementalDetokenizer, load_encoding
 
 STORY = (
     "Once upon a time, there was a little girl named Lily. She loved to play with her toys and eat "

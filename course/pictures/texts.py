@@ -6,10 +6,10 @@ from types import SimpleNamespace as Record
 import torch
 
 from engine.engine import Engine
-from loading.tokenizer import StopStringDetokenizer
 from pictures import runs, scene
 from pictures.scene import percent, signed, times, word
 from sampling import SamplingParams
+from text.tokenizer import StopStringDetokenizer
 
 
 def record_held(prompt: str, most: int = 24) -> Record:

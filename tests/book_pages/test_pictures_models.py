@@ -13,12 +13,12 @@ import pictures
 from command_line import STORIES
 from infer import generate
 from int8 import quantize, unrotate_channels
-from loading.chat import Chat
 from loading.load import load_model
 from model import causal_attention
 from pictures import constrained, runs
 from pictures.scene import Bars, Cells, Lines, Tokens
 from sampling import SamplingParams, exponential_noise, sample
+from text.chat import Chat
 
 
 def test_beams_beat_greedy_decoding():

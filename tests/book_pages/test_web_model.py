@@ -10,7 +10,7 @@ sys.path.insert(0, str(ROOT / "course"))
 import web_model  # noqa: E402
 
 from loading.load import load_model  # noqa: E402
-from loading.tokenizer import load_encoding  # noqa: E402
+from text.tokenizer import load_encoding  # noqa: E402
 
 
 def test_what_a_page_loads_is_small_and_one_vocabulary():

@@ -11,7 +11,7 @@ from test_tokenizer import ADDS_EOT, EOT, MERGES, TEMPLATE, TEXT_A, tokenizer_js
 from benchmarks.export_gguf import permute, rope_freq_factors, write_gguf
 from llama import LlamaConfig, RopeScaling, RotaryEmbedding, apply_rotary_emb
 from loading.load import load_model
-from loading.tokenizer import load_encoding
+from text.tokenizer import load_encoding
 
 
 def test_queries_and_keys_in_llama_cpps_order_meet_as_in_ours():

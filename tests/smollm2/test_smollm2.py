@@ -13,11 +13,11 @@ from serving import results_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import infer
-from loading.chat import Chat
 from loading.load import load_model, resolve_source
-from loading.tokenizer import load_encoding
 from native import use_native
 from sampling import SamplingParams
+from text.chat import Chat
+from text.tokenizer import load_encoding
 
 PROMPTS = ["The capital of France is", "Water boils at", "Bonjour, je", "def fibonacci(n):\n"]
 TALKS = [

@@ -12,10 +12,10 @@ from loading.checkpoint import read_json
 from loading.config import SPECIAL_TOKEN_NAMES, read_special_tokens
 from loading.gguf_tokenizer import read_gguf_template
 from loading.load import Source, resolve_source
-from loading.tokenizer import Encoding
+from text.tokenizer import Encoding
 
 if TYPE_CHECKING:
-    from loading.taint import TaintedStr
+    from text.taint import TaintedStr
 
 SYSTEM_ROLES = {"system", "developer"}  # roles whose messages say how to reply
 KNOWN_ROLES = SYSTEM_ROLES | {"user", "assistant", "tool"}  # may become control tokens
@@ -147,7 +147,7 @@ class Chat:
         A role in KNOWN_ROLES counts as the template's own, because some templates make a control
         token of it. Other roles do not: a client may give a role any name.
         """
-        from loading.templates import render_sandboxed, trusted
+        from text.templates import render_sandboxed, trusted
 
         context = {
             name: trusted(token) for name, token in self.special_tokens.items()
@@ -198,7 +198,7 @@ class Chat:
         message, tool, call or result can make one, whatever the template cuts out and joins. All
         other text is encoded as plain text.
         """
-        from loading.taint import trust_mask
+        from text.taint import trust_mask
 
         self.check_system_messages(messages)
         tainted = self.render_tainted(messages)
@@ -275,6 +275,6 @@ def read_text(file: Path) -> str:
 def compile_template(text: str):
     """Compile a chat template. Anything may be raised."""
     # A late import: jinja2 takes 17 ms, and few runs chat.
-    from loading.templates import compile_sandboxed
+    from text.templates import compile_sandboxed
 
     return compile_sandboxed(text)

@@ -19,7 +19,7 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from markupsafe import Markup, escape
 
-from loading.taint import (
+from text.taint import (
     CONTAINERS,
     ITEM_COST,
     SCAN_COST,

@@ -14,8 +14,8 @@ from constraints import (
     strip_ignored_keywords,
 )
 from errors import UserError
-from loading.chat import Chat, split_special_tokens
-from loading.tokenizer import Encoding, partial_stop_length
+from text.chat import Chat, split_special_tokens
+from text.tokenizer import Encoding, partial_stop_length
 
 MAX_TOOLS = 128
 MAX_GRAMMAR = 2**18  # bytes

@@ -1,0 +1,1 @@
+"""Text and token ids: tokenizers, detokenizers, chat templates and tool calls."""
