@@ -21,7 +21,8 @@ from model import Model
 from native import BuildError, kernel, use_native
 from sampling import SamplingParams
 from text.chat import Chat
-from text.tokenizer import Encoding, IncrementalDetokenizer
+from text.detokenizer import IncrementalDetokenizer
+from text.tokenizer import Encoding
 from text.tools import build_tool_grammar, detect_tool_format, read_tools
 
 STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"

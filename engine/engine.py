@@ -18,7 +18,8 @@ from engine.scheduler import ScheduledRequest, Scheduler
 from errors import UserError, catch_out_of_memory, is_out_of_memory
 from model import Model
 from sampling import NOT_FINITE, SamplingParams, token_logprob, zero_nonfinite_rows
-from text.tokenizer import Encoding, StopStringDetokenizer
+from text.detokenizer import StopStringDetokenizer
+from text.tokenizer import Encoding
 
 MAX_JUMP_FORWARD = 64  # jump-forward tokens per request and step
 

@@ -9,7 +9,7 @@ import torch
 from constraints import Matcher, single_allowed_token
 from errors import UserError
 from sampling import SamplingParams, Sequence, TokenLogprob
-from text.tokenizer import StopStringDetokenizer
+from text.detokenizer import StopStringDetokenizer
 
 
 @dataclass(eq=False)  # compare and hash by identity

@@ -12,7 +12,7 @@ from server.engine_thread import Update
 from server.protocol import CompletionRequest
 from server.served import ServedModel
 from server.structured_output import run_in_compile_pool
-from text.tokenizer import IncrementalDetokenizer
+from text.detokenizer import IncrementalDetokenizer
 
 router = APIRouter()
 

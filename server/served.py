@@ -19,7 +19,7 @@ from server.metrics import Metrics
 from server.protocol import APIError, ChatRequest, GenerationRequest
 from server.structured_output import TimedMatcher, compile_matcher
 from text.chat import SYSTEM_ROLE_HINT, Chat
-from text.tokenizer import IncrementalDetokenizer
+from text.detokenizer import IncrementalDetokenizer
 from text.tools import ToolFormat, build_tool_grammar, check_tools, detect_tool_format
 
 OTHER_MODEL = "serve a model that takes it: make smollm2, then python serve.py --model smollm2"

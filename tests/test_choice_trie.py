@@ -201,7 +201,8 @@ def test_a_first_blank_of_sentencepiece_is_written_as_it_stands(kind, tiny):
     from test_sentencepiece import FORMS, made
 
     from infer import generate
-    from text.tokenizer import Encoding, IncrementalDetokenizer
+    from text.detokenizer import IncrementalDetokenizer
+    from text.tokenizer import Encoding
 
     encoding = Encoding("tokenizer.json", made(FORMS[kind]))
     model = tiny(vocab_size=640, eos_token_id=2)

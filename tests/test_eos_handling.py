@@ -7,7 +7,8 @@ from conftest import CHECKPOINTS, run, run_rows
 
 import infer
 from loading.load import load_model
-from text.tokenizer import IncrementalDetokenizer, load_encoding
+from text.detokenizer import IncrementalDetokenizer
+from text.tokenizer import load_encoding
 
 
 @pytest.fixture

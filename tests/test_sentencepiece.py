@@ -15,7 +15,8 @@ from test_tokenizer import MERGES, check_refused, library, tokenizer_json, with_
 from benchmarks.export_gguf import write_gguf
 from loading.load import save_model
 from text.chat import Chat
-from text.tokenizer import IncrementalDetokenizer, load_encoding
+from text.detokenizer import IncrementalDetokenizer
+from text.tokenizer import load_encoding
 
 BLANK = "▁"
 SPECIAL = ["<unk>", "<s>", "</s>"]

@@ -17,10 +17,7 @@ BYTES = st.lists(
 
 def streamed(pieces, stops, skip=()) -> tuple[list[str], bool]:
     """What it releases after each token and at the end, and whether it has stopped."""
-    from text import tokenizer
-
-    assert hasattr(tokenizer, "StopStringDetokenizer")
-    from text.tokenizer import StopStringDetokenizer
+    from text.detokenizer import StopStringDetokenizer
 
     stream = StopStringDetokenizer(encoding_of(pieces), skip, tuple(stops))
     released = [stream.add(token) for token in range(len(pieces))]
@@ -36,7 +33,7 @@ def split(data: bytes, cuts) -> list[bytes]:
 
 def test_text_that_is_held_is_shown_once_however_often_it_ends():
     """A caller may end a stream twice, such as after Ctrl-C."""
-    from text.tokenizer import StopStringDetokenizer
+    from text.detokenizer import StopStringDetokenizer
 
     stream = StopStringDetokenizer(encoding_of([b"cab"]), (), ("abc",))
     assert [stream.add(0), stream.end(), stream.end()] == ["c", "ab", ""]

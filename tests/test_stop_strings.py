@@ -228,7 +228,7 @@ def test_text_and_tokens_of_a_step_count_together_or_not_at_all(model, error):
 
 
 def test_a_copy_of_a_stream_goes_on_by_itself():
-    from text.tokenizer import StopStringDetokenizer
+    from text.detokenizer import StopStringDetokenizer
 
     stream = StopStringDetokenizer(
         encoding_of([b"xa\xc3", b"\xa9", b"b", b"c"]), stop=("ab", "a\u00e9c")

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from errors import UserError
 from loading import load as hub
 from loading.byte_level import unicode_to_bytes
-from text.tokenizer import EOT, Encoding, IncrementalDetokenizer, load_encoding, read_tokenizer_json
+from text.detokenizer import IncrementalDetokenizer
+from text.tokenizer import EOT, Encoding, load_encoding, read_tokenizer_json
 
 TEXTS = [
     "Once upon a time, there was a little girl named Lily.",

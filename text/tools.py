@@ -15,7 +15,8 @@ from constraints import (
 )
 from errors import UserError
 from text.chat import Chat, split_special_tokens
-from text.tokenizer import Encoding, partial_stop_length
+from text.detokenizer import partial_stop_length
+from text.tokenizer import Encoding
 
 MAX_TOOLS = 128
 MAX_GRAMMAR = 2**18  # bytes

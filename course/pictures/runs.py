@@ -16,7 +16,8 @@ from native import BuildError, use_native
 from pictures.scene import Player
 from sampling import SamplingParams
 from server.live import EngineMonitor, Frame
-from text.tokenizer import IncrementalDetokenizer, load_encoding
+from text.detokenizer import IncrementalDetokenizer
+from text.tokenizer import load_encoding
 
 STORY = (
     "Once upon a time, there was a little girl named Lily. She loved to play with her toys and eat "

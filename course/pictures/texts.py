@@ -9,7 +9,7 @@ from engine.engine import Engine
 from pictures import runs, scene
 from pictures.scene import percent, signed, times, word
 from sampling import SamplingParams
-from text.tokenizer import StopStringDetokenizer
+from text.detokenizer import StopStringDetokenizer
 
 
 def record_held(prompt: str, most: int = 24) -> Record:
