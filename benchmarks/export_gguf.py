@@ -12,6 +12,7 @@ from errors import UserError
 from gemma import GemmaConfig
 from llama import LlamaConfig, RotaryEmbedding
 from loading.byte_level import PATTERNS
+from loading.chat_template import read_chat_template
 from loading.checkpoint import check_values, read_json
 from loading.gguf_model import (
     EOS_KEYS,
@@ -23,7 +24,6 @@ from loading.gguf_model import (
 )
 from loading.load import resolve_source
 from model import Model
-from text.chat import read_chat_template
 from text.tokenizer import read_tokenizer_json
 
 PRE_TOKENIZERS = {  # our name -> llama.cpp's name

@@ -133,7 +133,7 @@ def test_files_that_cannot_be_read_are_one_line(cli, write_chat):
 
 
 def test_still_a_template_that_cannot_be_read_is_not_a_missing_one(tmp_path):
-    from text.chat import read_text
+    from loading.chat_template import read_text
 
     assert refused(read_text, tmp_path) == f"{tmp_path}: Is a directory"
 
