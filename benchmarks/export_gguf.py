@@ -13,15 +13,9 @@ from gemma import GemmaConfig
 from llama import LlamaConfig, RotaryEmbedding
 from loading.byte_level import PATTERNS
 from loading.chat_template import read_chat_template
-from loading.checkpoint import check_values, read_json
-from loading.gguf_model import (
-    EOS_KEYS,
-    GEMMA_SLIDING_WINDOW_PATTERN,
-    gguf_name,
-    norm_weight_offset,
-    query_pre_attn_scalar,
-    swa_layers,
-)
+from loading.checkpoint import check_nested_values, read_json
+from loading.config import GEMMA_SLIDING_WINDOW_PATTERN, swa_layers
+from loading.gguf_model import EOS_KEYS, gguf_name, norm_weight_offset, query_pre_attn_scalar
 from loading.load import resolve_source
 from model import Model
 from text.tokenizer import read_tokenizer_json
@@ -158,7 +152,7 @@ def add_vocabulary(writer, tokenizer: Path, config) -> None:
     encoding = read_tokenizer_json(tokenizer)
     raw = read_json(tokenizer)
     supported = {"model.byte_fallback": (None, False), "normalizer": (None, {"type": "NFC"})}
-    check_values(tokenizer, raw, supported)
+    check_nested_values(tokenizer, raw, supported)
     listed = raw.get("added_tokens") or []
     added = {token["content"]: token["id"] for token in listed}
     special = {token["content"] for token in listed if token.get("special")}

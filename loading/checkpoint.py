@@ -39,18 +39,28 @@ def check_lfs_pointer(file: Path, data: bytes) -> None:
 
 
 def check_values(where, raw: dict, supported: dict[str, tuple]) -> None:
-    """Raise UserError unless each key of a JSON object has one of the supported values.
+    """Raise UserError unless each key has one of the supported values.
 
-    where: prefix of the error. A missing key means the first value. A key `a.b` is the key b in the
-    object a; its value is None if a is no object.
+    where: prefix of the error. A missing key means the first value.
     """
     for key, values in supported.items():
-        outer, _, inner = key.rpartition(".")
-        owner = raw.get(outer) if outer else raw
-        value = owner.get(inner, values[0]) if isinstance(owner, dict) else None
+        value = raw.get(key, values[0])
         if value not in values:
             allowed = " or ".join(map(repr, values))
             raise UserError(f"{where}: {key} is {reprlib.repr(value)}; supported is {allowed}")
+
+
+def check_nested_values(where, raw: dict, supported: dict[str, tuple]) -> None:
+    """Call `check_values`; a key `a.b` is the key b in the object a, or None if a is no object."""
+    found = {}
+    for key in supported:
+        outer, _, inner = key.rpartition(".")
+        owner = raw.get(outer) if outer else raw
+        if not isinstance(owner, dict):
+            found[key] = None
+        elif inner in owner:
+            found[key] = owner[inner]
+    check_values(where, found, supported)
 
 
 CHUNK_BYTES = 2**22  # bytes of a chunk of `read_tensors` in float32

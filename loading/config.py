@@ -56,6 +56,27 @@ def read_number(file: Path, raw: dict, key: str, default: float | None, limit: f
     return value
 
 
+def read_attention_sizes(
+    file: Path, raw: dict, sizes: dict[str, tuple[str, int]]
+) -> dict[str, int]:
+    """Call `read_sizes`. By default n_kv_head is n_head, and head_dim n_embd // n_head."""
+    defaults = {"n_kv_head": raw.get(sizes["n_head"][0]), "head_dim": 1}
+    fields = read_sizes(file, raw, sizes, defaults)
+    if sizes["head_dim"][0] not in raw:
+        fields["head_dim"] = fields["n_embd"] // fields["n_head"]
+    return fields
+
+
+def check_heads(file: Path, fields: dict[str, int], sizes: dict[str, tuple[str, int]]) -> None:
+    """Raise UserError unless query heads can share key-value heads, and RoPE can pair elements."""
+    n_head, n_kv_head, head_dim = (sizes[name][0] for name in ("n_head", "n_kv_head", "head_dim"))
+    if fields["n_head"] % fields["n_kv_head"]:
+        multiple = f"a multiple of {n_kv_head}, which is {fields['n_kv_head']}"
+        raise UserError(f"{file}: {n_head} is {fields['n_head']}; it must be {multiple}")
+    if fields["head_dim"] % 2 or not fields["head_dim"]:
+        raise UserError(f"{file}: {head_dim} is {fields['head_dim']}; it must be even and above 0")
+
+
 # Field of GPTConfig -> its key in config.json, and the largest value read: 10**9 layers would take
 # hours.
 GPT_SIZES = {
@@ -142,6 +163,14 @@ def read_rope_scaling(file: Path, rope: dict) -> RopeScaling:
     return scaling
 
 
+GEMMA_SLIDING_WINDOW_PATTERN = 6  # every sixth layer is global, as hard-coded in llama.cpp
+
+
+def swa_layers(pattern: int, n_layer: int) -> list[bool]:
+    """Return whether each layer has a sliding window: all but every `pattern`-th; 0: all."""
+    return [not pattern or (layer + 1) % pattern > 0 for layer in range(n_layer)]
+
+
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 UNIFORM_SLIDING = ("Mistral", "Qwen3Moe")  # with the same window in all layers, or in none
@@ -181,10 +210,10 @@ def read_sliding_windows(file: Path, raw: dict, n_layer: int) -> tuple[int | Non
         elif model_type in ("gemma3_text", "gemma3"):
             allowed = (FULL_ATTENTION, SLIDING_ATTENTION)
             pattern = {"pattern": ("sliding_window_pattern", 1000)}
-            pattern = read_sizes(file, raw, pattern, {"pattern": 6})["pattern"]
+            pattern = read_sizes(file, raw, pattern, {"pattern": GEMMA_SLIDING_WINDOW_PATTERN})
             defaults = [
-                SLIDING_ATTENTION if (layer + 1) % pattern else FULL_ATTENTION
-                for layer in range(n_layer)
+                SLIDING_ATTENTION if slides else FULL_ATTENTION
+                for slides in swa_layers(pattern["pattern"], n_layer)
             ]
     layers = raw.get("layer_types")
     layers = defaults if layers is None else layers
@@ -219,19 +248,8 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
         rope = {"rope_type": rope}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     check_values(f"{file}: {key}", {"rope_type": rope_type}, {"rope_type": ("default", "llama3")})
-    defaults = {"n_kv_head": raw.get("num_attention_heads"), "head_dim": 1}
-    fields = read_sizes(file, raw, LLAMA_SIZES, defaults)
-    if "head_dim" not in raw:
-        fields["head_dim"] = fields["n_embd"] // fields["n_head"]
-    n_head = fields["n_head"]
-    n_kv_head = fields["n_kv_head"]
-    head_dim = fields["head_dim"]
-    if n_head % n_kv_head or head_dim % 2 or not head_dim:
-        allowed = "num_attention_heads must be a multiple of num_key_value_heads, head_dim even"
-        raise UserError(
-            f"{file}: {n_head} heads, {n_kv_head} of them with keys,"
-            f" of {head_dim} numbers each; {allowed}"
-        )
+    fields = read_attention_sizes(file, raw, LLAMA_SIZES)
+    check_heads(file, fields, LLAMA_SIZES)
     vocabulary = fields["vocab_size"]
     is_qwen = has_qk_norm or model_type == "qwen2"
     eos = read_token_ids(file, raw, "eos_token_id", vocabulary, None if is_qwen else 2)
@@ -258,6 +276,18 @@ EXPERTS_SIZES = {  # field of ExpertsConfig -> its key, and the largest value re
 }
 
 
+def read_expert_sizes(
+    file: Path, raw: dict, sizes: dict[str, tuple[str, int]], defaults: dict[str, int]
+) -> dict[str, int]:
+    """Call `read_sizes`. Raises UserError for more experts per token than there are, too."""
+    fields = read_sizes(file, raw, sizes, defaults)
+    top, count = fields["num_experts_per_tok"], fields["num_experts"]
+    if top > count:
+        most = f"at most {sizes['num_experts'][0]}, which is {count}"
+        raise UserError(f"{file}: {sizes['num_experts_per_tok'][0]} is {top}; it must be {most}")
+    return fields
+
+
 def read_experts(file: Path, raw: dict, sizes: dict) -> ExpertsConfig:
     """Return the ExpertsConfig of a Qwen3-MoE or a Mixtral. Raises UserError for invalid values.
 
@@ -268,23 +298,14 @@ def read_experts(file: Path, raw: dict, sizes: dict) -> ExpertsConfig:
             "num_experts": ("num_local_experts", 1000),
             "num_experts_per_tok": EXPERTS_SIZES["num_experts_per_tok"],
         }
-        fields = read_sizes(file, raw, names, {"num_experts": 8, "num_experts_per_tok": 2})
-        if fields["num_experts_per_tok"] > fields["num_experts"]:
-            few = f"num_experts_per_tok is {fields['num_experts_per_tok']}, and num_local_experts"
-            raise UserError(f"{file}: {few} {fields['num_experts']}")
+        fields = read_expert_sizes(file, raw, names, {"num_experts": 8, "num_experts_per_tok": 2})
         return ExpertsConfig(**fields, n_inner=sizes["n_inner"], norm_topk_prob=True)
     n_layer = sizes["n_layer"]
     check_values(file, raw, {"norm_topk_prob": (False, True)})
     if "num_experts" not in raw and "num_local_experts" in raw:  # as transformers 5 writes it
         raw = raw | {"num_experts": raw["num_local_experts"]}
-    fields = read_sizes(
-        file, raw, EXPERTS_SIZES, {"num_experts": 128, "num_experts_per_tok": 8, "n_inner": 768}
-    )
-    if fields["num_experts_per_tok"] > fields["num_experts"]:
-        raise UserError(
-            f"{file}: num_experts_per_tok is {fields['num_experts_per_tok']},"
-            f" and num_experts {fields['num_experts']}"
-        )
+    defaults = {"num_experts": 128, "num_experts_per_tok": 8, "n_inner": 768}
+    fields = read_expert_sizes(file, raw, EXPERTS_SIZES, defaults)
     step = read_sizes(file, raw, {"step": ("decoder_sparse_step", 1000)}, {"step": 1})["step"]
     dense = raw.get("mlp_only_layers", [])
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):

@@ -14,8 +14,17 @@ from blocks import BLOCK_FORMATS, Q8_0, BlockFormat, QuantizedBlocks
 from errors import UserError, warn_once
 from gemma import GemmaConfig
 from llama import ExpertsConfig, LlamaConfig
-from loading.checkpoint import read_bytes
-from loading.config import read_number, read_sizes, read_token_ids
+from loading.checkpoint import check_values, read_bytes
+from loading.config import (
+    GEMMA_SLIDING_WINDOW_PATTERN,
+    check_heads,
+    read_attention_sizes,
+    read_expert_sizes,
+    read_number,
+    read_sizes,
+    read_token_ids,
+    swa_layers,
+)
 from loading.gguf import GGUF, TensorInfo
 from loading.gguf_blocks import UNPACKERS, dequantize, unpack_blocks
 from loading.gguf_tokenizer import named_eog_ids
@@ -39,7 +48,6 @@ EXPERTS_SIZES = {  # the same for ExpertsConfig
 }
 EOS_KEYS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
 ROPE_FREQS = "rope_freqs.weight"
-GEMMA_SLIDING_WINDOW_PATTERN = 6  # every sixth layer is global, as hard-coded in llama.cpp
 # Types that are stored as torch stores them.
 UNQUANTIZED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -54,17 +62,18 @@ def read_gguf_config(gguf: GGUF) -> GPTConfig | LlamaConfig:
         raise UserError(
             f"{file}: its architecture is {reprlib.repr(architecture)}; read are {known}"
         )
-    sizes = {field: (f"{architecture}.{key}", limit) for field, (key, limit) in SIZES.items()}
-    defaults = {"n_kv_head": raw.get(sizes["n_head"][0]), "head_dim": 1}
-    fields = read_sizes(file, raw, sizes, defaults)
-    if sizes["head_dim"][0] not in raw:
-        fields["head_dim"] = fields["n_embd"] // fields["n_head"]
+    fields = read_attention_sizes(file, raw, prefixed(SIZES, architecture))
     fields["vocab_size"] = get_tensor(gguf, "token_embd.weight").shape[0]
     eos_ids = [raw[key] for key in EOS_KEYS if key in raw] + named_eog_ids(gguf)
     eos_ids = read_token_ids(file, {EOS_KEYS[0]: eos_ids}, EOS_KEYS[0], fields["vocab_size"], None)
     fields["eos_token_ids"] = eos_ids
     build_config = {"gpt2": gpt_config, "gemma3": gemma_config}.get(architecture, llama_config)
     return build_config(gguf, architecture, fields)
+
+
+def prefixed(sizes: dict[str, tuple[str, int]], architecture: str) -> dict[str, tuple[str, int]]:
+    """Return sizes for `read_sizes` with the architecture's name before each key."""
+    return {field: (f"{architecture}.{key}", limit) for field, (key, limit) in sizes.items()}
 
 
 def gpt_config(gguf: GGUF, architecture: str, fields: dict) -> GPTConfig:
@@ -84,13 +93,8 @@ def gpt_config(gguf: GGUF, architecture: str, fields: dict) -> GPTConfig:
 def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
     file = gguf.file
     raw = gguf.metadata
-    n_head = fields["n_head"]
-    n_kv_head = fields["n_kv_head"]
+    check_heads(file, fields, prefixed(SIZES, architecture))
     head_dim = fields["head_dim"]
-    if n_head % n_kv_head or head_dim % 2 or not head_dim:
-        raise UserError(
-            f"{file}: {n_head} heads, {n_kv_head} of them with keys, of {head_dim} numbers each"
-        )
     supported = {"attention.value_length": (head_dim,), "rope.dimension_count": (head_dim,)}
     supported["rope.scale_linear"] = (1,)
     if architecture != "gemma3":
@@ -102,7 +106,7 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
         experts = read_experts(gguf, architecture, fields)
     else:
         supported["expert_count"] = (0,)
-    check_metadata(gguf, {f"{architecture}.{key}": values for key, values in supported.items()})
+    check_values(file, raw, {f"{architecture}.{key}": each for key, each in supported.items()})
     warn_assumed(gguf, architecture)
     eos_id = fields["eos_token_ids"][0]
     bos = read_token_ids(file, raw, "tokenizer.ggml.bos_token_id", fields["vocab_size"], eos_id)
@@ -143,7 +147,7 @@ def gemma_config(gguf: GGUF, architecture: str, fields: dict) -> GemmaConfig:
     raw = gguf.metadata
     config = llama_config(gguf, architecture, fields)
     scaling = "gemma3.rope.scaling.type"
-    check_metadata(gguf, {"gemma3.final_logit_softcapping": (0,), scaling: ("linear", "none")})
+    check_values(file, raw, {"gemma3.final_logit_softcapping": (0,), scaling: ("linear", "none")})
     factor = 1.0
     if raw.get(scaling) != "none":
         factor = read_number(file, raw, "gemma3.rope.scaling.factor", 1.0, 1e6)
@@ -169,11 +173,6 @@ def query_pre_attn_scalar(config: LlamaConfig) -> int:
     return config.n_embd // config.n_head if is_27b else config.head_dim
 
 
-def swa_layers(pattern: int, n_layer: int) -> list[bool]:
-    """Return whether each layer has a sliding window: all but every `pattern`-th; 0: all."""
-    return [not pattern or (layer + 1) % pattern > 0 for layer in range(n_layer)]
-
-
 def read_sliding_windows(gguf: GGUF, n_layer: int) -> tuple[int | None, ...]:
     """Return the sliding window of each layer of a Gemma, as `LlamaConfig.sliding_windows`."""
     key = "gemma3.attention.sliding_window"
@@ -197,34 +196,16 @@ def read_experts(gguf: GGUF, architecture: str, sizes: dict) -> ExpertsConfig:
     sizes: fields of the LlamaConfig. Raises UserError if a layer's tensors have other shapes,
     because a model of the size that false metadata claim would take minutes to build.
     """
-    names = {
-        field: (f"{architecture}.{key}", limit) for field, (key, limit) in EXPERTS_SIZES.items()
-    }
     # A Mixtral's file has no key for the width of experts, which is a dense MLP's.
     defaults = {"n_inner": sizes["n_inner"]} if architecture == "llama" else {}
-    fields = read_sizes(gguf.file, gguf.metadata, names, defaults)
-    if fields["num_experts_per_tok"] > fields["num_experts"]:
-        few = (
-            f"{fields['num_experts_per_tok']} experts for a token,"
-            f" and there are {fields['num_experts']}"
-        )
-        raise UserError(f"{gguf.file}: {few}")
+    names = prefixed(EXPERTS_SIZES, architecture)
+    fields = read_expert_sizes(gguf.file, gguf.metadata, names, defaults)
     router = fields["num_experts"], sizes["n_embd"]
     expert = fields["num_experts"], fields["n_inner"], sizes["n_embd"]
     for layer in range(sizes["n_layer"]):
         check_tensor(gguf, f"blk.{layer}.ffn_gate_inp.weight", router)
         check_tensor(gguf, f"blk.{layer}.ffn_gate_exps.weight", expert)
     return ExpertsConfig(**fields, norm_topk_prob=True)
-
-
-def check_metadata(gguf: GGUF, supported: dict[str, tuple]) -> None:
-    """Raise UserError unless each key has a supported value; a missing key means the first."""
-    for key, values in supported.items():
-        value = gguf.metadata.get(key, values[0])
-        if value not in values:
-            allowed = " or ".join(map(repr, values))
-            found = f"{key} is {reprlib.repr(value)}"
-            raise UserError(f"{gguf.file}: {found}; supported is {allowed}")
 
 
 def has_interleaved_rope(gguf: GGUF) -> bool:

@@ -127,7 +127,7 @@ def tokenizer_json(gguf: GGUF) -> dict:
         for key, value in gguf.metadata.items()
         if key.startswith(f"{KEY_PREFIX}.")
     }
-    check_values(gguf.file, {KEY_PREFIX: {"model": None} | keys}, SUPPORTED_VALUES)
+    check_values(gguf.file, {f"{KEY_PREFIX}.model": None} | gguf.metadata, SUPPORTED_VALUES)
     tokens, types = read_tokens(gguf)
     is_sentencepiece = keys["model"] == "llama"
     # SentencePiece has no pre-tokenizer, so the key is ignored.

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from errors import UserError
 from loading import checkpoint
-from loading.checkpoint import check_values, read_json, read_tensors, write_checkpoint
+from loading.checkpoint import check_nested_values, read_json, read_tensors, write_checkpoint
 from loading.gguf import read_gguf
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b.c": torch.ones(4)}
@@ -62,16 +62,16 @@ def test_values_are_checked_by_name():
     supported = {"kind": ("x", "y"), "part.size": (None, 1)}
     whole = {"kind": "x", "part": {"size": 1}}
     for good in ({}, {"kind": "y"}, {"part": None}, {"part": {}}, whole):
-        check_values("f", good, supported)
-    message = refused(check_values, "f", {"kind": None}, supported)
+        check_nested_values("f", good, supported)
+    message = refused(check_nested_values, "f", {"kind": None}, supported)
     assert message == "f: kind is None; supported is 'x' or 'y'"
-    message = refused(check_values, "f", {"part": {"size": 2}}, supported)
+    message = refused(check_nested_values, "f", {"part": {"size": 2}}, supported)
     assert message == "f: part.size is 2; supported is None or 1"
-    message = refused(check_values, "f", {}, {"part.size": (1,)})
+    message = refused(check_nested_values, "f", {}, {"part.size": (1,)})
     assert message == "f: part.size is None; supported is 1"
     deep = json.loads('{"kind": ' + "[" * 900 + "]" * 900 + "}")
-    assert len(refused(check_values, "f", deep, supported)) < 100
-    assert len(refused(check_values, "f", {"kind": "z" * 10**6}, supported)) < 100
+    assert len(refused(check_nested_values, "f", deep, supported)) < 100
+    assert len(refused(check_nested_values, "f", {"kind": "z" * 10**6}, supported)) < 100
 
 
 @pytest.mark.parametrize("prefix", ["", "transformer."])

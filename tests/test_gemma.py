@@ -251,7 +251,7 @@ def test_windows_of_a_config(values, sliding_windows):
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; it must be an object"),
         ({"sliding_window_pattern": 0}, "sliding_window_pattern is 0; it must be an integer"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 layers; this model has 7"),
-        ({"head_dim": 5}, "4 heads, 2 of them with keys, of 5 numbers each"),
+        ({"head_dim": 5}, "head_dim is 5; it must be even"),
     ],
 )
 def test_a_config_that_this_model_cannot_be_is_refused(values, words):

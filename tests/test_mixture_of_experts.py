@@ -316,7 +316,7 @@ def test_older_and_newer_files(values, dense):
     "values, words",
     [
         ({"num_experts": 0}, "num_experts is 0; it must be an integer from 1 to 1000"),
-        ({"num_experts_per_tok": 6}, "num_experts_per_tok is 6, and num_experts 5"),
+        ({"num_experts_per_tok": 6}, "num_experts_per_tok is 6; it must be at most num_experts"),
         ({"moe_intermediate_size": "x"}, "moe_intermediate_size is 'x'; it must be an integer"),
         ({"norm_topk_prob": 2}, "norm_topk_prob is 2; supported is False or True"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be an integer from 1"),

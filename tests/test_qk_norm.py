@@ -264,7 +264,7 @@ SLIDING = "layer_types is 'sliding_attention'; supported is 'full_attention'"
             {"model_type": "gpt_neox"},
             "model_type is 'gpt_neox'; supported is 'llama' or 'qwen2' or 'qwen3'",
         ),
-        ({"head_dim": 5}, "4 heads, 2 of them with keys, of 5 numbers each"),
+        ({"head_dim": 5}, "head_dim is 5; it must be even"),
     ],
 )
 def test_a_config_that_this_model_cannot_be_is_refused(values, words):

@@ -11,7 +11,7 @@ from tokenizers.pre_tokenizers import Metaspace
 from errors import UserError, warn_once
 from loading import byte_level, sentencepiece
 from loading.byte_level import BYTE_DECODER, BYTE_ENCODER
-from loading.checkpoint import check_values, read_json
+from loading.checkpoint import check_nested_values, check_values, read_json
 from loading.gguf_tokenizer import KEY_PREFIX, tokenizer_json
 from loading.load import resolve_source
 
@@ -44,9 +44,9 @@ class Encoding:
     """
 
     def __init__(self, where, raw: dict, fault: str = "not a Hugging Face tokenizer"):
-        check_values(where, raw, SUPPORTED_VALUES)
+        check_nested_values(where, raw, SUPPORTED_VALUES)
         self.codec = sentencepiece if raw["model"].get("byte_fallback") else byte_level
-        check_values(where, raw, self.codec.SUPPORTED_VALUES)
+        check_nested_values(where, raw, self.codec.SUPPORTED_VALUES)
         # No truncation, no padding. A byte that the vocabulary lacks is dropped, because unk_token
         # may be a control token.
         model = raw["model"] | {"unk_token": None}
