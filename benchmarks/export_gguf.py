@@ -103,18 +103,22 @@ def gguf_architecture(config) -> str:
     if not isinstance(config, LlamaConfig):
         return "gpt2"
     if config.qk_norm and (config.rope_scaling or config.rope_freq_factors):
-        raise UserError("llama.cpp reads no slowed rotations of a Qwen3, so it is not exported")
+        raise UserError(
+            "the model cannot be exported: llama.cpp supports no RoPE scaling of a Qwen3"
+        )
     experts = config.experts
     if experts and (experts.mlp_only_layers or not experts.norm_topk_prob):
-        only = "llama.cpp reads experts in all layers, with weights that add up to 1"
-        raise UserError(f"{only}; this is another model, so it is not exported")
+        only = "experts in all layers, with norm_topk_prob true"
+        raise UserError(f"the model cannot be exported: llama.cpp supports only {only}")
     if isinstance(config, GemmaConfig):
         check_gemma(config)
         return "gemma3"
     if experts:
         if not config.qk_norm and experts.n_inner != config.n_inner:
-            width = f"{config.n_inner}, this model {experts.n_inner}"
-            raise UserError(f"llama.cpp reads experts of a Mixtral as wide as n_inner, {width}")
+            width = f"the experts' n_inner is {experts.n_inner}"
+            raise UserError(
+                f"the model cannot be exported: {width}; llama.cpp needs {config.n_inner}"
+            )
         return "qwen3moe" if config.qk_norm else "llama"
     return "qwen3" if config.qk_norm else "llama"
 
@@ -123,11 +127,11 @@ def check_gemma(config: GemmaConfig) -> None:
     """Raise UserError for a Gemma that a GGUF file cannot describe."""
     theirs = query_pre_attn_scalar(config)
     if config.query_pre_attn_scalar != theirs:
-        found = f"by the root of {theirs}, this model by that of {config.query_pre_attn_scalar}"
-        raise UserError(f"llama.cpp divides scores {found}, so it is not exported")
+        scalar = f"query_pre_attn_scalar is {config.query_pre_attn_scalar}"
+        raise UserError(f"the model cannot be exported: {scalar}; llama.cpp assumes {theirs}")
     if len({*config.sliding_windows} - {None}) > 1:
-        found = f"sliding_windows are {config.sliding_windows}"
-        raise UserError(f"{found}: llama.cpp reads those of one size, so it is not exported")
+        windows = f"sliding_windows are {config.sliding_windows}"
+        raise UserError(f"the model cannot be exported: {windows}; llama.cpp supports one size")
 
 
 def add_gemma(writer, config: GemmaConfig) -> None:
@@ -195,7 +199,7 @@ def pre_tokenizer_name(file: Path, step: dict) -> str:
     for name, pattern in PATTERNS.items():
         if steps == [split | {"pattern": {"Regex": pattern}}, level | {"use_regex": False}]:
             return PRE_TOKENIZERS[name]
-    raise UserError(f"{file}: GGUF files have no name for the split of this pre_tokenizer")
+    raise UserError(f"{file}: GGUF has no name for this pre_tokenizer")
 
 
 def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:

@@ -111,7 +111,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             opened.seek(8)
             count = int.from_bytes(length, "little")
             if len(length) < 8 or count > min(size - 8, MAX_HEADER_SIZE):
-                raise ValueError("its head is cut short")
+                raise ValueError("its header is truncated")
             header = json.loads(opened.read(count))
         infos = locate(file, header, 8 + count)
     except UserError:
@@ -138,14 +138,14 @@ def locate(file: Path, header: dict, start: int) -> dict[str, TensorInfo]:
         begin, end = entry["data_offsets"]
         shape = tuple(entry["shape"])
         if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
-            raise ValueError(f"tensor {name} has wrong numbers")
+            raise ValueError(f"tensor {name}: data_offsets and shape must be integers from 0")
         dtype = DTYPES.get(entry["dtype"])
         if dtype and math.prod(shape) * dtype.itemsize != end - begin:
-            raise ValueError(f"tensor {name} is {shape} in {end - begin} bytes")
+            raise ValueError(f"tensor {name}: shape {shape} does not fit {end - begin} bytes")
         infos[name] = TensorInfo(file, entry["dtype"], shape, start + begin, end - begin)
-    for info in sorted(infos.values(), key=lambda info: (info.offset, info.nbytes)):
+    for name, info in sorted(infos.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if info.offset != start:
-            raise ValueError("tensors overlap, or there are holes between them")
+            raise ValueError(f"tensor {name} does not begin where the one before it ends")
         start += info.nbytes
     return infos
 
@@ -161,7 +161,7 @@ def read_bytes(file: Path, start: int, size: int) -> bytearray:
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}") from None
     if not complete:
-        raise UserError(f"{file}: cut off while it was read")
+        raise UserError(f"{file}: truncated while it was read")
     return data
 
 
@@ -211,10 +211,10 @@ def find_tensors(
                 how = f"also in {other.name}"
                 if other == file:
                     how = f"with and without {prefix!r}"
-                raise UserError(f"{file}: tensor {name} is there twice, {how}")
+                raise UserError(f"{file}: duplicate tensor {name}, {how}")
             if name not in shapes and not name.endswith(skip):
-                of = ", of quantized weights, which are not read" * name.endswith(QUANT_SUFFIX)
-                raise UserError(f"{file}: unexpected tensor {name}{of}")
+                hint = "; quantized weights are not supported" * name.endswith(QUANT_SUFFIX)
+                raise UserError(f"{file}: unexpected tensor {name}{hint}")
             infos[name] = tensor
     for name, shape in shapes.items():
         if name not in infos:
@@ -224,10 +224,10 @@ def find_tensors(
         where = f"{tensor.file}: tensor {name}"
         expected = tuple(reversed(shape) if name in transposed else shape)
         if tensor.shape != expected:
-            raise UserError(f"{where} is {tensor.shape}, and {shape_source} {expected}")
+            raise UserError(f"{where} has shape {tensor.shape}; {shape_source} {expected}")
         dtype = DTYPES.get(tensor.dtype)
         if not dtype or not dtype.is_floating_point:
-            raise UserError(f"{where} is {dtype or tensor.dtype}; it must be floating-point")
+            raise UserError(f"{where} has dtype {dtype or tensor.dtype}; it must be floating-point")
     return {name: infos[name] for name in shapes}
 
 
@@ -292,4 +292,4 @@ def write_checkpoint(directory: Path, config: dict, tensors: dict) -> None:
             for file in ("model.safetensors", "config.json"):
                 (Path(temporary) / file).replace(directory / file)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{directory}: the model could not be written: {error}") from None
+        raise UserError(f"{directory}: could not write the model: {error}") from None

@@ -71,7 +71,7 @@ def check_heads(file: Path, fields: dict[str, int], sizes: dict[str, tuple[str, 
     """Raise UserError unless query heads can share key-value heads, and RoPE can pair elements."""
     n_head, n_kv_head, head_dim = (sizes[name][0] for name in ("n_head", "n_kv_head", "head_dim"))
     if fields["n_head"] % fields["n_kv_head"]:
-        multiple = f"a multiple of {n_kv_head}, which is {fields['n_kv_head']}"
+        multiple = f"a multiple of {n_kv_head} ({fields['n_kv_head']})"
         raise UserError(f"{file}: {n_head} is {fields['n_head']}; it must be {multiple}")
     if fields["head_dim"] % 2 or not fields["head_dim"]:
         raise UserError(f"{file}: {head_dim} is {fields['head_dim']}; it must be even and above 0")
@@ -106,7 +106,8 @@ def read_gpt_config(file: Path, raw: dict) -> GPTConfig:
     check_values(file, raw, supported)
     if fields["n_embd"] % fields["n_head"]:
         raise UserError(
-            f"{file}: n_embd {fields['n_embd']} is not a multiple of n_head {fields['n_head']}"
+            f"{file}: n_embd is {fields['n_embd']}; it must be a multiple of"
+            f" n_head ({fields['n_head']})"
         )
     eos = read_token_ids(
         file, raw, "eos_token_id", fields["vocab_size"], GPTConfig.eos_token_ids[0]
@@ -158,7 +159,7 @@ def read_rope_scaling(file: Path, rope: dict) -> RopeScaling:
     high = scaling.high_freq_factor
     if low >= high:
         raise UserError(
-            f"{file}: low_freq_factor is {low}; it must be below high_freq_factor, which is {high}"
+            f"{file}: low_freq_factor is {low}; it must be below high_freq_factor ({high})"
         )
     return scaling
 
@@ -221,7 +222,7 @@ def read_sliding_windows(file: Path, raw: dict, n_layer: int) -> tuple[int | Non
     for layer in layers:
         check_values(file, {"layer_types": layer}, {"layer_types": allowed})
     if len(layers) != n_layer:
-        raise UserError(f"{file}: layer_types has {len(layers)} layers; this model has {n_layer}")
+        raise UserError(f"{file}: layer_types has {len(layers)} layers; it must have {n_layer}")
     if SLIDING_ATTENTION not in layers:
         return ()
     window = read_sizes(file, raw, {"size": ("sliding_window", 10**7)}, {"size": 4096})["size"]
@@ -283,7 +284,7 @@ def read_expert_sizes(
     fields = read_sizes(file, raw, sizes, defaults)
     top, count = fields["num_experts_per_tok"], fields["num_experts"]
     if top > count:
-        most = f"at most {sizes['num_experts'][0]}, which is {count}"
+        most = f"at most {sizes['num_experts'][0]} ({count})"
         raise UserError(f"{file}: {sizes['num_experts_per_tok'][0]} is {top}; it must be {most}")
     return fields
 
@@ -329,16 +330,15 @@ def llama_to_dict(config: LlamaConfig) -> dict:
         name = "Mistral"
     if config.n_embd % config.n_head and name in ("Llama", "Qwen2", "Gemma3"):
         raise UserError(
-            f"n_embd is {config.n_embd}, no multiple of n_head, which is {config.n_head}:"
-            " transformers reads no such model, so it is not written"
+            f"the model cannot be saved: n_embd is {config.n_embd}; transformers needs a multiple"
+            f" of n_head ({config.n_head})"
         )
     if config.rope_freq_factors:
         raise UserError(
-            "a config.json cannot say by which factors a GGUF file slows rotations down,"
-            " so the model is not written"
+            "the model cannot be saved: config.json has no key for the rope_freqs of a GGUF file"
         )
     if config.experts and not config.qk_norm:
-        raise UserError("a Mixtral has other names in its files, so the model is not written")
+        raise UserError("the model cannot be saved: writing a Mixtral is not supported")
     scaling = config.rope_scaling
     model_type = name.lower()
     experts = {}
@@ -371,8 +371,8 @@ def sliding_window_fields(config: LlamaConfig, name: str) -> dict:
     sizes = set(config.sliding_windows)
     if len(sizes - {None}) > 1 or (name in UNIFORM_SLIDING and None in sizes):
         raise UserError(
-            f"sliding_windows are {config.sliding_windows}:"
-            f" transformers reads no such {name}, so it is not written"
+            f"the model cannot be saved: sliding_windows are {config.sliding_windows};"
+            f" transformers supports no such {name}"
         )
     fields = {"sliding_window": max(sizes - {None})}
     if name.startswith("Qwen"):

@@ -40,7 +40,7 @@ def read_sampling_defaults(source: Source) -> dict[str, float]:
         try:
             check_limits({key: LIMITS[field]}, **{key: value})
         except UserError as error:
-            hint = "--generation-config none leaves out the model's sampling defaults"
+            hint = "--generation-config none ignores the model's sampling defaults"
             raise UserError(f"{where}: {error}; {hint}") from None
         if field == "temperature" or value != off[field]:
             defaults[field] = value

@@ -82,7 +82,7 @@ class GGUFReader:
         # A damaged length may exceed memory, so it is compared with the file's size first.
         data = self.stream.read(size) if size <= self.size - self.position else b""
         if len(data) < size:
-            raise UserError(f"{self.file}: cut off: the file ends at byte {self.size}")
+            raise UserError(f"{self.file}: truncated: the file ends at byte {self.size}")
         self.position += size
         return data
 
@@ -96,21 +96,22 @@ class GGUFReader:
         (length,) = LENGTH.unpack(self.read(8))  # faster than scalar(), as vocabularies are long
         return self.read(length).decode("utf-8", "surrogateescape")
 
-    def value(self, value_type: int):
-        """Read a value of metadata."""
+    def value(self, key: str, value_type: int):
+        """Read a value of metadata. key: its key, for errors."""
         if value_type == STRING:
             return self.string()
         if value_type in SCALAR_FORMATS:
             return self.scalar(SCALAR_FORMATS[value_type])
         if value_type != ARRAY:
-            raise UserError(f"{self.file}: a value has the type {value_type}; types are 0 to 12")
+            raise UserError(f"{self.file}: {key} has the type {value_type}; supported are 0 to 12")
         value_type = self.scalar("I")
         count = self.scalar("Q")
         if value_type == STRING:
             return [self.string() for _ in range(count)]
         if value_type not in SCALAR_FORMATS:
             raise UserError(
-                f"{self.file}: an array has the type {value_type}; numbers or strings are read"
+                f"{self.file}: {key} is an array of type {value_type}; supported are"
+                " numbers and strings"
             )
         numbers = array.array(SCALAR_FORMATS[value_type].replace("?", "B"))
         numbers.frombytes(self.read(count * numbers.itemsize))
@@ -137,10 +138,8 @@ def read_gguf(file: Path) -> GGUF:
         return gguf
     match = SPLIT_NAME.fullmatch(file.name)
     if type(count) is not int or not match or int(match[3]) != count:
-        parts = "files named NAME-00001-of-0000N.gguf, where split.count is N"
-        raise UserError(
-            f"{file}: split.count is {count!r:.20}; supported is 0 or 1, or the parts as {parts}"
-        )
+        splits = "N for files named NAME-00001-of-0000N.gguf"
+        raise UserError(f"{file}: split.count is {count!r:.20}; it must be 0, 1, or {splits}")
     headers = []
     tensors = {}
     for number in range(count):
@@ -148,16 +147,17 @@ def read_gguf(file: Path) -> GGUF:
         header = gguf if path == file else read_split(path)
         split = header.metadata.get("split.no"), header.metadata.get("split.count")
         if split != (number, count):
-            raise UserError(f"{path}: split.no and split.count are {split}, not {(number, count)}")
+            raise UserError(
+                f"{path}: split.no and split.count are {split}; they must be {(number, count)}"
+            )
         if duplicates := tensors.keys() & header.tensors.keys():
-            raise UserError(f"{path}: tensor {min(duplicates)} is also in a part before")
+            raise UserError(f"{path}: duplicate tensor {min(duplicates)}, also in an earlier split")
         tensors |= header.tensors
         headers.append(header)
     metadata = headers[0].metadata
     if (expected := metadata.get("split.tensors.count", len(tensors))) != len(tensors):
-        raise UserError(
-            f"{headers[0].file}: {expected} tensors in all parts, but there are {len(tensors)}"
-        )
+        counts = f"split.tensors.count is {expected}, but there are {len(tensors)} tensors"
+        raise UserError(f"{headers[0].file}: {counts}")
     return GGUF(headers[0].file, metadata, tensors)
 
 
@@ -182,14 +182,14 @@ def read_header(reader: GGUFReader) -> GGUF:
         raise UserError(f"{file}: not a GGUF file")
     version = reader.scalar("I")
     if version not in (2, 3):
-        raise UserError(f"{file}: GGUF version {version}; 2 and 3 are read, little-endian")
+        raise UserError(f"{file}: GGUF version {version}; supported are 2 and 3, little-endian")
     tensor_count = reader.scalar("Q")
     metadata = {}
     for _ in range(reader.scalar("Q")):
         key = reader.string()
         if key in metadata:
-            raise UserError(f"{file}: key {key} is there twice")
-        metadata[key] = reader.value(reader.scalar("I"))
+            raise UserError(f"{file}: duplicate key {key}")
+        metadata[key] = reader.value(key, reader.scalar("I"))
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 8 or alignment % 8:
         raise UserError(
@@ -199,10 +199,12 @@ def read_header(reader: GGUFReader) -> GGUF:
     for _ in range(tensor_count):
         name = reader.string()
         if name in entries:
-            raise UserError(f"{file}: tensor {name} is there twice")
+            raise UserError(f"{file}: duplicate tensor {name}")
         dimensions = reader.scalar("I")
         if not 1 <= dimensions <= 4:
-            raise UserError(f"{file}: tensor {name} has {dimensions} dimensions; 1 to 4 are read")
+            raise UserError(
+                f"{file}: tensor {name} has {dimensions} dimensions; it must have 1 to 4"
+            )
         shape = tuple(reader.scalar("Q") for _ in range(dimensions))[::-1]
         entries[name] = shape, reader.scalar("I"), reader.scalar("Q")
     tensors = {name: locate(reader, name, alignment, *entry) for name, entry in entries.items()}
@@ -223,18 +225,19 @@ def locate(
         known = ", ".join(known for known, _, _ in GGML_TYPES.values())
         names = {number: name for name, number in UNSUPPORTED_TYPES.items()}
         raise UserError(
-            f"{where} has the type {names.get(ggml_type, ggml_type)}; known are {known}"
+            f"{where} has the type {names.get(ggml_type, ggml_type)}; supported are {known}"
         )
     type_name, numbers, width = GGML_TYPES[ggml_type]
     if not all(shape) or shape[-1] % numbers:
-        raise UserError(f"{where} is {shape}; rows of {type_name} are multiples of {numbers}")
+        allowed = f"above 0, rows of {type_name} multiples of {numbers}"
+        raise UserError(f"{where} has shape {shape}; sizes must be {allowed}")
     if offset % alignment:
-        raise UserError(f"{where} begins at {offset}, which is no multiple of {alignment}")
+        raise UserError(f"{where} has offset {offset}; it must be a multiple of {alignment}")
     start = -(-reader.position // alignment) * alignment + offset
     size = math.prod(shape) // numbers * width
     if start + size > reader.size:
         ends = f"it ends at byte {start + size}, the file at byte {reader.size}"
-        raise UserError(f"{where} is cut off: {ends}")
+        raise UserError(f"{where} is truncated: {ends}")
     return TensorInfo(shape, type_name, start, size, reader.file)
 
 

@@ -60,7 +60,7 @@ def read_gguf_config(gguf: GGUF) -> GPTConfig | LlamaConfig:
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UserError(
-            f"{file}: its architecture is {reprlib.repr(architecture)}; read are {known}"
+            f"{file}: general.architecture is {reprlib.repr(architecture)}; supported are {known}"
         )
     fields = read_attention_sizes(file, raw, prefixed(SIZES, architecture))
     fields["vocab_size"] = get_tensor(gguf, "token_embd.weight").shape[0]
@@ -81,12 +81,11 @@ def gpt_config(gguf: GGUF, architecture: str, fields: dict) -> GPTConfig:
     fields["layer_norm_epsilon"] = read_number(gguf.file, gguf.metadata, epsilon, None, 1)
     n_head = fields["n_head"]
     width = fields["n_embd"]
-    found = fields.pop("n_kv_head"), fields.pop("head_dim"), fields.pop("n_inner")
-    if found != (n_head, width / n_head, 4 * width):
-        shape = (
-            f"{n_head} heads and a width of {width}, but keys, head size and inner width {found}"
-        )
-        raise UserError(f"{gguf.file}: no GPT-2: {shape}")
+    sizes = fields.pop("n_kv_head"), fields.pop("head_dim"), fields.pop("n_inner")
+    expected = n_head, width / n_head, 4 * width
+    if sizes != expected:
+        keys = "attention.head_count_kv, attention.key_length and feed_forward_length"
+        raise UserError(f"{gguf.file}: {keys} are {sizes}; in a GPT-2 they must be {expected}")
     return GPTConfig(**fields)
 
 
@@ -137,9 +136,8 @@ def warn_assumed(gguf: GGUF, architecture: str) -> None:
     keys = [f"{architecture}.attention.sliding_window", f"{architecture}.rope.scaling.type"]
     lacking = [key for key in keys if key not in gguf.metadata]
     if lacking and (architecture == "qwen2" or is_mistral):
-        lacks = " and ".join(lacking)
-        assumed = "each token sees all before it, and rotations are not slowed"
-        warn_once(f"{gguf.file}: no {lacks}: it is assumed that {assumed}")
+        keys = " and ".join(lacking)
+        warn_once(f"{gguf.file}: no {keys}: assuming no sliding window and no RoPE scaling")
 
 
 def gemma_config(gguf: GGUF, architecture: str, fields: dict) -> GemmaConfig:
@@ -227,7 +225,7 @@ def read_rope_freq_factors(gguf: GGUF, count: int) -> tuple[float, ...] | None:
     check_tensor(gguf, ROPE_FREQS, (count,))
     factors = tuple(read_rows(gguf, gguf.tensors[ROPE_FREQS], 0, count).tolist())
     if not all(0 < factor < math.inf for factor in factors):
-        raise UserError(f"{gguf.file}: tensor {ROPE_FREQS} has numbers that are not above 0")
+        raise UserError(f"{gguf.file}: tensor {ROPE_FREQS}: all numbers must be above 0 and finite")
     return None if set(factors) == {1.0} else factors
 
 
@@ -299,7 +297,7 @@ def check_head(gguf: GGUF) -> None:
         stop = min(start + height, rows)
         one, other = (read_rows(gguf, tensor, start, stop).float() for tensor in (head, embedding))
         if (one - other).norm() > rounding * other.norm():
-            reason = f"{names[0]} is not {names[1]}; in a GPT-2 it must be, and both are one matrix"
+            reason = f"{names[0]} differs from {names[1]}; a GPT-2 has one matrix for both"
             raise UserError(f"{gguf.file}: {reason}")
 
 
@@ -308,11 +306,13 @@ def check_tensor(gguf: GGUF, name: str, shape: tuple[int, ...]) -> None:
     tensor = get_tensor(gguf, name)
     if tensor.shape != shape:
         raise UserError(
-            f"{gguf.file}: tensor {name} is {tensor.shape}, and the metadata says {shape}"
+            f"{gguf.file}: tensor {name} has shape {tensor.shape}; the metadata says {shape}"
         )
     if tensor.type not in (*UNQUANTIZED, *UNPACKERS):
         known = ", ".join((*UNQUANTIZED, *UNPACKERS))
-        raise UserError(f"{gguf.file}: tensor {name} is {tensor.type}; {known} are read")
+        raise UserError(
+            f"{gguf.file}: tensor {name} has the type {tensor.type}; supported are {known}"
+        )
 
 
 def iterate_tensors(

@@ -62,13 +62,15 @@ def read_tokens(gguf: GGUF) -> tuple[list[str], Sequence[int]]:
     """Return a file's tokens by id, and their types. Raises UserError if it has no tokens."""
     tokens = gguf.metadata.get(f"{KEY_PREFIX}.tokens")
     if not isinstance(tokens, list):
-        raise UserError(f"{gguf.file}: {KEY_PREFIX}.tokens is no list of strings")
+        raise UserError(f"{gguf.file}: {KEY_PREFIX}.tokens must be a list of strings")
     types = gguf.metadata.get(f"{KEY_PREFIX}.token_type", [NORMAL] * len(tokens))
     if not isinstance(types, Sequence) or len(types) != len(tokens):
-        raise UserError(f"{gguf.file}: {KEY_PREFIX}.token_type is no list of {len(tokens)} numbers")
+        raise UserError(
+            f"{gguf.file}: {KEY_PREFIX}.token_type must be a list of {len(tokens)} numbers"
+        )
     if len(set(tokens)) < len(tokens):
         twice, _ = Counter(tokens).most_common(1)[0]
-        raise UserError(f"{gguf.file}: token {twice!r:.80} is there twice")
+        raise UserError(f"{gguf.file}: duplicate token {twice!r:.80}")
     return tokens, types
 
 
@@ -143,7 +145,7 @@ def tokenizer_json(gguf: GGUF) -> dict:
         steps = byte_level_steps(PRE_TOKENIZERS[pre])
         merges = keys.get("merges")
         if not isinstance(merges, list):
-            raise UserError(f"{gguf.file}: {KEY_PREFIX}.merges is no list of strings")
+            raise UserError(f"{gguf.file}: {KEY_PREFIX}.merges must be a list of strings")
     add_bos = keys.get("add_bos_token", is_sentencepiece or pre in ADD_BOS)
     bos = token_ids(gguf, "bos", required=add_bos)
     added = {
@@ -193,7 +195,7 @@ def merges_from_scores(gguf: GGUF, tokens: list[str], types: Sequence[int]) -> l
     """Return the merges of a SentencePiece vocabulary: all splits of a normal token in two."""
     scores = gguf.metadata.get(f"{KEY_PREFIX}.scores")
     if not isinstance(scores, Sequence) or len(scores) != len(tokens):
-        raise UserError(f"{gguf.file}: {KEY_PREFIX}.scores is no list of {len(tokens)} numbers")
+        raise UserError(f"{gguf.file}: {KEY_PREFIX}.scores must be a list of {len(tokens)} numbers")
     token_scores = {
         token: score
         for token, score, token_type in zip(tokens, scores, types)

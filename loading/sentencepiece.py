@@ -55,12 +55,14 @@ def merges_from_scores(where, scores: dict[str, float]) -> list[list[str]]:
     for token in sorted(scores, key=scores.get, reverse=True):
         if len(token) > MAX_TOKEN_LENGTH:
             raise UserError(
-                f"{where}: token {token!r:.40}... has over {MAX_TOKEN_LENGTH} characters"
+                f"{where}: token {token!r:.40}... is longer than {MAX_TOKEN_LENGTH} characters"
             )
         for split in range(1, len(token)):
             if token[:split] in scores and token[split:] in scores:
                 pairs.append([token[:split], token[split:]])
                 size += len(token)
         if size > MAX_MERGED_CHARACTERS:
-            raise UserError(f"{where}: the merges have over {MAX_MERGED_CHARACTERS:,} characters")
+            raise UserError(
+                f"{where}: the merges have more than {MAX_MERGED_CHARACTERS:,} characters"
+            )
     return pairs

@@ -186,7 +186,7 @@ def test_the_server_reads_its_adapters(run_main):
     assert is_one_line(serve_with(f"a={FROGS}", f"stories-llama={FROGS}"), error)
     assert is_one_line(serve_with("a=nowhere"), "nowhere/adapter_config.json: No such file")
     large = serve_with(f"a={FROGS}", "--model", CHECKPOINTS / "stories")
-    assert is_one_line(large, "is not A or B of a linear layer of this model")
+    assert is_one_line(large, "is not lora_A or lora_B of a linear layer of this model")
 
 
 def test_replicas_are_not_begun_with_a_wrong_one(run_main, monkeypatch, tiny_llama, tmp_path):

@@ -126,7 +126,7 @@ def test_a_control_token_that_a_split_leaves_whole_is_refused(tekken, tmp_path, 
     """Whether it is made is asked of the library: here each piece between blanks is a token."""
     pattern = split({"Regex": rf"{around}\S+|\s+"})
     raw = tekken | {"pre_tokenizer": steps(pattern, BYTES_ONLY)}
-    check_refused("added token '<unk>': plain text becomes it", load_from, tmp_path, raw)
+    check_refused("added token '<unk>': plain text must not become it", load_from, tmp_path, raw)
 
 
 def test_an_added_token_without_a_row_is_plain_text(gemma, tmp_path, capsys):
@@ -138,7 +138,7 @@ def test_an_added_token_without_a_row_is_plain_text(gemma, tmp_path, capsys):
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw), "utf-8")
     errors.warn_once.cache_clear()
     ours = load_encoding(tmp_path, size)
-    line = f"vocab_size is {size}, has no row for {image}, which is read as plain text\n"
+    line = f"{image} read as plain text, beyond the model's vocab_size ({size})\n"
     assert capsys.readouterr().err.endswith(line)
     assert ours.n_vocab == size and image not in ours.special_tokens_set
     assert ours.decode(ours.encode_ordinary(image)) == image
@@ -161,12 +161,16 @@ def test_still_what_a_text_begins_with_needs_its_row(gemma, tmp_path):
     known = {start: {"id": start, "ids": [size], "tokens": [start]}}
     template = {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": known}
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw | {"post_processor": template}))
-    with pytest.raises(UserError, match=f"{size + 1} tokens, the model's vocab_size is {size}"):
+    with pytest.raises(
+        UserError, match=f"{size + 1} tokens, more than the model's vocab_size .{size}"
+    ):
         load_encoding(tmp_path, size)
 
 
 def test_still_a_token_of_the_vocabulary_needs_its_row(gemma, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(gemma), "utf-8")
     size = len(gemma["model"]["vocab"])
-    with pytest.raises(UserError, match=f"{size} tokens, the model's vocab_size is {size - 1}"):
+    with pytest.raises(
+        UserError, match=f"{size} tokens, more than the model's vocab_size .{size - 1}"
+    ):
         load_encoding(tmp_path, size - 1)

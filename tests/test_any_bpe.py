@@ -196,7 +196,7 @@ def test_a_control_token_that_plain_text_becomes_is_refused(smol, tmp_path, voca
     other["model"]["ignore_merges"] = True
     other["pre_tokenizer"] = BYTES_ONLY
     if vocabulary:
-        words = f"added token {SPECIAL[0]!r}: plain text becomes it"
+        words = f"added token {SPECIAL[0]!r}: plain text must not become it"
         check_refused(words, load_from, tmp_path, other)
     else:  # the others, which are not in it, are no trouble
         other["added_tokens"] = other["added_tokens"][len(SPECIAL) :]
@@ -207,7 +207,9 @@ def test_a_control_token_that_plain_text_becomes_is_refused(smol, tmp_path, voca
 def test_so_is_one_that_a_merge_or_a_character_makes(smol, tmp_path, kind):
     """A word is control then, and each message with it would hold the token."""
     name, other = with_a_word(smol, kind, special=True)
-    check_refused(f"added token {name!r}: plain text becomes it", load_from, tmp_path, other)
+    check_refused(
+        f"added token {name!r}: plain text must not become it", load_from, tmp_path, other
+    )
 
 
 @pytest.mark.parametrize("kind", ["a merge", "a character", "whole"])
@@ -243,7 +245,7 @@ def test_a_text_on_which_a_pattern_gives_up_is_one_line(smol, tmp_path):
     slow = steps(split({"Regex": "(a*)*b|(a|aa)+$"}), BYTES_ONLY)
     ours = load_from(tmp_path, smol | {"pre_tokenizer": slow})
     for encode in (ours.encode, ours.encode_ordinary):
-        with pytest.raises(UserError, match="^the tokenizer gives up on this text"):
+        with pytest.raises(UserError, match="^the tokenizer's pattern cannot split this text"):
             encode("a" * 60 + "c")
 
 
@@ -286,7 +288,7 @@ def test_an_exported_file_names_its_split_or_there_is_none(smol, tiny, tmp_path)
     from benchmarks.export_gguf import write_gguf
 
     load_from(tmp_path, smol)
-    words = "GGUF files have no name for the split of this pre_tokenizer"
+    words = "GGUF has no name for this pre_tokenizer"
     file = tmp_path / "tokenizer.json"
     check_refused(words, write_gguf, tiny(vocab_size=800), tmp_path / "model.gguf", "float32", file)
 

@@ -140,7 +140,7 @@ MIN = "messages: List should have at least 1 item after validation, not 0"
         ({"messages": [USER | {"content": [{"type": "image_url"}]}]}, CONTENT, "messages"),
         ({"messages": [{"role": "system", "content": "x"}]}, ROLES, "messages"),
         ({"top_logprobs": 2}, "top_logprobs is for logprobs: true only", "top_logprobs"),
-        ({"tools": [TOOL]}, "this chat template has no place for tools", "tools"),
+        ({"tools": [TOOL]}, "this chat template does not support tools", "tools"),
         ({"echo": True}, "echo is not supported for messages", "echo"),
         ({"best_of": 2}, BEST_OF, "best_of"),
         ({"add_generation_prompt": False}, f"{ADD} is not supported", ADD),
@@ -161,7 +161,7 @@ def test_what_asks_for_nothing_more_is_accepted(client):
 
 
 def test_a_model_without_a_template(tiny_llama):
-    error = UserError("small: this model was not made for chat")
+    error = UserError("small: not a chat model")
     with serving(lambda: small_engine(tiny_llama), chat=error) as client:
         assert client.post(PATH, {"messages": MESSAGES}) == (400, refusal(str(error)))
         assert client.post("/v1/completions", {"max_tokens": 1})[0] == 200

@@ -76,7 +76,7 @@ def test_the_embedded_model_knows_no_system_prompt(client):
 
 
 def test_a_model_without_a_template_has_no_roles(tiny_llama):
-    chat = UserError("this model was not made for chat")
+    chat = UserError("not a chat model")
     with serving(lambda: small_engine(tiny_llama), chat=chat) as client:
         assert told(client) == []
         assert length(client, "user", "a") == 0

@@ -83,7 +83,7 @@ def test_a_file_alone_is_a_template(write_chat):
 
 
 NOT_FOR_CHAT = (
-    "this model was not made for chat: it has neither chat_template.jinja nor a default"
+    "not a chat model: it has neither chat_template.jinja nor a default"
     " chat_template in tokenizer_config.json"
 )
 BROKEN = {

@@ -93,19 +93,19 @@ def test_tensors_are_read_as_they_are(tmp_path, prefix, dtype):
     "change, words",
     [
         ({"a": None}, "tensor a is missing"),
-        ({"a": torch.ones(3, 2)}, "tensor a is (3, 2), and config.json says (2, 3)"),
-        ({"a": torch.ones(6)}, "tensor a is (6,), and config.json says (2, 3)"),
+        ({"a": torch.ones(3, 2)}, "tensor a has shape (3, 2); config.json says (2, 3)"),
+        ({"a": torch.ones(6)}, "tensor a has shape (6,); config.json says (2, 3)"),
         ({"extra": torch.ones(1)}, "unexpected tensor extra"),
         ({"\x1b]0;x\a": torch.ones(1)}, "unexpected tensor \\x1b]0;x\\x07"),
         ({"lm_head": torch.ones(1)}, "unexpected tensor lm_head"),
-        (
-            {"transformer.a": WEIGHTS["a"]},
-            "tensor a is there twice, with and without 'transformer.'",
-        ),
+        ({"transformer.a": WEIGHTS["a"]}, "duplicate tensor a, with and without 'transformer.'"),
         ({"transformer.transformer.a": WEIGHTS["a"]}, "unexpected tensor transformer.a"),
     ]
     + [
-        ({"b.c": torch.ones(4, dtype=dtype)}, f"tensor b.c is {dtype}; it must be floating-point")
+        (
+            {"b.c": torch.ones(4, dtype=dtype)},
+            f"tensor b.c has dtype {dtype}; it must be floating-point",
+        )
         for dtype in (torch.int8, torch.uint8, torch.int64, torch.bool, torch.complex64)
     ],
 )
@@ -121,7 +121,10 @@ def test_wrong_tensors_are_named(tmp_path, change, words):
 def test_all_tensors_are_checked_before_the_first_is_read(tmp_path):
     files = [tmp_path / "x.safetensors", tmp_path / "y.safetensors"]
     save_file({"a": WEIGHTS["a"]}, files[0])
-    for wrong, words in ((torch.ones(5), "is (5,)"), (torch.ones(4).bool(), "is torch.bool;")):
+    for wrong, words in (
+        (torch.ones(5), "has shape (5,)"),
+        (torch.ones(4).bool(), "has dtype torch.bool;"),
+    ):
         save_file({"b.c": wrong}, files[1])
         message = refused(read_tensors, files, SHAPES)  # no block was asked for
         assert message.startswith(f"{files[1]}: tensor b.c {words}")
@@ -164,7 +167,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_one_line(tmp_path, monk
     next(blocks)
     with open(file, "r+b") as opened:
         opened.truncate(100)
-    assert refused(list, blocks) == f"{file}: cut off while it was read"
+    assert refused(list, blocks) == f"{file}: truncated while it was read"
     save_file(WEIGHTS, file)
     blocks = read_tensors([file], SHAPES)
     file.unlink()
@@ -227,7 +230,7 @@ def test_tensors_beside_quantized_weights_are_called_so(tmp_path, name):
     file = tmp_path / "model.safetensors"
     save_file(WEIGHTS | {name: torch.ones(1)}, file)
     message = refused(read, file)
-    words = f"unexpected tensor {name}, of quantized weights, which are not read"
+    words = f"unexpected tensor {name}; quantized weights are not supported"
     assert message == f"{file}: {words}"
 
 
@@ -235,16 +238,16 @@ def test_a_transposed_matrix_is_turned(tmp_path):
     file = tmp_path / "model.safetensors"
     save_file(WEIGHTS | {"a": WEIGHTS["a"].t().contiguous()}, file)
     assert torch.equal(read(file, transposed=("a",))["a"], WEIGHTS["a"])
-    assert "tensor a is (3, 2), and config.json says (2, 3)" in refused(read, file)
+    assert "tensor a has shape (3, 2); config.json says (2, 3)" in refused(read, file)
     save_file(WEIGHTS, file)
-    assert "tensor a is (2, 3), and config.json says (3, 2)" in refused(read, file, ("a",))
+    assert "tensor a has shape (2, 3); config.json says (3, 2)" in refused(read, file, ("a",))
 
 
 def test_files_that_do_not_fit_each_other_are_named(tmp_path):
     files = [tmp_path / "x.safetensors", tmp_path / "y.safetensors"]
     save_file({"a": WEIGHTS["a"]}, files[0])
     save_file(WEIGHTS, files[1])
-    assert refused(read, files) == f"{files[1]}: tensor a is there twice, also in x.safetensors"
+    assert refused(read, files) == f"{files[1]}: duplicate tensor a, also in x.safetensors"
     save_file({"other": torch.ones(1)}, files[1])
     assert refused(read, files) == f"{files[1]}: unexpected tensor other"
     save_file({}, files[1])
@@ -281,7 +284,7 @@ def test_a_full_disk_leaves_what_was_there(directory):
         message = refused(write_checkpoint, directory, {}, {"a": torch.zeros(100_000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert message.startswith(f"{directory}: the model could not be written: ")
+    assert message.startswith(f"{directory}: could not write the model: ")
     assert contents(directory) == before
 
 

@@ -250,7 +250,7 @@ def test_windows_of_a_config(values, sliding_windows):
         ({"rope_parameters": {"full_attention": 7}}, "full_attention is 7; it must be an object"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; it must be an object"),
         ({"sliding_window_pattern": 0}, "sliding_window_pattern is 0; it must be an integer"),
-        ({"layer_types": ["full_attention"]}, "layer_types has 1 layers; this model has 7"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 layers; it must have 7"),
         ({"head_dim": 5}, "head_dim is 5; it must be even"),
     ],
 )
@@ -320,8 +320,8 @@ def test_the_texts_of_a_model_of_pictures(pictures, form, has_head, capsys):
     assert ours.config.eos_token_ids == (1, 7)
     assert ours.config.tie_word_embeddings == (not has_head)
     said = capsys.readouterr().err
-    assert "tensors of multi_modal_projector and vision_tower are not read" in said
-    assert ("lm_head.weight is not the embedding, though" in said) == has_head
+    assert "tensors of multi_modal_projector and vision_tower are ignored" in said
+    assert ("lm_head.weight differs from the embedding, though" in said) == has_head
 
 
 def test_what_a_text_config_lacks_is_as_in_transformers(tmp_path):

@@ -148,7 +148,7 @@ def test_a_gpt_2_has_no_head_of_its_own(made, tmp_path):
     """It was passed over: another model than the file's."""
     model, file = made("gpt2", n_embd=32)
     head = model.wte.weight.detach()
-    words = "output.weight is not token_embd.weight; in a GPT-2 it must be"
+    words = "output.weight differs from token_embd.weight; a GPT-2 has one"
     changed = head.clone()
     changed[60, 31] += 1e-3
     other = edited(file, tmp_path / "f.gguf", tensors={"output.weight": changed})
@@ -192,7 +192,7 @@ def test_a_file_for_token_ids_has_numbers(cli, stories_file):
 
 
 def test_chat_templates_are_beside_it_too(cli, stories_file):
-    words = ["this model was not made for chat", str(stories_file)]
+    words = ["not a chat model", str(stories_file)]
     assert is_one_line(cli("--model", stories_file, "--chat", "--prompt", "a"), *words)
     stories_file.with_name("chat_template.jinja").write_text("{{ messages[0].content }}")
     assert cli("--model", stories_file, "--chat", "--prompt", "One day")[0] == 0
@@ -262,7 +262,7 @@ def test_other_keys_that_are_wrong(made, tmp_path):
     loaded(file)
     ends = "tokenizer.ggml.eos_token_id"
     for values, words in (
-        ({"split.count": 3}, "split.count is 3; supported is 0 or 1, or the parts as files named"),
+        ({"split.count": 3}, "split.count is 3; it must be 0, 1, or N for files named"),
         ({ends: 61}, f"{ends} is [61]; it must be an id below 61"),
         ({ends: None}, f"{ends} is []; it must be an id below 61"),
         ({"tokenizer.ggml.bos_token_id": 99}, "bos_token_id is 99; it must be an id below 61"),
@@ -272,7 +272,7 @@ def test_other_keys_that_are_wrong(made, tmp_path):
     values = {"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.eot_token_id": 3}
     config = load_config(edited(file, tmp_path / "f.gguf", values=values))
     assert (config.bos_token_id, config.eos_token_ids) == (60, (60, 3))
-    words = "its architecture is 'bert'; read are gpt2, "
+    words = "general.architecture is 'bert'; supported are gpt2, "
     assert words in refused(load_config, edited(file, tmp_path / "f.gguf", "bert"))
 
 
@@ -282,7 +282,7 @@ def test_no_gpt_2(made, tmp_path, key, value):
     loaded(file)
     key = f"gpt2.{'attention.' if 'head' in key else ''}{key}"
     message = refused(load_config, edited(file, tmp_path / "f.gguf", values={key: value}))
-    assert "no GPT-2: 2 heads and a width of 16, but keys, head size and inner width (" in message
+    assert "in a GPT-2 they must be (2, 8.0, 64)" in message
 
 
 TENSORS = {
@@ -290,10 +290,10 @@ TENSORS = {
     "tensor token_embd.weight is missing": {"token_embd.weight": None},
     "unexpected tensor blk.2.ffn_up.weight": {"blk.2.ffn_up.weight": np.zeros((24, 16))},
     "unexpected tensor blk.0.attn_q.bias": {"blk.0.attn_q.bias": np.zeros(24)},
-    "tensor output_norm.weight is (17,), and the metadata says (16,)": {
+    "tensor output_norm.weight has shape (17,); the metadata says (16,)": {
         "output_norm.weight": np.zeros(17)
     },
-    "tensor blk.0.ffn_up.weight is (16, 24), and the metadata says (24, 16)": {
+    "tensor blk.0.ffn_up.weight has shape (16, 24); the metadata says (24, 16)": {
         "blk.0.ffn_up.weight": np.zeros((16, 24))
     },
 }
@@ -314,7 +314,9 @@ def test_types_that_are_not_read(made):
     name = b"token_embd.weight"
     data[data.index(name) + len(name) + 4 + 2 * 8] = 39  # behind its dimensions
     file.write_bytes(data)
-    assert "tensor token_embd.weight is MXFP4; F32, F16" in refused(load_model, file)
+    assert "tensor token_embd.weight has the type MXFP4; supported are F32, F16" in refused(
+        load_model, file
+    )
 
 
 def test_a_file_that_becomes_shorter_while_it_is_read(made):
@@ -322,7 +324,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read(made):
     source = resolve_source(file)
     assert source.gguf.tensors
     file.write_bytes(file.read_bytes()[:-100])
-    assert refused(load_model, source) == f"{file}: cut off while it was read"
+    assert refused(load_model, source) == f"{file}: truncated while it was read"
     file.unlink()
     assert refused(load_model, source) == f"{file}: No such file or directory"
 
@@ -361,9 +363,9 @@ def test_a_model_in_several_files(made, tmp_path):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"split_no": 0}, "split.no and split.count are (0, 3), not (2, 3)"),
-        ({"split_count": 4}, "split.no and split.count are (2, 4), not (2, 3)"),
-        ({"split_no": None}, "split.no and split.count are (None, 3), not (2, 3)"),
+        ({"split_no": 0}, "split.no and split.count are (0, 3); they must be (2, 3)"),
+        ({"split_count": 4}, "split.no and split.count are (2, 4); they must be (2, 3)"),
+        ({"split_no": None}, "split.no and split.count are (None, 3); they must be (2, 3)"),
     ],
 )
 def test_parts_that_do_not_belong_together(made, tmp_path, changes, words):
@@ -377,7 +379,9 @@ def test_parts_with_one_tensor_twice(made, tmp_path):
     first, second = split_in(file, tmp_path / "parts", count=2)
     name = next(iter(resolve_source(second).gguf.tensors.keys() - read_split(first).tensors.keys()))
     edited(file, first, values={"split.count": 2, "split.no": 0})
-    assert refused(load_model, first) == f"{second}: tensor {name} is also in a part before"
+    assert (
+        refused(load_model, first) == f"{second}: duplicate tensor {name}, also in an earlier split"
+    )
 
 
 def test_a_directory_with_a_file(made, tiny_llama, tmp_path):
@@ -390,12 +394,12 @@ def test_a_directory_with_a_file(made, tiny_llama, tmp_path):
     assert resolve_source(source.name).type == "gguf"
     loaded(directory)
     shutil.copy(file, directory / "b.gguf")
-    words = "2 models; name the file of one of them: Model.GGUF, b.gguf"
+    words = "2 GGUF models; give the path of one: Model.GGUF, b.gguf"
     assert refused(resolve_source, directory) == f"{directory}: {words}"
     save_model(tiny_llama(dtype=torch.float32), directory)  # then it is in Hugging Face's form
     assert resolve_source(directory).type == "directory"
     (directory / "model.safetensors").unlink()
-    words = "no model.safetensors in this directory; name one of its GGUF files"
+    words = "no model.safetensors in this directory; give the path of one of its GGUF files"
     assert refused(load_model, directory) == f"{directory}: {words}"
 
 

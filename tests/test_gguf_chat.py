@@ -106,9 +106,7 @@ def test_an_exported_file_has_its_models_template(write_chat, tmp_path):
     assert ours == other
     (directory / "tokenizer_config.json").unlink()
     write_gguf(model, tmp_path / "model.gguf", "float32", directory / "tokenizer.json")
-    words = (
-        "model.gguf: this model was not made for chat: it has neither tokenizer.chat_template nor"
-    )
+    words = "model.gguf: not a chat model: it has neither tokenizer.chat_template nor"
     assert words in refused(Chat, tmp_path / "model.gguf")
 
 
@@ -132,7 +130,7 @@ def test_a_wrong_id_that_no_template_names_is_ignored(tmp_path):
         ("{{ raise_exception('no') }}", "chat template: no"),
         ("{{ messages[9].content }}", "chat template: list object has no element 9"),
         ("{{ ''.__class__.mro() }}", "chat template: access to attribute '__class__'"),
-        (7, "this model was not made for chat: it has neither tokenizer.chat"),
+        (7, "not a chat model: it has neither tokenizer.chat"),
     ],
 )
 def test_a_template_that_fails_is_one_line(template, words, tmp_path):

@@ -111,6 +111,6 @@ def test_probabilities_change_little(stories):
 
 
 def test_it_is_not_saved(tiny, tmp_path):
-    with pytest.raises(ValueError, match="a model with int8 weights is not saved"):
+    with pytest.raises(ValueError, match="a model with int8 weights cannot be saved"):
         save_model(int8_tiny(tiny), tmp_path)
     assert not list(tmp_path.iterdir())

@@ -89,7 +89,7 @@ def test_scaling_is_written_and_read(tiny_llama, tmp_path):
         ({"low_freq_factor": "1"}, "low_freq_factor is '1'"),
         (
             {"high_freq_factor": 1.0},
-            "low_freq_factor is 1.0; it must be below high_freq_factor, which is 1.0",
+            "low_freq_factor is 1.0; it must be below high_freq_factor (1.0)",
         ),
         ({"original_max_position_embeddings": -1}, "original_max_position_embeddings is -1"),
         ({"rope_type": "dynamic"}, "rope_type is 'dynamic'; supported is 'default' or 'llama3'"),

@@ -229,8 +229,8 @@ def test_a_template_may_stand_alone(raw, tmp_path):
 
 
 FOREIGN = "not a Hugging Face tokenizer: "
-BYTES = "pre_tokenizer has no step ByteLevel"
-AROUND = "post_processor does more than put added tokens before a text"
+BYTES = "pre_tokenizer must have a step ByteLevel"
+AROUND = "post_processor may only put added tokens before a text"
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def break_hub(monkeypatch):
 
 @pytest.mark.parametrize("text, reason", [("offline\nsecond line", "offline"), ("", "OSError")])
 @pytest.mark.parametrize(
-    "name, words", [("gpt2", "gpt2"), ("org/name", "org/name is no directory here, and")]
+    "name, words", [("gpt2", "gpt2"), ("org/name", "org/name is not a local directory, and")]
 )
 def test_a_hub_that_does_not_answer_is_one_line(break_hub, text, reason, name, words):
     break_hub(OSError(text))
@@ -270,7 +270,7 @@ ELSEWHERE += ["../x.safetensors/y.safetensors", "d/y.safetensors", ".safetensors
 def test_an_index_that_leads_elsewhere_is_refused(tmp_path, file):
     for weight_map in ({"a": file}, {"a": "x.safetensors", "b": file}, [file], file):
         index = write_index(tmp_path, weight_map)
-        words = "weight_map does not name a .safetensors file beside it for each tensor"
+        words = "weight_map must name a .safetensors file beside it for each tensor"
         assert refused(resolve_source(tmp_path).weight_files) == f"{index}: {words}"
 
 
@@ -408,7 +408,7 @@ def saved(tiny, tmp_path_factory):
         ("n_embd", ["16", 2**62, [[16]]], "an integer from 1 to 100000"),
         ("n_positions", [1e30, 16.0], "an integer from 1 to 1000000"),
         ("vocab_size", [10**100, None], "an integer from 1 to 1000000"),
-        ("n_head", [3], "n_embd 16 is not a multiple of n_head 3"),
+        ("n_head", [3], "n_embd is 16; it must be a multiple of n_head (3)"),
         ("n_head", [10**6], "an integer from 1 to 1000"),
         ("eos_token_id", [61], "is 61; it must be an id below 61, or a list of them"),
         ("eos_token_id", [-1, None, [], [60, 61], [60, [1]], True], "an id below 61"),

@@ -313,6 +313,6 @@ def test_slowed_rotations_of_a_qwen3_are_not_exported(tiny_qwen3, tmp_path):
     from llama import RopeScaling
 
     model = tiny_qwen3(dtype=torch.float32, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64))
-    with pytest.raises(UserError, match="llama.cpp reads no slowed rotations of a Qwen3"):
+    with pytest.raises(UserError, match="llama.cpp supports no RoPE scaling of a Qwen3"):
         write_gguf(model, tmp_path / "model.gguf", "float32")
     assert not (tmp_path / "model.gguf").exists()

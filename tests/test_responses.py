@@ -647,7 +647,7 @@ def text_format(schema, **fields) -> dict:
             "tool_choice.name: messages is the name of no tool",
             "tool_choice",
         ),
-        (tools(TOOLS[0]), "tools.2.name: an earlier tool has the name look", "tools"),
+        (tools(TOOLS[0]), "tools.2.name: duplicate name look", "tools"),
         (tools({"type": "function"}), "tools.2.name: Field required", "tools"),
         (
             tools({"type": "function", "name": "f", "function": {}}),

@@ -234,10 +234,10 @@ def test_all_ways_to_cut_a_token(llama, load):
     "changes, words",
     [
         ({"decoder": BACK[1]}, "decoder.type is 'ByteFallback'; supported is 'Sequence'"),
-        ({"decoder.decoders": BACK[:2]}, "decoder does not undo byte_fallback, and nothing else"),
-        ({"decoder.decoders.3.start": 2}, "decoder does not undo byte_fallback, and nothing else"),
-        ({"normalizer": None}, f"blanks are not written as {BLANK}"),
-        ({"normalizer": {"type": "Lowercase"}}, f"blanks are not written as {BLANK}"),
+        ({"decoder.decoders": BACK[:2]}, "decoder must only undo byte_fallback"),
+        ({"decoder.decoders.3.start": 2}, "decoder must only undo byte_fallback"),
+        ({"normalizer": None}, f"each space must become {BLANK}"),
+        ({"normalizer": {"type": "Lowercase"}}, f"each space must become {BLANK}"),
         (
             {"pre_tokenizer": {"type": "Whitespace"}},
             "pre_tokenizer.type is 'Whitespace'; supported",
@@ -256,15 +256,15 @@ def test_still_a_unigram_is_refused(llama, tmp_path):
 def test_each_byte_has_a_token(llama, tmp_path):
     other = with_values(llama, {})
     other["model"]["vocab"]["nothing"] = other["model"]["vocab"].pop("<0xC3>")
-    words = "model.byte_fallback is True, and there is no token <0xC3>"
+    words = "model.byte_fallback is True, but the vocabulary has no token <0xC3>"
     check_refused(words, load_from, tmp_path, other)
 
 
 @pytest.mark.parametrize(
     "keys, words",
     [
-        ({"scores": None}, "tokenizer.ggml.scores is no list of 640 numbers"),
-        ({"scores": [1.0]}, "tokenizer.ggml.scores is no list of 640 numbers"),
+        ({"scores": None}, "tokenizer.ggml.scores must be a list of 640 numbers"),
+        ({"scores": [1.0]}, "tokenizer.ggml.scores must be a list of 640 numbers"),
         ({"add_space_prefix": 3}, "tokenizer.ggml.add_space_prefix is 3; supported is None or"),
         ({"bos_token_id": None}, "tokenizer.ggml.bos_token_id is None; it must be an id below 640"),
     ],
@@ -276,7 +276,7 @@ def test_a_file_that_makes_no_sense_is_one_line(llama, load, keys, words):
 def test_a_token_has_a_size_that_can_be_cut(llama, load):
     metadata = gguf_of(llama)
     metadata[f"{OWNER}.tokens"][-1] = "a" * 513
-    assert "... has over 512 characters" in refused(load, metadata)
+    assert "... is longer than 512 characters" in refused(load, metadata)
 
 
 def test_runs_that_can_be_cut_everywhere_have_a_size(llama, load):
@@ -286,7 +286,7 @@ def test_runs_that_can_be_cut_everywhere_have_a_size(llama, load):
     ids = raw["model"]["vocab"]
     for token in ["X", "Y", "Z", *runs]:
         ids.setdefault(token, len(ids))
-    assert "the merges have over 10,000,000 characters" in refused(load, gguf_of(raw))
+    assert "the merges have more than 10,000,000 characters" in refused(load, gguf_of(raw))
 
 
 @pytest.mark.parametrize("split", [None, "missing"])

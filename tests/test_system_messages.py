@@ -11,7 +11,7 @@ HINT = "put its text at the start of the first user message"
 def test_what_a_system_message_says_is_not_lost(cli, write_chat, chat_encoding):
     arguments = ("--chat", "--prompt", "x", "--max-new-tokens", 1, "--system")
     result = cli("--model", write_chat(ONLY_USERS), *arguments, "Be kind.")
-    assert is_one_line(result, f"chat template: it leaves out messages of the role system; {HINT}")
+    assert is_one_line(result, f"chat template: it ignores messages of the role system; {HINT}")
     result = cli("--model", write_chat(REFUSING), *arguments, "Be kind.")
     assert is_one_line(result, f"chat template: no; {HINT}")
     assert cli("--model", write_chat(ONLY_USERS), *arguments, " ")[0] == 0
@@ -19,7 +19,7 @@ def test_what_a_system_message_says_is_not_lost(cli, write_chat, chat_encoding):
 
     messages = [{"role": "developer", "content": "Be kind."}, *conversation("x")]
     line = refused(Chat(write_chat(ONLY_USERS)).encode, messages, chat_encoding)
-    assert line.endswith(f"it leaves out messages of the role developer; {HINT}")
+    assert line.endswith(f"it ignores messages of the role developer; {HINT}")
     assert Chat(write_chat(CHATML)).encode(messages, chat_encoding)
 
 
@@ -48,7 +48,7 @@ def test_a_later_message_is_not_lost_either(write_chat, chat_encoding):
     system = {"role": "system", "content": "Be kind."}
     assert chat.encode([system, user], chat_encoding)
     line = refused(chat.encode, [system, user, system, user], chat_encoding)
-    assert line.endswith(f"it leaves out messages of the role system; {HINT}")
+    assert line.endswith(f"it ignores messages of the role system; {HINT}")
 
 
 def test_an_error_of_the_template_is_its_own(write_chat, chat_encoding):

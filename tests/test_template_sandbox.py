@@ -313,7 +313,7 @@ def test_a_client_cannot_make_a_template_write_too_much(alone):
     for _ in range(200):
         inner = [inner]
     chat.tools = [tool("f", parameters={"enum": inner})]
-    assert "characters; 16,777,216 are allowed" in refused(chat.render, conversation("a"))
+    assert "characters; at most 16,777,216 are allowed" in refused(chat.render, conversation("a"))
 
 
 def test_tojson_takes_what_it_takes_in_transformers(chat_pair, alone):

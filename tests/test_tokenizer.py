@@ -102,7 +102,7 @@ def test_an_unknown_name_is_refused_as_for_models():
 
 def test_the_vocabulary_of_a_model_may_be_padded_but_not_cut():
     assert load_encoding(CHECKPOINTS / "stories", 4224).n_vocab == 4096
-    words = "the tokenizer has 4096 tokens, the model's vocab_size is 4095"
+    words = "the tokenizer has 4096 tokens, more than the model's vocab_size .4095"
     with pytest.raises(UserError, match=words):
         load_encoding(CHECKPOINTS / "stories", 4095)
 
@@ -291,10 +291,10 @@ def test_a_flag_of_an_added_token_is_refused_by_name(load, flag):
 
 
 FOREIGN = "not a Hugging Face tokenizer: "
-BYTES = "pre_tokenizer has no step ByteLevel"
-AROUND = "post_processor does more than put added tokens before a text"
+BYTES = "pre_tokenizer must have a step ByteLevel"
+AROUND = "post_processor may only put added tokens before a text"
 OUT = "out of vocabulary"
-IN_LIBRARY = "added token '<|endoftext|>' has the id {}, and 262 in the library"
+IN_LIBRARY = "added token '<|endoftext|>' has the id {}, but 262 in the"
 
 
 @pytest.mark.parametrize(
@@ -311,12 +311,12 @@ IN_LIBRARY = "added token '<|endoftext|>' has the id {}, and 262 in the library"
             for single in ([ADDS_EOT, TEXT_A], [TEXT_A, ADDS_EOT])
         ],
         # added tokens
-        (added(content=""), "added token '' has the id 262, and None in the library"),
+        (added(content=""), "added token '' has the id 262, but None in the"),
         (added(content=7), FOREIGN),
         (with_changes(added_tokens=[THE_END, THE_END | {"id": 263}]), IN_LIBRARY.format(263)),
         (added(content="\ud800"), FOREIGN),
-        (with_two_added((263, 262), {"<a>": 262, "<b>": 263}), "'<a>' has the id 263, and 262 in"),
-        (with_two_added((263, 262), {}), "'<a>' has the id 263, and 262 in"),
+        (with_two_added((263, 262), {"<a>": 262, "<b>": 263}), "'<a>' has the id 263, but 262 in"),
+        (with_two_added((263, 262), {}), "'<a>' has the id 263, but 262 in"),
         (with_changes(added_tokens=[EOT]), FOREIGN),
         (with_changes(added_tokens=7), FOREIGN),
         (added(content=[1]), FOREIGN),
@@ -342,7 +342,7 @@ def test_what_would_give_other_ids_is_refused_by_name(load, raw, words):
 
 
 def test_a_huge_id_is_more_tokens_than_the_model_has(load):
-    words = "the tokenizer has 1000000001 tokens, the model's vocab_size is 5000"
+    words = "the tokenizer has 1000000001 tokens, more than the model's vocab_size .5000"
     with pytest.raises(UserError, match=words):
         load(renumbered(10**9))
 

@@ -279,7 +279,7 @@ def test_the_official_client_calls_tools(served):
             messages.append(result)
 
 
-WITHOUT = "this chat template has no place for tools"
+WITHOUT = "this chat template does not support tools"
 NONE = "messages.1.tool_call_id is the id of no call before it"
 ONLY = "messages.0.tool_calls is for the role assistant only"
 NEEDED = "messages.1.tool_call_id is needed for the role tool, and for it only"
@@ -295,11 +295,7 @@ def said(arguments) -> list[dict]:
 @pytest.mark.parametrize(
     "fields, message, param",
     [
-        (
-            {"tools": [LOOK, LOOK]},
-            "tools.1.function.name: an earlier tool has the name look",
-            "tools",
-        ),
+        ({"tools": [LOOK, LOOK]}, "tools.1.function.name: duplicate name look", "tools"),
         ({"tools": [LOOK] * 129}, "tools: it must be a list of 1 to 128 tools", "tools"),
         ({"tools": {}}, "tools: Input should be a valid list", "tools"),
         ({"tools": TOOLS, "tool_choice": "some"}, CHOICE, "tool_choice"),

@@ -184,8 +184,8 @@ def test_windows_that_transformers_does_not_have_are_not_written(
 ):
     with pytest.raises(UserError) as error:
         save_model(tiny_windows(**shape), tmp_path)
-    reason = f"transformers reads no such {name}, so it is not written"
-    assert str(error.value) == f"sliding_windows are {shape['sliding_windows']}: {reason}"
+    windows = f"sliding_windows are {shape['sliding_windows']}"
+    assert f"{windows}; transformers supports no such {name}" in str(error.value)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -247,7 +247,7 @@ def test_what_a_mistrals_config_lacks_is_as_in_transformers():
 @pytest.mark.parametrize(
     "values, words",
     [
-        (QWEN | {"layer_types": TYPES[:2]}, "layer_types has 2 layers; this model has 3"),
+        (QWEN | {"layer_types": TYPES[:2]}, "layer_types has 2 layers; it must have 3"),
         (QWEN | {"layer_types": ["local"] * 3}, "layer_types is 'local'; supported is 'full_att"),
         (QWEN | {"max_window_layers": "two"}, "max_window_layers is 'two'; it must be an integer"),
         (QWEN | {"sliding_window": 0, "max_window_layers": 0}, "sliding_window is 0; it must be"),

@@ -45,9 +45,7 @@ class Chat:
             files = "chat_template.jinja nor a default chat_template in tokenizer_config.json"
             if source.type == "gguf":
                 files = f"tokenizer.chat_template nor, beside it, {files}"
-            raise UserError(
-                f"{source.label}: this model was not made for chat: it has neither {files}"
-            )
+            raise UserError(f"{source.label}: not a chat model: it has neither {files}")
         self.file, self.template_text, self.special_tokens = found
         self.template_kwargs: dict[str, bool] = {}
         self.tools: list[dict] | None = None
@@ -99,7 +97,7 @@ class Chat:
             is_refused = is_refused and text is None
         if is_refused:
             probe_chat.render(conversations[0])  # raises the template's error
-        raise UserError(f"{self.file}: this chat template has no place for tools")
+        raise UserError(f"{self.file}: this chat template does not support tools")
 
     def with_unchecked_tools(self, tools: list[dict] | None) -> "Chat":
         """Return a copy that passes its template these tools, whether it writes them or not."""
@@ -186,7 +184,7 @@ class Chat:
         for index in re.findall(f"(?={SENTINEL}(.{{5}}))", text, re.DOTALL):
             unseen_roles.pop(index, None)
         for role in unseen_roles.values():
-            what = f"it leaves out messages of the role {role}"
+            what = f"it ignores messages of the role {role}"
             raise UserError(f"{self.file}: chat template: {what}; {SYSTEM_ROLE_HINT}")
 
     def encode(self, messages: list[dict], encoding: Encoding) -> list[int]:

@@ -36,7 +36,7 @@ def check_size(size: int) -> None:
     """Raise BudgetExceeded if an operation makes more than MAX_RENDERED_SIZE characters."""
     if size > MAX_RENDERED_SIZE:
         raise BudgetExceeded(
-            f"the template writes {size:.3g} characters; {MAX_RENDERED_SIZE:,} are allowed"
+            f"the template writes {size:.3g} characters; at most {MAX_RENDERED_SIZE:,} are allowed"
         )
 
 

@@ -94,7 +94,9 @@ def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=Fa
     for text in [indent, *(separators or ())]:
         size = len(text) if isinstance(text, str) else text or 0
         if size > MAX_INDENT:
-            raise BudgetExceeded(f"tojson is given {size} characters to put between items")
+            raise BudgetExceeded(
+                f"tojson is given {size} characters between items; at most {MAX_INDENT} are allowed"
+            )
     encoder = json.JSONEncoder(
         ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -237,7 +239,9 @@ def check_call(name: str, arguments: list) -> None:
     charge(CALL_COST, 0 if name in FREE else SCAN_COST * sum(map(size_of, arguments)))
     numbers = [each for each in arguments if isinstance(each, int)]
     if name in WIDE and max(numbers, default=0) > MAX_WIDTH:
-        raise BudgetExceeded(f"{name} is given {max(numbers):.3g}; {MAX_WIDTH:,} are allowed")
+        raise BudgetExceeded(
+            f"{name} is given {max(numbers):.3g}; at most {MAX_WIDTH:,} is allowed"
+        )
     if name in NESTED | SLOW | GROWING:
         charge(2 * CALL_COST if name in SLOW else 0)
         for _ in range(8 if name in SLOW else 1):

@@ -111,9 +111,9 @@ class Encoding:
         ):
             return self
         names = ", ".join(left_out[:3]) + ", ..." * (len(left_out) > 3)
-        size = f"whose vocab_size is {vocab_size}"
         warn_once(
-            f"{self.where}: the model, {size}, has no row for {names}, which is read as plain text"
+            f"{self.where}: {names} read as plain text, beyond the"
+            f" model's vocab_size ({vocab_size})"
         )
         reduced = copy.copy(self)
         reduced.added_token_ids = kept
@@ -205,9 +205,7 @@ def encode_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     except BaseException as error:  # the library's panics are no Exceptions
         if type(error).__name__ != "PanicException":
             raise
-        raise UserError(
-            "the tokenizer gives up on this text, which its pattern cannot split"
-        ) from None
+        raise UserError("the tokenizer's pattern cannot split this text") from None
     return encoded.ids
 
 
@@ -287,14 +285,16 @@ def check_metaspace(where, raw: dict, tokenizer: Tokenizer) -> None:
     """Raise UserError unless spaces become U+2581, and the decoder restores them."""
     for name in sentencepiece.BYTE_TOKENS:
         if name not in raw["model"]["vocab"]:
-            raise UserError(f"{where}: model.byte_fallback is True, and there is no token {name}")
+            raise UserError(
+                f"{where}: model.byte_fallback is True, but the vocabulary has no token {name}"
+            )
     text = " a  é\n"
     blanks = text.replace(" ", sentencepiece.METASPACE)
     if pre_tokenized(tokenizer, text) not in (blanks, sentencepiece.METASPACE + blanks):
-        raise UserError(f"{where}: blanks are not written as {sentencepiece.METASPACE}")
+        raise UserError(f"{where}: each space must become {sentencepiece.METASPACE}")
     steps = raw["decoder"].get("decoders")
     if steps not in (sentencepiece.DECODER, [*sentencepiece.DECODER, sentencepiece.STRIP]):
-        raise UserError(f"{where}: decoder does not undo byte_fallback, and nothing else")
+        raise UserError(f"{where}: decoder must only undo byte_fallback")
 
 
 def check_byte_level(where, raw: dict, tokenizer: Tokenizer) -> None:
@@ -304,7 +304,7 @@ def check_byte_level(where, raw: dict, tokenizer: Tokenizer) -> None:
             f"{where}: normalizer has a step ByteLevel; only pre_tokenizer may have one"
         )
     if "Ã©" not in pre_tokenized(tokenizer, "é"):
-        raise UserError(f"{where}: pre_tokenizer has no step ByteLevel, so a text has no bytes")
+        raise UserError(f"{where}: pre_tokenizer must have a step ByteLevel")
 
 
 def check_added_tokens(
@@ -326,12 +326,14 @@ def check_added_tokens(
         check_values(name, token, ADDED_TOKEN_FLAGS)
         found = tokenizer.token_to_id(content)
         if found != token["id"]:
-            raise UserError(f"{name} has the id {token['id']}, and {found} in the library")
+            raise UserError(
+                f"{name} has the id {token['id']}, but {found} in the tokenizers library"
+            )
         if not content:
             raise UserError(f"{name} is empty")
         if content in model["vocab"] and is_control_token(token):
             if len(content) == 1 or content in merged:
-                raise UserError(f"{name}: plain text becomes it")
+                raise UserError(f"{name}: plain text must not become it")
             if model.get("ignore_merges"):
                 candidates.append(token)
     texts = [
@@ -341,7 +343,9 @@ def check_added_tokens(
     for number, encoded in enumerate(found):
         token = candidates[number // len(SURROUNDINGS)]
         if token["id"] in encoded.ids:
-            raise UserError(f"{where}: added token {token['content']!r}: plain text becomes it")
+            raise UserError(
+                f"{where}: added token {token['content']!r}: plain text must not become it"
+            )
 
 
 def find_prefix_ids(where, processor, added: dict[str, int]) -> list[int]:
@@ -363,7 +367,7 @@ def find_prefix_ids(where, processor, added: dict[str, int]) -> list[int]:
             return prefix
     except (LookupError, TypeError, ValueError, AttributeError):
         pass
-    raise UserError(f"{where}: post_processor does more than put added tokens before a text")
+    raise UserError(f"{where}: post_processor may only put added tokens before a text")
 
 
 def load_encoding(name, vocab_size: int) -> Encoding:
@@ -380,7 +384,7 @@ def load_encoding(name, vocab_size: int) -> Encoding:
     """
     source = resolve_source(name)
     if source.type == "gguf" and f"{KEY_PREFIX}.tokens" in source.gguf.metadata:
-        fault = "its tokenizer makes no sense"
+        fault = "invalid tokenizer"
         encoding = Encoding(source.name, tokenizer_json(source.gguf), fault)
     elif source.type == "random" or source.type == "gguf" and not source.find("tokenizer.json"):
         encoding = placeholder_encoding(source.label, vocab_size)
@@ -391,7 +395,7 @@ def load_encoding(name, vocab_size: int) -> Encoding:
     if encoding.n_vocab > vocab_size:
         raise UserError(
             f"{source.name}: the tokenizer has {encoding.n_vocab} tokens,"
-            f" the model's vocab_size is {vocab_size}"
+            f" more than the model's vocab_size ({vocab_size})"
         )
     return encoding
 

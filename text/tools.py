@@ -51,15 +51,13 @@ def check_tools(tools: Any) -> None:
         is_tool = isinstance(tool, dict) and tool.keys() == {"type", "function"}
         if not is_tool or tool["type"] != "function" or not isinstance(tool["function"], dict):
             shape = '{"type": "function", "function": {"name": ...}}'
-            raise UserError(f"tools.{index}: it must have the form {shape}")
+            raise UserError(f"tools.{index}: it must be {shape}")
         function = tool["function"]
         where = f"tools.{index}.function"
         for name in function:
             if name not in FUNCTION_FIELDS:
                 known = ", ".join(FUNCTION_FIELDS)
-                raise UserError(
-                    f"{where}: {name[:100]!a} is no field of a function; it has {known}"
-                )
+                raise UserError(f"{where}: unknown field {name[:100]!a}; known are {known}")
         for name, (expected_type, allowed) in FUNCTION_FIELDS.items():
             if not isinstance(function.get(name), expected_type):
                 raise UserError(f"{where}.{name}: it must be {allowed}")
@@ -68,7 +66,7 @@ def check_tools(tools: Any) -> None:
             allowed = "1 to 64 letters, digits, _ and -"
             raise UserError(f"{where}.name is {name[:100]!a}; it must be {allowed}")
         if name in names:
-            raise UserError(f"{where}.name: an earlier tool has the name {name}")
+            raise UserError(f"{where}.name: duplicate name {name}")
         names.add(name)
 
 
@@ -174,7 +172,7 @@ def probe_tool_format(
         return ""
 
     unknown = UnknownToolFormat(
-        f"{chat.file}: this chat template writes calls in a way not known here"
+        f"{chat.file}: this chat template writes tool calls in an unsupported format"
     )
     one = render_calls(calls[0])
     ends = [
@@ -274,7 +272,7 @@ def build_tool_grammar(
     size = len(grammar.encode())
     if size > MAX_GRAMMAR:
         raise UserError(
-            f"as a grammar the tools have {size:,} bytes; they may have {MAX_GRAMMAR:,}"
+            f"tools: their grammar has {size:,} bytes; at most {MAX_GRAMMAR:,} are allowed"
         )
     return grammar
 
