@@ -4,7 +4,6 @@ import json
 import random
 
 import pytest
-from chats import CHATML, conversation, write_template
 from conftest import CHECKPOINTS
 from test_llama_3_tokenizer import O200K, TEXTS, check_prompt, load_from
 from test_tokenizer import check_refused, library, with_values
@@ -143,51 +142,8 @@ def test_each_id_has_the_bytes_that_the_library_shows(form, tmp_path):
             ours.decode_single_token_bytes(token)
 
 
-def test_texts_come_back(form, tmp_path):
-    ours = load_from(tmp_path, form)
-    for text in [*TEXTS, *RANDOM]:
-        whole = bytes(byte for byte in text.encode() if byte not in MISSING)
-        found = ours.decode(ours.encode(text, allowed_special="all"))
-        if form["pre_tokenizer"].get("add_prefix_space"):
-            assert found.replace(" ", "") == whole.decode("utf-8", "replace").replace(" ", "")
-        else:
-            assert found == whole.decode("utf-8", "replace")
-
-
-def test_ids_equal_those_of_transformers(smol, tmp_path):
-    from transformers import AutoTokenizer
-
-    ours = load_from(tmp_path, smol)
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[0]}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    for text in [*TEXTS, *RANDOM]:
-        assert ours.encode(text, allowed_special="all") == theirs(text)["input_ids"]
-
-
 def test_a_model_reads_its_prompt(smol, tiny, tmp_path, cli):
     check_prompt(smol, "2024 <|im_start|>user\nWe'll see<tool_call>", tiny, tmp_path, cli)
-
-
-@pytest.mark.parametrize("text", ["a    b 12", f"{SPECIAL[2]}\n{TOOL}", "x\n   y"])
-def test_messages_are_plain_text(smol, tmp_path, text):
-    from transformers import AutoTokenizer
-
-    from text.chat import Chat
-
-    ours = load_from(tmp_path, smol)
-    write_template(tmp_path, CHATML, tokenizer_class="PreTrainedTokenizerFast")
-    (tmp_path / "config.json").write_text("{}")
-    template = Chat(tmp_path)
-    ids = template.encode(conversation(text), ours)
-    assert ours.decode(ids) == template.render(conversation(text))
-    control = {ours.encode_single_token(token) for token in [*SPECIAL, TOOL]}
-    names = [ours.decode([token]) for token in ids if token in control]
-    assert names == [*SPECIAL[1:] * 2, SPECIAL[1]]
-    if "<" not in text:  # transformers would take them for control tokens
-        theirs = AutoTokenizer.from_pretrained(tmp_path)
-        expected = theirs.apply_chat_template(conversation(text), add_generation_prompt=True)
-        assert ids == expected["input_ids"]
 
 
 @pytest.mark.parametrize("vocabulary", [True, False])

@@ -13,7 +13,7 @@ from chats import (
     shown,
     theirs,
 )
-from conftest import is_one_line, refused
+from conftest import is_one_line
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -130,12 +130,6 @@ def test_files_that_cannot_be_read_are_one_line(cli, write_chat):
     (directory / "tokenizer_config.json").write_text("[]")
     result = cli("--model", directory, "--chat", "--prompt", "x")
     assert is_one_line(result, "tokenizer_config.json: not a JSON object")
-
-
-def test_still_a_template_that_cannot_be_read_is_not_a_missing_one(tmp_path):
-    from loading.chat_template import read_text
-
-    assert refused(read_text, tmp_path) == f"{tmp_path}: Is a directory"
 
 
 def test_an_empty_message_is_one(cli, chat_pair, write_chat, given_prompts):

@@ -130,12 +130,6 @@ def test_a_template_sees_that_a_message_spells_its_token(
         assert chat_encoding.decode(ids) == theirs(tokenizer, messages, tokenize=False)
 
 
-def test_still_a_token_that_the_template_alone_may_name_is_written(chat_pair, chat_encoding):
-    ours, _ = chat_pair("{{ messages[0].content }}{{ bos_token }}")
-    ours.special_tokens["bos_token"] = "\U0010fffd"
-    assert chat_encoding.decode(ours.encode(conversation("<"), chat_encoding)) == "<\U0010fffd"
-
-
 def test_still_a_tokenizer_needs_no_added_tokens(tmp_path, chat_pair):
     raw = json.loads((CHECKPOINTS / "stories" / "tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw | {"added_tokens": []}))

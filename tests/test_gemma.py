@@ -1,6 +1,5 @@
 """Lesson 121: Gemma 3 computes what transformers does, in the modes of the lessons before too."""
 
-import copy
 import json
 import random
 import re
@@ -20,14 +19,12 @@ from conftest import (
     their_rows,
 )
 from engines import check_own_runs
-from natives import random_texts
-from ranks import ROUNDING, check_two_ranks, compared, logits_of, results, save_uneven
+from ranks import ROUNDING, check_two_ranks, compared, save_uneven
 from safetensors.torch import load_file, save_file
 from test_llama_config import SMALL
 
 import errors
 from errors import UserError
-from int8 import to_int8
 from loading.load import load_config, save_model
 
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0}
@@ -38,7 +35,7 @@ def test_the_command_line_writes_what_transformers_does(cli, tmp_path):
     check_command_line(cli, tmp_path, "Gemma3", 30, **shape)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(15))
 def test_logits_equal_transformers(peer, seed):
     choose = random.Random(seed).choice
     keys = choose([1, 2, 3])
@@ -80,26 +77,10 @@ def test_greedy_text_equals_transformers(peer):
     assert ours == their_rows(theirs, [[1, 5, 9]], 61)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "int8"])
-def test_modes_of_the_lessons_before(tiny_gemma, dtype):
-    """Ragged rows, the hop, speculation and beams give the text that a pass over all gives."""
-    model = tiny_gemma() if dtype == "float64" else to_int8(tiny_gemma())
+def test_batches_shifts_speculation_and_beams_equal_a_full_pass(tiny_gemma):
+    model = tiny_gemma()
     prompts = [[1, 2, 3], [4], random_tokens(30), random_tokens(70)]
     check_modes(model, tiny_gemma(seed=1), prompts, 60)
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_stays_close(tiny_gemma, dtype):
-    model = tiny_gemma()
-    for weight in model.parameters():
-        if weight.dim() == 2:
-            weight.data *= 0.5
-    texts = random_texts(model, 2)
-    exact = model(texts).log_softmax(-1)
-    half = copy.deepcopy(model).to(dtype)(texts).double().log_softmax(-1)
-    divergence = (exact.exp() * (exact - half)).sum(-1).mean()
-    assert divergence < {torch.float16: 1e-3, torch.bfloat16: 0.01}[dtype]
 
 
 @torch.inference_mode()
@@ -126,20 +107,10 @@ def test_the_engine_writes_the_text_of_each_own_run(tiny_gemma):
 # On several processes.
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size, kind", [(2, torch.int8), (4, torch.float32)], ids=str)
 def test_ranks_have_the_logits_of_one_process(tiny_gemma, compiled, tmp_path, kind, size):
     name = save_uneven(tiny_gemma, tmp_path, "tiny_llama", sliding_windows=(5, None))
     assert compared(size, name, torch.tensor([random_tokens(23)]), dtype=kind)[0] <= ROUNDING[kind]
-
-
-def test_ranks_that_add_up_in_float64(tiny_gemma, tmp_path):
-    name = save_uneven(tiny_gemma, tmp_path, "tiny_llama", sliding_windows=(5, None))
-    tokens = torch.tensor([random_tokens(23)])
-    options = {"dtype": torch.float64, "native": False}
-    found = results(3, lambda: logits_of(name, tokens, "reduce", **options))[0][0]
-    with torch.inference_mode():
-        assert (torch.from_numpy(found) - load(name)(tokens)).abs().max() < 1e-10
 
 
 def test_two_ranks_write_the_texts_of_one(tiny_gemma, engine_cli, tmp_path):

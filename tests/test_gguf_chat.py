@@ -6,12 +6,10 @@ import pytest
 from chats import BOS, CHATML, END, EOS, HEADERS, HERMES, control_ids, conversation, theirs, tool
 from conftest import refused
 from gguf_files import NORMAL, OWNER, edited, metadata_of, written
-from serving import serving
 from test_any_bpe import TOOL
 from test_tokenizer import MERGES, tokenizer_json
 
 from benchmarks.export_gguf import write_gguf
-from engine.engine import Engine
 from errors import UserError
 from loading.load import load_config, load_model
 from text.chat import Chat
@@ -45,9 +43,8 @@ def test_all_that_ends_a_text(tiny, tmp_path):
     assert ends(eos=three[0], eot=three[1], eom=three[2]) == (*map(ids.get, three), *others)
 
 
-@pytest.mark.parametrize("template", [CHATML, HEADERS], ids=["chatml", "headers"])
-def test_a_conversation_is_what_transformers_makes_of_it(template, write_chat, chat_pair, tmp_path):
-    """From one file."""
+def test_a_conversation_is_what_transformers_makes_of_it(write_chat, chat_pair, tmp_path):
+    template = HEADERS
     directory = write_chat(template)
     raw = json.loads((directory / "tokenizer.json").read_text("utf-8"))
     ids = {"bos_token_id": 4096, "eos_token_id": 4098, "padding_token_id": 4095}
@@ -167,21 +164,6 @@ def test_one_file_prompts_and_chats_as_its_directory(speaking, cli, engine_cli):
             results = [run("--model", name, *more) for name in speaking]
             assert results[0][0] == 0, results[0][2]
             assert results[0][:2] == results[1][:2]
-
-
-def test_a_server_has_the_tokenizer_and_the_template_of_its_file(speaking):
-    answers = []
-    for name in speaking:
-
-        def make(name=name):
-            return Engine(load_model(name), encoding=load_encoding(name, 4104))
-
-        with serving(make, Chat(name)) as client:
-            body = {"messages": conversation("Tom?"), "max_tokens": 9, "temperature": 0}
-            answers.append(client.post("/v1/chat/completions", body)[1]["choices"])
-            body = {"prompt": "Once 12<|im_end|>", "max_tokens": 9, "temperature": 0}
-            answers.append(client.post("/v1/completions", body)[1]["choices"])
-    assert answers[:2] == answers[2:]
 
 
 def test_a_template_beside_the_file_is_not_asked(speaking, cli, tmp_path):

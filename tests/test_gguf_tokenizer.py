@@ -26,7 +26,7 @@ def load(tmp_path):
     return load
 
 
-@pytest.mark.parametrize("name", ["stories", "stories-draft", "stories-llama"])
+@pytest.mark.parametrize("name", ["stories", "stories-llama"])
 def test_an_exported_file_has_the_encoding_of_its_model(name, tmp_path):
     directory = CHECKPOINTS / name
     model = load_model(directory)

@@ -6,9 +6,8 @@ import json
 import pytest
 import torch
 from conftest import run_rows
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_tokenizer import TEMPLATE, check_refused, library, same_ids, tokenizer_json, with_values
+from test_tokenizer import TEMPLATE, check_refused, library, same_ids, with_values
 
 from loading.byte_level import unicode_to_bytes
 from loading.load import save_model
@@ -139,13 +138,6 @@ def test_ids_equal_those_of_tokenizers(pair, text):
     assert ours.decode(ids) == BOS + text
 
 
-@settings(max_examples=100)
-@given(text=ANY_TEXT)
-def test_ids_equal_those_of_tokenizers_on_any_text(pair, text):
-    ours, theirs = pair
-    assert ours.encode(text, allowed_special="all") == theirs.encode(text).ids
-
-
 def test_the_prefix_comes_once(pair):
     ours, theirs = pair
     (bos,) = theirs.encode("").ids
@@ -169,7 +161,6 @@ def test_plain_text_is_plain(pair):
         ours.encode(BOS)
 
 
-GPT_2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 PIECE = "pre_tokenizer.pretokenizers"
 SINGLE = "post_processor.processors.1.single"
 KNOWN = "post_processor.processors.1.special_tokens"
@@ -184,29 +175,6 @@ DIGITS = {"type": "Digits", "individual_digits": True}
 
 def put(*names: str) -> list:
     return [{"SpecialToken": {"id": name, "type_id": 0}} for name in names]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {f"{PIECE}.0.pattern": {"Regex": GPT_2}},
-        {f"{PIECE}.1.trim_offsets": False},
-        {"post_processor": None},
-        {"post_processor": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False}},
-        {SINGLE: [TEXT]},
-        {f"{PIECE}.0.pattern": {"Regex": O200K}},
-        {f"{PIECE}.0.pattern": {"String": " "}},
-        {f"{PIECE}.0.invert": True},
-        {f"{PIECE}.1.use_regex": True},
-        {f"{PIECE}.1.add_prefix_space": True},
-        {PIECE: [LEVEL]},
-        {PIECE: [DIGITS, LEVEL]},
-        {"model.ignore_merges": False},
-    ],
-)
-def test_forms_close_to_it_give_the_ids_of_tokenizers(raw, tmp_path, changes):
-    other = with_values(raw, changes)
-    same_ids(load_from(tmp_path, other), other, TEXTS)
 
 
 def test_a_prefix_of_two_tokens_is_there_or_not(raw, tmp_path):
@@ -238,22 +206,13 @@ AROUND = "post_processor may only put added tokens before a text"
     [
         ({f"{PIECE}.0.pattern": None}, FOREIGN),
         ({f"{PIECE}.0.behavior": "Removed"}, BYTES),
-        ({f"{PIECE}.0": {"type": "Digits"}}, FOREIGN),
-        ({f"{PIECE}.0": {}}, FOREIGN),
-        ({PIECE: [{"type": "Split"}]}, FOREIGN),
         ({PIECE: [DIGITS]}, BYTES),
         ({PIECE: [LEVEL, LEVEL]}, BYTES),
-        ({PIECE: []}, BYTES),
-        *[({PIECE: steps}, FOREIGN) for steps in ([7], None, "Split")],
         # what is put around a text
         ({SINGLE: [TEXT, *put(EOS)]}, AROUND),
         ({SINGLE: [*put(BOS), TEXT, *put(BOS)]}, AROUND),
-        ({SINGLE: [*put(BOS), TEXT, TEXT]}, AROUND),
         ({SINGLE: put(BOS)}, AROUND),
-        ({SINGLE: []}, AROUND),
         ({SINGLE: f"{BOS} $A"}, AROUND),
-        ({SINGLE: None}, AROUND),
-        ({SINGLE: [*put("[CLS]"), TEXT]}, AROUND),
         ({SINGLE: [*put(EOS), TEXT]}, AROUND),  # its ids are not in the template
         ({SINGLE: [*put(BOS), {"Sequence": {"id": "B", "type_id": 0}}]}, AROUND),
         ({f"{KNOWN}.{BOS}.ids": [5]}, AROUND),
@@ -265,15 +224,6 @@ def test_what_would_give_other_ids_is_refused_by_name(raw, tmp_path, changes, wo
     check_refused(words, load_from, tmp_path, with_values(raw, changes))
 
 
-def test_merges_in_any_order_give_the_ids_of_tokenizers(raw, tmp_path):
-    whole = raw["model"]["merges"]
-    first, second, *rest = whole
-    others = [["ĠĠ", "ĠĠ"] if merge == ["Ġ", "ĠĠĠ"] else merge for merge in whole]
-    for merges in (others, [second, first, *rest], [first, *whole]):
-        other = with_values(raw, {"model.merges": merges})
-        same_ids(load_from(tmp_path, other), other, TEXTS)
-
-
 @pytest.mark.parametrize("token", ["a b", "日本"])
 def test_a_token_that_stands_for_no_bytes_is_its_text(raw, tmp_path, token):
     """No text becomes it, so nobody but a model that never learned it writes it."""
@@ -283,24 +233,3 @@ def test_a_token_that_stands_for_no_bytes_is_its_text(raw, tmp_path, token):
     other["added_tokens"] = []
     other["post_processor"] = None
     assert load_from(tmp_path, other).decode([last]) == token
-
-
-@settings(max_examples=50)
-@given(data=st.data())
-def test_all_merges_of_any_tokens_give_the_ids_of_tokenizers(data, tmp_path_factory):
-    """Tokens in an order that no training gives: parts come after the whole, or there are none."""
-    words = st.text("ab", min_size=2, max_size=7)
-    tokens = data.draw(st.lists(words, min_size=1, max_size=14, unique=True))
-    known = {"a", "b", *tokens}
-    pairs = [(token[:i], token[i:]) for token in tokens for i in range(1, len(token))]
-    pairs = [(a, b) for a, b in pairs if a in known and b in known]
-    missing = data.draw(st.sets(st.sampled_from(pairs), max_size=1)) if pairs else set()
-    merges = [pair for pair in data.draw(st.permutations(pairs)) if pair not in missing]
-    merges.sort(key=lambda pair: tokens.index("".join(pair)))  # those of one token are in any order
-    raw = tokenizer_json([])
-    vocabulary = {token: i for i, token in enumerate([*unicode_to_bytes(), *tokens])}
-    raw["model"] |= {"vocab": vocabulary, "merges": merges, "ignore_merges": True}
-    raw["added_tokens"][0]["id"] = len(vocabulary)
-    ours = load_from(tmp_path_factory.getbasetemp(), raw)
-    texts = st.lists(st.text("ab", min_size=5, max_size=60), min_size=5, max_size=5)
-    same_ids(ours, raw, data.draw(texts))

@@ -90,12 +90,6 @@ def test_a_text_comes_back_without_them(raw, encoding, text):
     assert bool(encoding.dropped_bytes(text)) == (left != whole)
 
 
-def test_still_what_is_dropped_lets_its_neighbours_merge(encoding):
-    """Within a piece: the library drops before it merges."""
-    assert encoding.encode("(\x04)") == encoding.encode("()")
-    assert encoding.encode("!\x04!\x1d!") == encoding.encode("!!!")
-
-
 def test_bytes_count_in_the_normal_form(raw, tmp_path):
     """U+0340 is CD 80, in its normal form CC 80."""
     other = without(raw, b"\xcd")
@@ -113,11 +107,6 @@ def test_a_note_says_what_a_prompt_loses(cli, directory, prompts, shown):
     assert code == 0
     assert err.count(NOTE.format(shown)) == 1
     assert prompts[0] in out
-
-
-def test_still_no_note_without_need(cli, directory):
-    code, _, err = cli("--model", directory, "--max-new-tokens", 2, "--prompt", "a cat")
-    assert code == 0 and "note: the vocabulary" not in err
 
 
 def test_a_note_says_what_messages_lose(cli, talk, directory):  # noqa: F811

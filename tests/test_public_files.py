@@ -26,7 +26,7 @@ def notes(capsys):
 # Mixtral
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_logits_of_a_mixtral_equal_transformers(tmp_path, monkeypatch, seed):
     from transformers.models.mixtral import modeling_mixtral
 
@@ -235,13 +235,6 @@ def test_quantized_weights_are_refused_by_name(tiny, tmp_path, said, method):
     (key,) = said
     words = f"{key}: quant_method {method}"
     assert message.startswith(f"{tmp_path / 'config.json'}: {words}")
-
-
-@pytest.mark.parametrize("none", [None, {}])
-def test_still_a_config_may_say_that_nothing_is_quantized(tiny, tmp_path, none):
-    save_model(tiny(), tmp_path)
-    edit_json(tmp_path / "config.json", {"quantization_config": none})
-    load_model(tmp_path)
 
 
 # What GGUF files of some models do not say

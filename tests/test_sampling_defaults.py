@@ -204,11 +204,6 @@ def test_a_server_names_them_once(advised, tmp_path, capsys):
     assert "--generation-config {auto,none}" in capsys.readouterr().out
 
 
-def test_an_error_is_one_line_and_no_note(cli, advised):
-    wrong = cli("--model", advised, "--chat", "--prompt", "x", "--seed", -1)
-    assert is_one_line(wrong, "--seed -1: it must be an integer from 0 to 2**64 - 1")
-
-
 def test_a_note_writes_whole_numbers_whole():
     from loading.defaults import describe_sampling_defaults
 

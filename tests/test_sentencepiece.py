@@ -248,11 +248,6 @@ def test_other_forms_are_refused(llama, tmp_path, changes, words):
     check_refused(words, load_from, tmp_path, with_values(llama, changes))
 
 
-def test_still_a_unigram_is_refused(llama, tmp_path):
-    words = "model.type is 'Unigram'; supported is 'BPE'"
-    check_refused(words, load_from, tmp_path, with_values(llama, {"model.type": "Unigram"}))
-
-
 def test_each_byte_has_a_token(llama, tmp_path):
     other = with_values(llama, {})
     other["model"]["vocab"]["nothing"] = other["model"]["vocab"].pop("<0xC3>")

@@ -1,7 +1,5 @@
 """Chat templates get messages as they are, and are bounded. Oracles: transformers, jinja2, str."""
 
-import json
-
 import pytest
 from chats import CONTROL, END, START, control_ids, conversation, theirs, tool, used
 from conftest import refused
@@ -324,18 +322,6 @@ def test_tojson_takes_what_it_takes_in_transformers(chat_pair, alone):
     for option in ("cls", "default", "skipkeys", "allow_nan"):
         chat = alone(f"{{{{ messages | tojson({option}=dict) }}}}")
         assert f"unexpected keyword argument '{option}'" in refused(chat.render, conversation("a"))
-
-
-def test_a_long_conversation_is_not_too_much(chat_pair):
-    """A megabyte, as a server takes it."""
-    from chats import HERMES
-
-    ours, tokenizer = chat_pair(HERMES)
-    messages = conversation(*["word " * 50] * 3000, "a\n" * 200_000)
-    tools = [tool(f"f{i}", {f"p{j}": {"type": "string"} for j in range(40)}) for i in range(128)]
-    assert len(json.dumps([messages, tools])) > 2**20
-    known = theirs(tokenizer, messages, tokenize=False, tools=tools)
-    assert ours.with_tools(tools).render(messages) == known
 
 
 def test_text_inside_a_generation_block_is_written(chat_pair, chat_encoding):

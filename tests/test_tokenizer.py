@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from errors import UserError
-from loading import load as hub
 from loading.byte_level import unicode_to_bytes
 from text.detokenizer import IncrementalDetokenizer
-from text.tokenizer import EOT, Encoding, load_encoding, read_tokenizer_json
+from text.tokenizer import EOT, Encoding, load_encoding
 
 TEXTS = [
     "Once upon a time, there was a little girl named Lily.",
@@ -66,16 +65,6 @@ def test_a_million_blanks_are_a_text(pair):
     assert pair[0].decode(ids) == text
 
 
-def test_both_checkpoints_share_one_vocabulary_with_eos_last():
-    ours = load_encoding(CHECKPOINTS / "stories", 4096)
-    draft = load_encoding(CHECKPOINTS / "stories-draft", 4096)
-    assert ours.n_vocab == 4096
-    assert ours.encode(EOT, allowed_special="all") == [4095]
-    for token in range(4096):
-        text = ours.decode_single_token_bytes(token)
-        assert text == draft.decode_single_token_bytes(token)
-
-
 def test_every_byte_has_its_character():
     assert sorted(unicode_to_bytes().values()) == list(range(256))
     assert unicode_to_bytes()["Ġ"] == ord(" ")
@@ -86,18 +75,6 @@ def test_random_models_read_bytes_and_print_numbers():
     encoding = load_encoding("random:gpt2", 50257)
     assert encoding.encode("Hi") == [72, 105]
     assert encoding.decode([300, 50000, 50256]) == " 300 50000<|endoftext|>"
-
-
-def test_models_of_the_hub_have_a_file_too(monkeypatch, pair):
-    monkeypatch.setattr(hub, "download_file", lambda name, file: CHECKPOINTS / "stories" / file)
-    ours = load_encoding("gpt2-xl", 50257)
-    for text in TEXTS:
-        assert ours.encode(text, allowed_special="all") == pair[1].encode(text).ids
-
-
-def test_an_unknown_name_is_refused_as_for_models():
-    with pytest.raises(UserError, match="unknown model 'gpt3'"):
-        load_encoding("gpt3", 50257)
 
 
 def test_the_vocabulary_of_a_model_may_be_padded_but_not_cut():
@@ -136,7 +113,6 @@ SMALL = tokenizer_json(MERGES)
 THE_END = SMALL["added_tokens"][0]
 VOCABULARY = SMALL["model"]["vocab"]
 AFTER = {EOT: 0} | {token: i + 1 for token, i in VOCABULARY.items()}
-WITH_A_BLANK = {("a b" if token == "h" else token): i for token, i in VOCABULARY.items()}
 
 
 @pytest.fixture
@@ -222,19 +198,12 @@ TEMPLATE = {
         first_normalized("b<c", "<a>b"),
         with_changes(model__ignore_merges=True),
         tokenizer_json(MERGES, (EOT, "<pad>", "the")),
-        # One that begins with another, and two that overlap.
-        tokenizer_json(MERGES, ("<a>", "<a>b")),
-        first_normalized("<a>b", "a>b<"),
+        tokenizer_json(MERGES, ("<a>", "<a>b")),  # one begins with another
         first_normalized("<<a>>", "<a>"),
         # Ids and merges in any order, or missing.
-        *[with_changes(model__vocab=VOCABULARY | {"hello": id}) for id in (260, 262, 263)],
-        with_changes(model__merges=MERGES[:-1]),
-        with_changes(model__merges=[]),
+        with_changes(model__vocab=VOCABULARY | {"hello": 263}),
         with_changes(model__merges=[MERGES[1], MERGES[0], *MERGES[2:]]),
-        tokenizer_json([("he", "ll"), ("h", "e"), ("l", "l")]),
-        tokenizer_json([("", ""), *MERGES]),
-        tokenizer_json([("l", "o"), ("h", "e"), ("he", "l"), ("hel", "o")]),
-        tokenizer_json([("a", "a"), ("a", "aa")]),
+        with_changes(model__merges=[]),
         # Another normal form, a blank before each text, and no split.
         with_changes(normalizer={"type": "Lowercase"}),
         with_changes(pre_tokenizer__add_prefix_space=True),
@@ -303,7 +272,6 @@ IN_LIBRARY = "added token '<|endoftext|>' has the id {}, but 262 in the"
         (with_changes(model=None), "model.type is None; supported is 'BPE'"),
         (with_changes(pre_tokenizer=None), BYTES),
         (with_changes(pre_tokenizer={"type": "Whitespace"}), BYTES),
-        (with_changes(pre_tokenizer=7), FOREIGN),
         (with_changes(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}), FOREIGN),
         (with_changes(post_processor={"type": "BertProcessing"}), AROUND),
         *[
@@ -314,27 +282,17 @@ IN_LIBRARY = "added token '<|endoftext|>' has the id {}, but 262 in the"
         (added(content=""), "added token '' has the id 262, but None in the"),
         (added(content=7), FOREIGN),
         (with_changes(added_tokens=[THE_END, THE_END | {"id": 263}]), IN_LIBRARY.format(263)),
-        (added(content="\ud800"), FOREIGN),
         (with_two_added((263, 262), {"<a>": 262, "<b>": 263}), "'<a>' has the id 263, but 262 in"),
-        (with_two_added((263, 262), {}), "'<a>' has the id 263, but 262 in"),
-        (with_changes(added_tokens=[EOT]), FOREIGN),
         (with_changes(added_tokens=7), FOREIGN),
-        (added(content=[1]), FOREIGN),
         # ids
-        *[(renumbered(id), FOREIGN) for id in ("261", None, -1, 10**30, 261.0, True, [261])],
-        *[(added(id=id), FOREIGN) for id in ("262", None, -1, 10**30, 262.0, [262])],
+        *[(renumbered(id), FOREIGN) for id in (None, -1, True)],
+        *[(added(id=id), FOREIGN) for id in (None, -1, [262])],
         *[(added(id=id), IN_LIBRARY.format(id)) for id in (261, 263)],
         # the vocabulary and its merges
         (with_changes(model__vocab=None), FOREIGN),
-        (with_changes(model__vocab=["a"]), FOREIGN),
         (with_changes(model__merges=None), FOREIGN),
-        (with_changes(model__merges=[["h", "e", "l"]]), FOREIGN),
-        (with_changes(model__merges=["h e l"]), FOREIGN),
         (with_changes(model__merges=[["h", 1]]), FOREIGN),
-        (with_changes(model__merges=[[["h"], ["e"]], *MERGES[1:]]), FOREIGN),
-        (with_changes(model__vocab=WITH_A_BLANK), OUT),
         (with_changes(model__merges=[*MERGES, ("h", "i")]), OUT),
-        (with_changes(model__merges=[*MERGES[:-1], ("he", "llo")]), OUT),
     ],
 )
 def test_what_would_give_other_ids_is_refused_by_name(load, raw, words):
@@ -352,37 +310,6 @@ def test_what_is_no_tokenizer_is_named(load, tmp_path):
         load_encoding(tmp_path, 4096)
     with pytest.raises(UserError, match="tokenizer.json: not a JSON object"):
         load([])
-
-
-@given(data=st.data())
-def test_any_merges_give_the_ids_of_tokenizers(data, tmp_path_factory):
-    """Merges that no training learns, over two letters, so that they meet in every way."""
-    tokens = ["a", "b"]
-    merges = []
-    for _ in range(data.draw(st.integers(1, 8))):
-        a = data.draw(st.sampled_from(tokens))
-        b = data.draw(st.sampled_from(tokens))
-        if a + b not in tokens:
-            tokens.append(a + b)
-            merges.append((a, b))
-    raw = tokenizer_json(merges)
-    file = tmp_path_factory.getbasetemp() / "tokenizer.json"
-    file.write_text(json.dumps(raw), "utf-8")
-    text = data.draw(st.text("ab", min_size=10, max_size=40))
-    same_ids(read_tokenizer_json(file), raw, [text])
-
-
-@given(data=st.data())
-def test_any_added_tokens_give_the_ids_of_tokenizers(data, tmp_path_factory):
-    """Over three letters, so that they overlap; some are looked for in what the others leave."""
-    tokens = st.lists(st.text("abc", min_size=2, max_size=4), max_size=3, unique=True)
-    raw = tokenizer_json([], tuple(data.draw(tokens)))
-    for token in raw["added_tokens"]:
-        token["normalized"] = data.draw(st.booleans())
-    file = tmp_path_factory.getbasetemp() / "tokenizer.json"
-    file.write_text(json.dumps(raw), "utf-8")
-    texts = st.lists(st.text("abc", max_size=20), min_size=5, max_size=5)
-    same_ids(read_tokenizer_json(file), raw, data.draw(texts))
 
 
 def streamed(encoding, tokens) -> list[str]:

@@ -220,11 +220,6 @@ def test_what_no_tool_is_is_one_line(cli, write_chat, tmp_path, tools, words):
     assert is_one_line(cli(*arguments), words)
 
 
-def test_still_a_chat_without_tools(chat_pair):
-    chat, tokenizer = chat_pair(CHATML)
-    assert chat.render(conversation("x")) == theirs(tokenizer, conversation("x"), tokenize=False)
-
-
 def test_the_adapters_training_script_renders_its_template(capsys):
     script = runpy.run_path(str(ROOT / "checkpoints/train_tools.py"))
     script["main"](["--out", "unused", "--show", "1"])
