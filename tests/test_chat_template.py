@@ -17,6 +17,8 @@ from conftest import is_one_line
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from text.chat import Chat
+
 PARTS = [*"<|>[]/ \n\tab\u00e9\u4f60\U0001f642\U0010fffd"]
 PARTS += ["Once", " upon", "im_end", "  ", "INST", "e\u0301"]
 harmless = st.lists(st.sampled_from(PARTS), max_size=8).map("".join)
@@ -54,8 +56,6 @@ NAMED = [{"name": "tool_use", "template": "no"}, {"name": "default", "template":
 def test_a_template_is_read_where_transformers_reads_it(write_chat, template, as_file, config):
     from transformers import PreTrainedTokenizerFast
 
-    from text.chat import Chat
-
     directory = write_chat(template, as_file, **config)
     messages = conversation("x")
     expected = theirs(PreTrainedTokenizerFast.from_pretrained(directory), messages, tokenize=False)
@@ -64,8 +64,6 @@ def test_a_template_is_read_where_transformers_reads_it(write_chat, template, as
 
 def test_a_byte_order_mark_is_no_text(write_chat):
     """An editor puts it there."""
-    from text.chat import Chat
-
     directory = write_chat("{{ bos_token }}a", as_file=True)
     given = directory / "given.jinja"
     for file in (directory / "chat_template.jinja", given):
@@ -75,8 +73,6 @@ def test_a_byte_order_mark_is_no_text(write_chat):
 
 
 def test_a_file_alone_is_a_template(write_chat):
-    from text.chat import Chat
-
     directory = write_chat("{{ bos_token }}caf\u00e9", as_file=True)
     (directory / "tokenizer_config.json").unlink()
     assert Chat(directory).render([]) == "caf\u00e9"

@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import CHECKPOINTS, ROOT, is_one_line, load, random_tokens, refused, run, save_model
-from gguf_files import edited, loaded, mutated
+from gguf_files import edited, loadable, loaded
 from ranks import ROUNDING, compared
 
 from benchmarks.export_gguf import write_gguf
-from errors import UserError
+from loading import gguf_model
 from loading.gguf import read_split
+from loading.gguf_model import gguf_name
 from loading.load import load_config, load_model, resolve_source
 from native import use_native
+from server.served import served_name
 from text.tokenizer import load_encoding
 
 KINDS = ["gpt2", "qwen2", "qwen3"]
@@ -47,8 +49,6 @@ def made(tiny, tiny_llama, tmp_path):
 def llama_without_its_order(model, file):
     """The export's file, with queries and keys in our order and no rotations."""
     write_gguf(model, file, "float32")
-    from loading.gguf_model import gguf_name
-
     ours = {gguf_name(model, key): weight.detach() for key, weight in model.named_parameters()}
     return edited(file, file.with_name("plain.gguf"), tensors=ours | {"rope_freqs.weight": None})
 
@@ -93,8 +93,6 @@ def test_halves_are_read_as_they_are(made, tmp_path, kind):
 
 
 def test_blocks_of_rows_are_put_together(made, monkeypatch):
-    from loading import gguf_model
-
     model, file = made("qwen2")
     monkeypatch.setattr(gguf_model, "CHUNK_BYTES", 4 * 16 * 5)
     blocks = list(gguf_model.read_gguf_tensors(resolve_source(file).gguf, model))
@@ -188,8 +186,6 @@ def test_chat_templates_are_beside_it_too(cli, stories_file):
 
 
 def test_what_a_model_in_a_file_is_called(tmp_path):
-    from server.served import served_name
-
     source = resolve_source(tmp_path / "Stories.v1.gguf")
     assert (source.type, source.label) == ("gguf", str(tmp_path / "Stories.v1.gguf"))
     assert served_name(source) == "Stories.v1"
@@ -381,20 +377,8 @@ def test_a_name_without_a_file(cli, tmp_path):
     assert "a file that ends in .gguf, " in refused(resolve_source, "nothing")
 
 
-def test_two_hundred_and_fifty_broken_files(made, tmp_path):
-    """Each is a model or one line, never another error."""
-    kinds = {}
+def test_a_damaged_file_is_a_model_or_one_line(made):
     for architecture in ("gpt2", "qwen3"):
         _, file = made(architecture, n_layer=1)
         head = min(tensor.offset for tensor in resolve_source(file).gguf.tensors.values())
-        broken = tmp_path / "broken.gguf"
-        for data in mutated(file.read_bytes(), head, 125, seed=0):
-            broken.write_bytes(data)
-            try:
-                load_model(broken)
-                kinds["model"] = kinds.get("model", 0) + 1
-            except UserError as error:
-                kind = str(error).removeprefix(f"{broken}: ").split()[0]
-                kinds[kind] = kinds.get(kind, 0) + 1
-    assert sum(kinds.values()) == 250
-    assert len(kinds) > 8 and 10 < kinds["model"] < 150
+        assert 5 < loadable(file, head, 125, seed=0) < 75

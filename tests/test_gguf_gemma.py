@@ -12,6 +12,7 @@ from test_sentencepiece import BYTE, BYTES
 from benchmarks.export_gguf import write_gguf
 from errors import UserError
 from loading.load import load_config, load_model
+from text.tokenizer import load_encoding
 
 SIXTH = (5, 5, 5, 5, 5, None, 5)  # one of six layers sees all
 
@@ -155,8 +156,6 @@ def test_in_c_and_on_ranks(made, compiled, dtype):
 
 def test_a_vocabulary_with_turns_and_runs_of_blanks(made):
     """Runs of blanks and HTML are tokens in any text, what ends a turn is not."""
-    from text.tokenizer import load_encoding
-
     special = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
     runs = ["\n", "\n\n", "  ", "<b>"]
     words = ["▁", "a", "b", "<", ">", "▁a"]

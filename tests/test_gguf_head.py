@@ -8,12 +8,12 @@ import pytest
 import torch
 from conftest import CHECKPOINTS, is_one_line, module_with, refused
 
+from benchmarks.export_gguf import write_gguf
+
 
 @pytest.fixture
 def written(tiny_llama, tmp_path):
     """A small Llama's file with a vocabulary, as the export writes it."""
-    from benchmarks.export_gguf import write_gguf
-
     model = tiny_llama(dtype=torch.float32, vocab_size=4096, n_embd=32, n_layer=1)
     file = tmp_path / "model.gguf"
     write_gguf(model, file, "int8", CHECKPOINTS / "stories" / "tokenizer.json")
@@ -94,7 +94,7 @@ def test_bytes_that_are_no_text_are_kept(tmp_path):
 
 
 def test_a_float32_is_its_shortest_decimal(tmp_path):
-    for number in (1e-5, 0.1, 3.4e38, 1e6):
+    for number in (1e-5, 0.1, 3.4e38, 1e6, 0.0008022651, 0.25506902, 127.118706):
         found = read(tmp_path / "f", file_of(value("k", 6, "f", number))).metadata["k"]
         assert found == number and np.float32(found) == np.float32(number)
 

@@ -8,6 +8,7 @@ import torch
 from conftest import edit_json, load, random_tokens, run_rows, their_rows
 
 from errors import UserError
+from llama import RopeScaling
 from loading.load import save_model
 
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -71,8 +72,6 @@ def test_text_beyond_the_original_window_equals_transformers(scaled_peer):
 
 
 def test_scaling_is_written_and_read(tiny_llama, tmp_path):
-    from llama import RopeScaling
-
     ours = tiny_llama(rope_scaling=RopeScaling(**SCALING))
     save_model(ours, tmp_path)
     again = load(tmp_path)

@@ -8,6 +8,8 @@ import pytest
 from conftest import random_peer
 
 from errors import UserError
+from llama import LlamaConfig
+from loading.config import llama_to_dict, read_llama_config
 
 SMALL = {"model_type": "llama", "vocab_size": 61, "max_position_embeddings": 16}
 SMALL |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -17,24 +19,17 @@ SMALL |= {"eos_token_id": 60, "bos_token_id": 59}
 
 def read(**values):
     """The configuration in such a file with other values: "missing" for none."""
-    from loading.config import read_llama_config
-
     fields = {key: value for key, value in (SMALL | values).items() if value != "missing"}
     return read_llama_config(Path("config.json"), fields)
 
 
 def test_the_default_shape_can_be_written_and_read():
-    from llama import LlamaConfig
-    from loading.config import llama_to_dict, read_llama_config
-
     assert read_llama_config(Path("config.json"), llama_to_dict(LlamaConfig())) == LlamaConfig()
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe"])
 def test_its_class_is_named_as_transformers_does(tmp_path, kind):
     """Other programs than transformers go by this name, not by model_type."""
-    from loading.config import llama_to_dict, read_llama_config
-
     random_peer(kind, tmp_path)
     theirs = json.loads((tmp_path / "config.json").read_text())
     ours = llama_to_dict(read_llama_config(tmp_path, theirs))

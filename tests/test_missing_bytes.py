@@ -12,6 +12,7 @@ from test_conversation import talk  # noqa: F401
 from test_llama_3_tokenizer import load_from
 from test_tokenizer import library
 
+from loading.byte_level import unicode_to_bytes
 from text.tokenizer import load_encoding
 
 MISSING = bytes([4, 0x1D, 0xF1])
@@ -21,8 +22,6 @@ NOTE = "note: the vocabulary lacks these bytes of the text, which are dropped: {
 
 def without(raw: dict, missing: bytes = MISSING) -> dict:
     """A tokenizer.json with other tokens in the places of these bytes."""
-    from loading.byte_level import unicode_to_bytes
-
     byte = unicode_to_bytes()
     vocabulary = {
         f"nothing{id}" if byte.get(token) in [*missing] else token: id

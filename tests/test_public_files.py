@@ -12,8 +12,9 @@ from test_gguf import same
 
 import errors
 from benchmarks.export_gguf import write_gguf
+from llama import ExpertsConfig
 from loading.config import read_special_tokens
-from loading.load import load_config, load_model, save_model
+from loading.load import load_config, load_model, resolve_source, save_model
 
 
 @pytest.fixture
@@ -70,8 +71,6 @@ def test_what_a_mixtrals_config_lacks_is_as_in_transformers(tmp_path):
 
 
 def test_a_mixtral_in_a_gguf_file_is_a_llama_with_experts(tiny_llama, tmp_path):
-    from llama import ExpertsConfig
-
     experts = ExpertsConfig(num_experts=5, num_experts_per_tok=2, n_inner=24, norm_topk_prob=True)
     model = tiny_llama(dtype=torch.float32, experts=experts)
     file = tmp_path / "model.gguf"
@@ -196,8 +195,6 @@ def test_an_end_that_only_the_tokenizer_names(tiny_llama, tmp_path):
 
 
 def test_special_tokens_of_both_files(tmp_path):
-    from loading.load import resolve_source
-
     write(
         tmp_path,
         special_tokens_map={"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": 3},

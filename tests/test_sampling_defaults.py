@@ -6,11 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import CHECKPOINTS, is_one_line, refused
+from gguf import Keys
 from serving import SMALL, engine_alone, serving, small_encoding, small_engine
 
 import infer_engine
-from loading.defaults import read_sampling_defaults
+from command_line import print_sampling_defaults
+from loading.defaults import GGUF_KEYS, describe_sampling_defaults, read_sampling_defaults
 from loading.load import Source, resolve_source
+from server.served import server_defaults
 from text.chat import Chat
 
 FILE = "generation_config.json"
@@ -99,10 +102,6 @@ def test_what_a_gguf_file_says(tmp_path):
 
 
 def test_names_of_llama_cpp():
-    from gguf import Keys
-
-    from loading.defaults import GGUF_KEYS
-
     general = Keys.General
     names = [general.SAMPLING_TEMP, general.SAMPLING_TOP_K, general.SAMPLING_TOP_P]
     names += [general.SAMPLING_MIN_P, general.SAMPLING_PENALTY_REPEAT]
@@ -181,9 +180,7 @@ def test_a_server_takes_them_for_chats(tiny_llama):
 
 
 def test_a_server_names_them_once(advised, tmp_path, capsys):
-    from command_line import print_sampling_defaults
     from serve import main
-    from server.served import server_defaults
 
     def found(model, said="auto") -> dict:
         args = SimpleNamespace(generation_config=said, chat_template=None)
@@ -205,6 +202,4 @@ def test_a_server_names_them_once(advised, tmp_path, capsys):
 
 
 def test_a_note_writes_whole_numbers_whole():
-    from loading.defaults import describe_sampling_defaults
-
     assert "top-k 1000000, top-p 0.9;" in describe_sampling_defaults({"top_k": 10**6, "top_p": 0.9})

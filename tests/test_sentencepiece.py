@@ -13,10 +13,11 @@ from test_llama_3_tokenizer import TEXTS, load_from
 from test_tokenizer import MERGES, check_refused, library, tokenizer_json, with_values
 
 from benchmarks.export_gguf import write_gguf
+from errors import UserError
 from loading.load import save_model
 from text.chat import Chat
 from text.detokenizer import IncrementalDetokenizer
-from text.tokenizer import load_encoding
+from text.tokenizer import Encoding, load_encoding
 
 BLANK = "▁"
 SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -79,7 +80,6 @@ def llama() -> dict:
 @pytest.fixture
 def loaded(tmp_path):
     """A function that loads a tokenizer.json; it must be one that is read."""
-    from errors import UserError
 
     def load(raw):
         try:
@@ -122,8 +122,6 @@ def test_each_id_has_its_bytes(llama, loaded):
 @given(data=st.data())
 def test_texts_come_back_and_streams_print_them(form, data):
     """A text's first blank is no part of it; each later one is, also at the start of a token."""
-    from text.tokenizer import Encoding
-
     ours = Encoding("tokenizer.json", form)
     pieces = st.sampled_from([" ", "  ", "the", " a", "é", "你", "🙂", "\n", "</s>", "1"])
     text = "".join(data.draw(st.lists(pieces | st.characters(exclude_categories=["Cs"]))))

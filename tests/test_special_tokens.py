@@ -1,11 +1,15 @@
 """Special tokens in texts: the server leaves them out, as OpenAI's API and vLLM do."""
 
+from types import SimpleNamespace
+
 import pytest
 from chats import CONTROL, END, EOS, START, WITH_TOOLS, tool
 from gguf_files import CONTROL as CONTROL_TYPE
 from gguf_files import NORMAL, USER_DEFINED
 from serving import serving, writing
 
+from engine.engine import Engine
+from loading.gguf_tokenizer import tokenizer_json
 from text.chat import Chat
 
 PATH = "/v1/completions"
@@ -24,8 +28,6 @@ def written(chat_encoding) -> list[int]:
 
 @pytest.fixture(scope="module")
 def client(tiny, write_chat, chat_encoding, written):
-    from engine.engine import Engine
-
     def make():
         model = tiny(vocab_size=4104, block_size=128, eos_token_id=IDS[END])
         return writing(Engine(model, encoding=chat_encoding), written)
@@ -94,8 +96,6 @@ def test_offsets_count_what_is_shown(client, written, chat_encoding):
 
 def test_what_a_call_is_found_by_is_not_left_out(tiny, write_chat, chat_encoding):
     """Of a template that writes a call after a special token; another one is not shown."""
-    from engine.engine import Engine
-
     template = WITH_TOOLS["hermes"].replace("<tool_call>", "<|start_header_id|>")
     call = '<|start_header_id|>\n{"name": "look", "arguments": {}}\n</tool_call>'
     text = f"Wait.{EOS}{call}{END}"
@@ -120,10 +120,6 @@ def test_a_bad_value_is_refused(client):
 
 
 def test_a_gguf_file_says_which_tokens_are_special():
-    from types import SimpleNamespace
-
-    from loading.gguf_tokenizer import tokenizer_json
-
     kinds = {"a": NORMAL, "<|im_end|>": CONTROL_TYPE, "<think>": USER_DEFINED, "<unk>": 2}
     owner = "tokenizer.ggml"
     metadata = {f"{owner}.model": "gpt2", f"{owner}.merges": [], f"{owner}.tokens": [*kinds]}

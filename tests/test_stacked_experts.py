@@ -12,7 +12,8 @@ from test_mixture_of_experts import mixture
 
 from benchmarks.export_gguf import write_gguf
 from errors import UserError
-from loading.load import load_model
+from loading import gguf_model
+from loading.load import load_config, load_model
 
 
 @pytest.fixture
@@ -83,8 +84,6 @@ def test_what_was_written_comes_back_bit_for_bit(made, shape):
 
 @pytest.mark.parametrize("block", [1, 200, 10**6])
 def test_blocks_of_rows_end_with_an_expert(made, monkeypatch, block):
-    from loading import gguf_model
-
     model, file = made()
     monkeypatch.setattr(gguf_model, "CHUNK_BYTES", block)
     assert same(load_model(file), model)
@@ -126,8 +125,6 @@ def test_a_file_that_lies_is_refused(made, changes, words):
 
 def test_experts_that_are_not_there_are_refused_before_a_model_is_built(made):
     """A million of them would take minutes."""
-    from loading.load import load_config
-
     _, file = made()
     for values, words in (
         ({"expert_count": 1000}, "blk.0.ffn_gate_inp.weight has shape (5, 16); the metadata says"),

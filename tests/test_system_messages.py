@@ -3,6 +3,8 @@
 from chats import CHATML, conversation
 from conftest import is_one_line, refused
 
+from text.chat import Chat
+
 ONLY_USERS = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
 REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}x"
 HINT = "put its text at the start of the first user message"
@@ -15,8 +17,6 @@ def test_what_a_system_message_says_is_not_lost(cli, write_chat, chat_encoding):
     result = cli("--model", write_chat(REFUSING), *arguments, "Be kind.")
     assert is_one_line(result, f"chat template: no; {HINT}")
     assert cli("--model", write_chat(ONLY_USERS), *arguments, " ")[0] == 0
-    from text.chat import Chat
-
     messages = [{"role": "developer", "content": "Be kind."}, *conversation("x")]
     line = refused(Chat(write_chat(ONLY_USERS)).encode, messages, chat_encoding)
     assert line.endswith(f"it ignores messages of the role developer; {HINT}")
@@ -29,8 +29,6 @@ TURNS = "{% if messages[-1].role != 'user' %}{{ raise_exception('no user') }}{% 
 
 
 def test_what_a_template_says_by_itself_may_be_said(write_chat, chat_encoding):
-    from text.chat import Chat
-
     default = "{% set says = 'Be kind.' %}{% if messages[0].role == 'system' %}"
     default += "{% set says = messages[0].content %}{% set messages = messages[1:] %}{% endif %}"
     default += "{{ says }}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -41,8 +39,6 @@ def test_what_a_template_says_by_itself_may_be_said(write_chat, chat_encoding):
 
 
 def test_a_later_message_is_not_lost_either(write_chat, chat_encoding):
-    from text.chat import Chat
-
     chat = Chat(write_chat(FIRST))
     user = {"role": "user", "content": "x"}
     system = {"role": "system", "content": "Be kind."}
@@ -53,8 +49,6 @@ def test_a_later_message_is_not_lost_either(write_chat, chat_encoding):
 
 def test_an_error_of_the_template_is_its_own(write_chat, chat_encoding):
     """The template writes system messages; the conversation is wrong with and without one."""
-    from text.chat import Chat
-
     chat = Chat(write_chat(TURNS + CHATML))
     system = {"role": "system", "content": "Be kind."}
     reply = {"role": "assistant", "content": "x"}

@@ -8,6 +8,7 @@ from conftest import is_one_line
 from gguf_files import metadata_of, written
 from serving import Script
 
+from text.chat import Chat
 from text.tokenizer import load_encoding
 
 OTHER = (
@@ -38,8 +39,6 @@ def test_the_engine_has_it_too(engine_cli, cli, write_chat, other):
 
 
 def test_its_tokens_are_those_of_a_gguf_file(write_chat, chat_pair, tmp_path, other):
-    from text.chat import Chat
-
     raw = json.loads((write_chat(CHATML) / "tokenizer.json").read_text("utf-8"))
     ids = {"bos_token_id": 4096, "eos_token_id": 4098, "padding_token_id": 4095}
     for template in ({}, {"tokenizer.chat_template": CHATML}):

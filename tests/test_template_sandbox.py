@@ -1,10 +1,14 @@
 """Chat templates get messages as they are, and are bounded. Oracles: transformers, jinja2, str."""
 
 import pytest
-from chats import CONTROL, END, START, control_ids, conversation, theirs, tool, used
+from chats import CONTROL, END, HERMES, START, control_ids, conversation, theirs, tool, used
 from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from text import taint
+from text.chat import Chat
+from text.taint import TaintedStr, reset_budget
 
 ODD = "a < b & \"c\" > 'd' [e] | \u00e9\U0001f642\ud7ff {{ x }} \\ \t"
 # Templates that look at characters of a message, escape, or put it into a format.
@@ -133,8 +137,6 @@ METHODS = {
 @given(text=TEXTS, a=TEXTS, b=TEXTS)
 def test_a_marked_string_is_cut_as_str_cuts_it(text, a, b):
     """Its characters are known by their places: each part comes from where str takes it."""
-    from text.taint import TaintedStr, reset_budget
-
     reset_budget()
     for cut in METHODS.values():
         for place in range(len(text) + 1):  # one character is the template's
@@ -153,7 +155,6 @@ def test_a_marked_string_is_cut_as_str_cuts_it(text, a, b):
 @pytest.fixture
 def alone(tmp_path):
     """A function that gives a template as a chat of a model without a vocabulary."""
-    from text.chat import Chat
 
     def load(template: str) -> Chat:
         file = tmp_path / "template.jinja"
@@ -271,8 +272,6 @@ TOUCHING = [
 
 @pytest.mark.parametrize("template", [*LONG, *TOUCHING])
 def test_a_template_that_never_ends_or_touches_too_much_is_refused(alone, monkeypatch, template):
-    from text import taint
-
     monkeypatch.setattr(taint, "MAX_RENDER_STEPS", 2**16)
     line = refused(alone(template).render, conversation("a"))
     assert line.endswith("the template takes more than 65,536 steps")
@@ -294,10 +293,6 @@ def test_a_comparison_keeps_its_meaning(chat_pair):
 
 
 def test_a_conversation_of_200_messages_takes_a_tenth_of_the_steps(chat_pair):
-    from chats import HERMES
-
-    from text import taint
-
     ours, _ = chat_pair(HERMES)
     tools = [tool(f"f{i}", {f"p{j}": {"type": "string"} for j in range(10)}) for i in range(64)]
     ours.with_tools(tools).render(conversation(*["word " * 60] * 199))
