@@ -10,7 +10,6 @@ import torch
 from conftest import CHECKPOINTS, ROOT, is_one_line, module_with, random_tokens, refused, run
 from gguf_files import edited, loadable, loaded
 from ranks import ROUNDING, compared
-from test_gguf import MEASURE
 
 from benchmarks.export_gguf import write_gguf
 from loading.load import load_model, resolve_source
@@ -138,6 +137,17 @@ def test_broken_files_of_blocks(made, tmp_path):
     loaded(file)
     head = min(tensor.offset for tensor in resolve_source(file).gguf.tensors.values())
     assert 5 < loadable(file, head, 100, seed=2) < 70
+
+
+MEASURE = """
+import resource, sys
+from loading.load import load_model
+peaks = []
+for file in sys.argv[1:]:
+    model = load_model(file)
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(peaks[1] - peaks[0])
+"""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss in KiB")
