@@ -3,6 +3,7 @@
 import array
 import hashlib
 from collections import OrderedDict
+from collections.abc import Iterator
 
 from cache import first_visible_position
 
@@ -102,9 +103,10 @@ class PagePool:
         page_hashes: hashes of the pages cached before; extended in place to all full pages. A page
         that duplicates a cached one is freed and replaced by it in `pages`.
         """
-        for index in range(len(page_hashes), len(tokens) // self.page_size):
-            parent_hash = page_hashes[-1] if page_hashes else root_hash(cache_salt)
-            page_hash = hash_page(parent_hash, self.page_tokens(tokens, index))
+        num_cached = len(page_hashes)
+        parent_hash = page_hashes[-1] if page_hashes else root_hash(cache_salt)
+        new = hash_pages(tokens[num_cached * self.page_size :], self.page_size, parent_hash)
+        for index, page_hash in enumerate(new, num_cached):
             page_hashes.append(page_hash)
             if pages[index] is None:
                 continue
@@ -127,9 +129,8 @@ class PagePool:
         run_length = 0  # consecutive cached pages up to here
         end = 0  # pages of the longest prefix
         num_skipped = 0  # of these, before the sliding window of the next token
-        page_hash = root_hash(cache_salt)
-        for count in range(1, len(tokens) // self.page_size + 1):
-            page_hash = hash_page(page_hash, self.page_tokens(tokens, count - 1))
+        page_hashes = hash_pages(tokens, self.page_size, root_hash(cache_salt))
+        for count, page_hash in enumerate(page_hashes, 1):
             found.append(self.hash_to_page.get(page_hash))
             run_length = 0 if found[-1] is None else run_length + 1
             first = first_visible_position(count * self.page_size, sliding_window) // self.page_size
@@ -139,10 +140,6 @@ class PagePool:
             elif sliding_window is None:
                 break
         return [None] * num_skipped + found[num_skipped:end]
-
-    def page_tokens(self, tokens: list[int], index: int) -> list[int]:
-        """Return the tokens of page number `index` of a sequence."""
-        return tokens[index * self.page_size : (index + 1) * self.page_size]
 
 
 def page_count(length: int, page_size: int) -> int:
@@ -176,9 +173,12 @@ def root_hash(cache_salt: str) -> bytes:
     return hashlib.sha256(cache_salt.encode(errors="surrogatepass")).digest()
 
 
-def hash_page(parent_hash: bytes, tokens: list[int]) -> bytes:
-    """Return the hash of a full page: of its tokens and, through parent_hash, all tokens before.
+def hash_pages(tokens: list[int], page_size: int, parent_hash: bytes) -> Iterator[bytes]:
+    """Yield the hash of each full page: of its tokens and, through parent_hash, all tokens before.
 
     SHA-256 has no known collision, so pages with equal hashes hold equal tokens.
     """
-    return hashlib.sha256(parent_hash + array.array("q", tokens).tobytes()).digest()
+    for end in range(page_size, len(tokens) + 1, page_size):
+        page = array.array("q", tokens[end - page_size : end])
+        parent_hash = hashlib.sha256(parent_hash + page.tobytes()).digest()
+        yield parent_hash

@@ -4,7 +4,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable
 
 from cache import ContextWindow
-from engine.pages import hash_page, root_hash
+from engine.pages import hash_pages, root_hash
 
 
 class PrefixIndex:
@@ -81,8 +81,6 @@ class PrefixIndex:
         page_hashes = {}
         for prompt in prompts:
             window = self.context_window.crop(prompt)
-            chained_hash = root_hash(cache_salt)
-            for end in range(self.page_size, len(window) - num_excluded + 1, self.page_size):
-                chained_hash = hash_page(chained_hash, window[end - self.page_size : end])
-                page_hashes[chained_hash] = None
+            tokens = window[: len(window) - num_excluded]
+            page_hashes |= dict.fromkeys(hash_pages(tokens, self.page_size, root_hash(cache_salt)))
         return list(page_hashes)
