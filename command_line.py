@@ -394,22 +394,59 @@ def is_interactive(args) -> bool:
     return args.chat and args.prompt is None and args.prompt_file is None
 
 
-def write_outputs(
-    args, prompts: list[str], encoding, chat: Chat | None, max_prompt_tokens: int, write
-) -> None:
-    """Continue the prompts, or hold a conversation of at most `max_prompt_tokens` tokens.
+class Conversation:
+    """The prompts of a command line: all together, or message by message in an interactive chat.
 
-    write: function (prompts as token ids, strings to print before their outputs) that prints the
-    outputs and returns the printed string of each prompt.
+    Iterate over (prompts as token ids, strings to print before their outputs), and pass the printed
+    strings to `add_replies`. A chat has at most `max_prompt_tokens` tokens.
     """
-    warn_dropped_bytes(encoding, *prompts, args.system or "", args.tools or "", plain=args.chat)
-    if is_interactive(args):
-        chat_loop(chat, encoding, system_messages(args), max_prompt_tokens, write)
-    elif chat:
-        # Print only the replies.
-        write(encode_messages(args, prompts, encoding, chat), [""] * len(prompts))
-    else:
-        write([encoding.encode(prompt, allowed_special="all") for prompt in prompts], prompts)
+
+    def __init__(
+        self, args, prompts: list[str], encoding, chat: Chat | None, max_prompt_tokens: int
+    ):
+        self.args = args
+        self.prompts = prompts
+        self.encoding = encoding
+        self.chat = chat
+        self.max_prompt_tokens = max_prompt_tokens
+        self.history: list[dict[str, str]] = []  # messages and replies of an interactive chat
+
+    def __iter__(self) -> Iterator[tuple[list[list[int]], list[str]]]:
+        args, prompts, encoding = self.args, self.prompts, self.encoding
+        warn_dropped_bytes(encoding, *prompts, args.system or "", args.tools or "", plain=args.chat)
+        if is_interactive(args):
+            for line in read_lines():
+                yield [self.encode_message(line)], [""]
+        elif self.chat:
+            # Print only the replies.
+            yield encode_messages(args, prompts, encoding, self.chat), [""] * len(prompts)
+        else:
+            yield [encoding.encode(prompt, allowed_special="all") for prompt in prompts], prompts
+
+    def add_replies(self, texts: list[str]) -> None:
+        """Continue the chat after the replies to the last prompts."""
+        self.history += [{"role": "assistant", "content": text} for text in texts]
+
+    def encode_message(self, line: str) -> list[int]:
+        """Encode the chat with one more message.
+
+        Beyond `max_prompt_tokens` tokens the oldest messages are dropped, each with its reply. The
+        context shift of `generate` would drop the system message first and cut inside another
+        message. It still cuts a last message that is too long alone.
+        """
+        warn_dropped_bytes(self.encoding, line, plain=True)
+        self.history.append({"role": "user", "content": line})
+        system = system_messages(self.args)
+        tokens = self.chat.encode(system + self.history, self.encoding)
+        left_out = 0
+        while len(tokens) > self.max_prompt_tokens and len(self.history) > 1:
+            del self.history[:2]
+            left_out += 2
+            tokens = self.chat.encode(system + self.history, self.encoding)
+        if left_out:
+            full = f"the window is full: the {left_out} oldest messages are left out"
+            print(f"note: {full}; a smaller --max-new-tokens leaves more room", file=sys.stderr)
+        return tokens
 
 
 def warn_dropped_bytes(encoding, *texts: str, plain: bool = False) -> None:
@@ -446,32 +483,6 @@ def encode_messages(args, prompts: list[str], encoding, chat: Chat) -> list[list
 def system_messages(args) -> list[dict[str, str]]:
     """Return the system message of --system as a list, empty without it."""
     return [] if args.system is None else [{"role": "system", "content": args.system}]
-
-
-def chat_loop(
-    chat: Chat, encoding, system: list[dict[str, str]], max_prompt_tokens: int, write
-) -> None:
-    """Reply to each line of standard input, with the system message and the history as context.
-
-    Beyond `max_prompt_tokens` tokens the oldest messages are dropped, each with its reply. The
-    context shift of `generate` would drop the system message first and cut inside another message.
-    It still cuts a last message that is too long alone.
-    """
-    history = []
-    for line in read_lines():
-        warn_dropped_bytes(encoding, line, plain=True)
-        history.append({"role": "user", "content": line})
-        tokens = chat.encode(system + history, encoding)
-        left_out = 0
-        while len(tokens) > max_prompt_tokens and len(history) > 1:
-            del history[:2]
-            left_out += 2
-            tokens = chat.encode(system + history, encoding)
-        if left_out:
-            full = f"the window is full: the {left_out} oldest messages are left out"
-            print(f"note: {full}; a smaller --max-new-tokens leaves more room", file=sys.stderr)
-        (reply,) = write([tokens], [""])
-        history.append({"role": "assistant", "content": reply})
 
 
 def read_lines() -> Iterator[str]:

@@ -20,6 +20,7 @@ from command_line import (
     MODEL_HELP,
     OPTION_NAMES,
     STORIES,
+    Conversation,
     OutputWriter,
     Parser,
     add_chat_options,
@@ -40,7 +41,6 @@ from command_line import (
     warn_truncated_outputs,
     with_request_seeds,
     with_tool_calls,
-    write_outputs,
 )
 from constraints import make_matcher, single_allowed_token
 from errors import UserError, check_limits
@@ -298,8 +298,7 @@ def run(args) -> None:
     """
     check_beam_options(args)
     check_chat_options(args)
-    cache_dtype = CACHE_DTYPES[args.cache_dtype]
-    if args.no_cache and cache_dtype:
+    if args.no_cache and CACHE_DTYPES[args.cache_dtype]:
         raise UserError("--cache-dtype is for a cache; leave out --no-cache")
     source = resolve_source(args.model)
     # Beam search does not sample.
@@ -314,31 +313,17 @@ def run(args) -> None:
     params = with_tool_calls(params, chat, encoding, model.config)
     print_sampling_defaults(defaults)
     skip = all_stop_token_ids(params, model.config.eos_token_ids)
-
-    def write(tokens: list[list[int]], echoed: list[str]) -> list[str]:
+    max_prompt_tokens = model.config.block_size - params.max_new_tokens
+    conversation = Conversation(args, prompts, encoding, chat, max_prompt_tokens)
+    for tokens, echoed in conversation:
         warn_long_prompts(tokens, model.config.block_size, args.stride)
         output = OutputWriter(echoed, encoding, skip, seed if params.temperature else None)
         if args.num_beams is not None:
             print_beams(args, model, tokens, output)
-            return output.texts
-        with output:
+        else:
             each = with_request_seeds(params, seed, len(tokens))
-            counts = Counter()
-            options = not args.no_cache, args.stride, cache_dtype, encoding, counts
-            outputs = [[] for _ in tokens]
-            for step in generate(model, tokens, each, None, *options):
-                for row, token in enumerate(step):
-                    if token is not None:
-                        output.add(row, token)
-                        outputs[row].append(token)
-                if params.constraint:
-                    output.pass_count = counts["passes"]
-                output.end_step()
-        warn_truncated_outputs(params, encoding, model.config, outputs)
-        return output.texts
-
-    max_prompt_tokens = model.config.block_size - params.max_new_tokens
-    write_outputs(args, prompts, encoding, chat, max_prompt_tokens, write)
+            print_samples(args, model, tokens, each, encoding, output)
+        conversation.add_replies(output.texts)
 
 
 def check_beam_options(args) -> None:
@@ -356,6 +341,31 @@ def check_beam_options(args) -> None:
             OPTION_NAMES.get(name, "--" + name.replace("_", "-")) for name in unsupported
         )
         raise UserError(f"--num-beams neither draws nor penalises tokens; leave out {names}")
+
+
+def print_samples(
+    args,
+    model: Model,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    encoding: Encoding,
+    output: OutputWriter,
+) -> None:
+    """Sample a continuation of each prompt. params: one for each; they differ in the seed only."""
+    counts = Counter()
+    cache_dtype = CACHE_DTYPES[args.cache_dtype]
+    options = not args.no_cache, args.stride, cache_dtype, encoding, counts
+    outputs = [[] for _ in prompts]
+    with output:
+        for step in generate(model, prompts, params, None, *options):
+            for row, token in enumerate(step):
+                if token is not None:
+                    output.add(row, token)
+                    outputs[row].append(token)
+            if params[0].constraint:
+                output.pass_count = counts["passes"]
+            output.end_step()
+    warn_truncated_outputs(params[0], encoding, model.config, outputs)
 
 
 def print_beams(args, model: Model, prompts: list[list[int]], output: OutputWriter) -> None:

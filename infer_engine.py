@@ -10,6 +10,7 @@ if __name__ == "__main__":
 from command_line import (
     MODEL_HELP,
     STORIES,
+    Conversation,
     OutputWriter,
     Parser,
     add_chat_options,
@@ -32,7 +33,6 @@ from command_line import (
     warn_truncated_outputs,
     with_request_seeds,
     with_tool_calls,
-    write_outputs,
 )
 from engine.engine import Engine
 from engine.options import (
@@ -101,8 +101,9 @@ def write_all(args, tp_group: TensorParallelGroup | None) -> None:
     params = with_tool_calls(params, chat, encoding, engine.model.config)
     print_sampling_defaults(defaults)
     adapters = ["", *parse_adapters(args.lora_modules)]
-
-    def write(tokens: list[list[int]], echoed: list[str]) -> list[str]:
+    max_prompt_tokens = engine.model.config.block_size - params.max_new_tokens
+    conversation = Conversation(args, prompts, encoding, chat, max_prompt_tokens)
+    for tokens, echoed in conversation:
         warn_long_prompts(tokens, engine.model.config.block_size, args.stride)
         # Each prompt without an adapter, then with each one.
         texts = [text for text in echoed for _ in adapters]
@@ -110,10 +111,7 @@ def write_all(args, tp_group: TensorParallelGroup | None) -> None:
         request_args = zip(tokens, with_request_seeds(params, seed, len(tokens)))
         requests = [(*each, "", adapter) for each in request_args for adapter in adapters]
         run_engine(engine, requests, output)
-        return output.texts
-
-    max_prompt_tokens = engine.model.config.block_size - params.max_new_tokens
-    write_outputs(args, prompts, encoding, chat, max_prompt_tokens, write)
+        conversation.add_replies(output.texts)
 
 
 def run_engine(engine: Engine, request_args: list[tuple], output: OutputWriter) -> None:
