@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from errors import UserError
-from int8 import quantize, rotate_channels, unrotate_channels
+from quantisation.int8 import quantize, rotate_channels, unrotate_channels
 
 
 class Span(NamedTuple):

@@ -22,13 +22,13 @@ from cache import KVCache
 from errors import UserError
 from gemma import GemmaConfig
 from infer import generate, next_logits
-from int8 import Int8Linear
 from llama import Llama, rotary_embedding
 from loading.byte_level import PATTERNS
 from loading.load import load_config, load_model
 from native import build, use_native
 from native.linear import QUANT_TYPES, NativeLinear, pack
 from native.structs import model_struct, struct
+from quantisation.int8 import Int8Linear
 from sampling import SamplingParams, sampling_probs, token_logprob
 from text.tokenizer import EOT, load_encoding
 

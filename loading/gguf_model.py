@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import torch
 
-from blocks import BLOCK_FORMATS, Q8_0, BlockFormat, QuantizedBlocks
 from errors import UserError, warn_once
 from gemma import GemmaConfig
 from llama import ExpertsConfig, LlamaConfig
@@ -29,6 +28,7 @@ from loading.gguf import GGUF, TensorInfo
 from loading.gguf_blocks import UNPACKERS, dequantize, unpack_blocks
 from loading.gguf_tokenizer import named_eog_ids
 from model import GPTConfig, Model
+from quantisation.blocks import BLOCK_FORMATS, Q8_0, BlockFormat, QuantizedBlocks
 
 CHUNK_BYTES = 2**20  # bytes of a chunk in float32; dequantising is fastest in the CPU's cache
 ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3", "qwen3moe", "gemma3")

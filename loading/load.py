@@ -12,10 +12,8 @@ from pathlib import Path
 
 import torch
 
-from blocks import BlockEmbedding, load_block_rows, replace_with_block_linear
 from errors import UserError, catch_out_of_memory, warn_once
 from gemma import Gemma, GemmaConfig
-from int8 import Int8Embedding, load_weight_rows, replace_with_int8_linear
 from llama import Llama, LlamaConfig
 from loading.checkpoint import (
     check_values,
@@ -40,6 +38,8 @@ from loading.gguf import GGUF, SPLIT_NAME, read_gguf
 from loading.gguf_model import read_block_formats, read_gguf_config, read_gguf_tensors
 from loading.lora import merge_lora, read_adapter
 from model import GPT, GPTConfig, Model
+from quantisation.blocks import BlockEmbedding, load_block_rows, replace_with_block_linear
+from quantisation.int8 import Int8Embedding, load_weight_rows, replace_with_int8_linear
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 PRESETS = {  # configurations of random models: `random:` and one of these names
@@ -359,7 +359,7 @@ def load_model(
 ) -> Model:
     """Load a model for inference, straight to its dtype and device.
 
-    dtype: torch.int8 means int8 weights (int8.py), torch.uint8 quantised blocks (blocks.py).
+    dtype: torch.int8 means int8 weights, torch.uint8 quantised blocks, both as in `quantisation`.
     adapter: the directory of a LoRA adapter in peft's format, merged into the weights before they
     are quantised; None: no adapter.
     name: as in `resolve_source`: a directory in Hugging Face's format, a GGUF file, a name in

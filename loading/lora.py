@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 
-from blocks import QuantizedBlocks
 from errors import UserError
 from loading.checkpoint import check_values, read_header, read_json, read_tensors
 from loading.config import read_number, read_sizes
 from model import Model
+from quantisation.blocks import QuantizedBlocks
 
 # name of a weight -> A, (r, in_features), and B, (out_features, r), multiplied by the scale
 LoRAWeights = dict[str, tuple[torch.Tensor, torch.Tensor]]

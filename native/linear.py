@@ -6,8 +6,8 @@ import math
 import torch
 import torch.nn as nn
 
-from blocks import BLOCK_SIZE, BlockLinear
-from int8 import Int8Linear
+from quantisation.blocks import BLOCK_SIZE, BlockLinear
+from quantisation.int8 import Int8Linear
 
 
 class AdapterStruct(ctypes.Structure):

@@ -18,7 +18,7 @@ from draws import random_logits
 
 from cache import KVCache, Span
 from infer import pass_logits
-from int8 import int8_linear, quantize, to_int8
+from quantisation.int8 import int8_linear, quantize, to_int8
 
 
 def script(file, *lines) -> str:
@@ -111,7 +111,7 @@ def threads(count: int):
 
 def assert_equal(x, weight, scale, bias=None) -> None:
     """C computes the numbers of int8.py, bit for bit."""
-    from int8 import rotate_channels  # new in lesson 127
+    from quantisation.int8 import rotate_channels  # new in lesson 127
 
     expected = int8_linear(rotate_channels(x), weight, scale, bias)
     assert torch.equal(native_linear(weight.clone(), scale, bias)(x), expected)
@@ -205,7 +205,7 @@ def on_each_target(model, texts: torch.Tensor, size: int, *dtype) -> torch.Tenso
 
 def quantized_in_blocks(model):
     """The model with its weights rounded in blocks, in place."""
-    from blocks import load_block_rows, replace_with_block_linear
+    from quantisation.blocks import load_block_rows, replace_with_block_linear
 
     weights = dict(model.named_parameters())
     tensors = replace_with_block_linear(model, {}).state_dict()

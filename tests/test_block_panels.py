@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, module_with, random_tokens
+from conftest import CHECKPOINTS, random_tokens
 from engines import check_own_runs
 from gguf_files import loaded
 from natives import (
@@ -23,6 +23,7 @@ from test_gguf_blocks import made  # noqa: F401
 from test_gguf_superblocks import made as made_super  # noqa: F401
 
 from loading.load import load_model
+from quantisation import blocks
 
 SIZES = [(1, 1), (7, 3), (33, 31), (64, 32), (133, 100), (96, 576)]
 TYPES = ["Q8_0", "Q5_1", "Q5_K"]
@@ -30,7 +31,6 @@ TYPES = ["Q8_0", "Q5_1", "Q5_K"]
 
 def block_layer(name: str, out: int, size: int, extreme: int | None = None, bias: bool = True):
     """A layer in blocks of random numbers, or all of the extreme one."""
-    blocks = module_with("blocks", "BLOCK_FORMATS", "load_block_rows")
     block_format = blocks.BLOCK_FORMATS[name]
     layer = torch.nn.Linear(size, out, bias=bias)
     layer = blocks.BlockLinear(layer, block_format)

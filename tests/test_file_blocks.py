@@ -3,7 +3,7 @@
 import gguf
 import pytest
 import torch
-from conftest import module_with, random_tokens
+from conftest import random_tokens
 from gguf_files import edited, loaded
 from natives import random_rows
 from ranks import compared
@@ -12,6 +12,7 @@ from test_gguf_superblocks import made as made_super  # noqa: F401
 
 from benchmarks.export_gguf import write_gguf
 from loading.load import load_model
+from quantisation import blocks
 
 SIZES = {  # bytes of a weight
     "Q8_0": 34 / 32,
@@ -23,12 +24,6 @@ SIZES = {  # bytes of a weight
     "Q5_K": 40 / 32,
 }
 ROUNDED = ["Q6_K", "Q2_K", "Q3_K", "F16"]
-
-
-def blocks():
-    return module_with(
-        "blocks", "QuantizedBlocks", "BlockFormat", "BLOCK_FORMATS", "pack_q4", "unpack_q4"
-    )
 
 
 @pytest.fixture
@@ -46,7 +41,7 @@ def files(made, made_super, tmp_path):  # noqa: F811
 
 def layers_of(model) -> dict:
     """The layers in blocks, by the names of their weights; a tied head once."""
-    kinds = module_with("blocks", "BlockLinear").BlockLinear
+    kinds = blocks.BlockLinear
     names = dict(model.named_modules())
     return {f"{n}.weight": m for n, m in names.items() if isinstance(m, kinds) and n != "lm_head"}
 
@@ -60,7 +55,7 @@ def test_numbers_are_those_of_the_file(files, name):
     for key, layer in layers.items():
         size = sum(tensor.nbytes for tensor in layer.buffers())
         assert size == weights[key].numel() * SIZES[name]
-    assert name in blocks().BLOCK_FORMATS
+    assert name in blocks.BLOCK_FORMATS
     for key, weight in weights.items():
         found = layers[key].blocks().dequantize() if key in layers else model.get_parameter(key)
         assert torch.equal(found, weight), key
@@ -74,13 +69,13 @@ def test_numbers_are_those_of_the_file(files, name):
 @pytest.mark.parametrize("name", ROUNDED)
 def test_other_types_are_rounded_to_8_bits(files, name):
     file, plain = files(name)
-    assert name not in blocks().BLOCK_FORMATS
+    assert name not in blocks.BLOCK_FORMATS
     layers = layers_of(loaded(file, torch.uint8))
     weights = dict(loaded(plain).named_parameters())
     assert layers
     for key, layer in layers.items():
-        rounded = blocks().quantize_blocks(weights[key].detach())
-        assert layer.block_format == blocks().BlockFormat() and torch.equal(
+        rounded = blocks.quantize_blocks(weights[key].detach())
+        assert layer.block_format == blocks.BlockFormat() and torch.equal(
             layer.weight, rounded.values
         )
         assert torch.equal(layer.scale, rounded.scale)
@@ -88,12 +83,12 @@ def test_other_types_are_rounded_to_8_bits(files, name):
 
 def test_nibbles_by_hand():
     values = torch.arange(64).remainder(16).to(torch.int8)[None]
-    packed = blocks().pack_q4(values)
+    packed = blocks.pack_q4(values)
     assert packed.dtype == torch.uint8 and packed.shape == (1, 32)
     assert packed[0, :3].tolist() == [0x00, 0x11, 0x22]  # numbers 0 and 16, 1 and 17, ...
-    assert torch.equal(blocks().unpack_q4(packed), values)
+    assert torch.equal(blocks.unpack_q4(packed), values)
     values[0, 16:32] = 0
-    assert blocks().pack_q4(values)[0, 3] == 0x03
+    assert blocks.pack_q4(values)[0, 3] == 0x03
 
 
 @pytest.mark.parametrize("name", ["Q4_1", "Q4_0", "Q5_1"])
@@ -103,7 +98,7 @@ def test_outputs_are_sums_of_blocks_and_minima(files, name):
     weight = layer.blocks()
     assert (weight.minimum is None) == (name == "Q4_0")
     x = random_rows(5, 96)
-    values, scale = module_with("blocks", "pad_to_blocks").quantize(x.view(5, 3, 32))
+    values, scale = blocks.quantize(x.view(5, 3, 32))
     expected = torch.zeros(5, 64)
     for block in range(3):
         q = weight.values[:, 32 * block :][:, :32].long()
@@ -138,7 +133,7 @@ def test_a_head_of_its_own_has_its_own_form(made, tmp_path):  # noqa: F811
     given = {"output.weight": (data, "Q8_0")}
     file = edited(file, tmp_path / "blocks.gguf", kind="Q4_1", blocks=given)
     model = loaded(file, torch.uint8)
-    formats = blocks().BLOCK_FORMATS
+    formats = blocks.BLOCK_FORMATS
     assert (model.lm_head.block_format, model.embed_tokens.block_format) == (
         formats["Q8_0"],
         formats["Q4_1"],
@@ -172,15 +167,15 @@ def test_empty_layers_compute_nothing():
 
     layer = torch.nn.Linear(64, 3, device="meta")
     with Noted():
-        for block_format in blocks().BLOCK_FORMATS.values():
-            blocks().BlockLinear(layer, block_format)
+        for block_format in blocks.BLOCK_FORMATS.values():
+            blocks.BlockLinear(layer, block_format)
     assert operations == {"empty"}
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q5_1"])
 def test_ranks_read_their_blocks(files, name):
     file, _ = files(name)
-    assert name in blocks().BLOCK_FORMATS
+    assert name in blocks.BLOCK_FORMATS
     tokens = torch.tensor([random_tokens(15)])
     assert compared(2, file, tokens, dtype=torch.uint8, native=False)[0] == 0
 
@@ -189,7 +184,7 @@ def test_rows_of_a_tensor_in_parts(files, monkeypatch):
     from loading import gguf_model
 
     file, _ = files("Q4_1")
-    assert blocks().BLOCK_FORMATS
+    assert blocks.BLOCK_FORMATS
     expected = load_model(file, torch.uint8).state_dict()
     monkeypatch.setattr(gguf_model, "CHUNK_BYTES", 4 * 64 * 7)
     found = load_model(file, torch.uint8).state_dict()
@@ -202,7 +197,7 @@ def test_the_command_line_says_what_a_weight_takes(cli):
 
 
 def test_all_types_of_4_and_5_bits_and_8_0_are_kept():
-    assert list(blocks().BLOCK_FORMATS) == list(SIZES)
+    assert list(blocks.BLOCK_FORMATS) == list(SIZES)
     kinds = gguf.GGMLQuantizationType
     sizes = {name: gguf.GGML_QUANT_SIZES[kinds[name]] for name in SIZES}
     assert all(numbers % 32 == 0 for numbers, _ in sizes.values())

@@ -4,28 +4,25 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from conftest import CHECKPOINTS, module_with, random_tokens, run_rows
+from conftest import CHECKPOINTS, random_tokens, run_rows
 from natives import quantized_in_blocks, random_numbers, random_rows
 from ranks import LLAMA, compared, save_uneven
 
 from cache import KVCache
 from infer import next_logits
-from int8 import quantize
 from loading.load import PRESETS, load_model, save_model
+from quantisation import blocks
+from quantisation.int8 import quantize
 
 SIZES = [1, 31, 32, 33, 100, 576]
-
-
-def blocks():
-    return module_with("blocks", "quantize_blocks", "block_linear", "BlockLinear", "BlockEmbedding")
 
 
 def layer_of(weight: torch.Tensor, bias=None):
     """A layer in blocks, with a weight that is rounded."""
     layer = torch.nn.Linear(weight.shape[1], len(weight), bias=bias is not None)
     layer.bias = None if bias is None else torch.nn.Parameter(bias)
-    layer = blocks().BlockLinear(layer)
-    blocks().load_block_rows(dict(layer.named_buffers()), "weight", slice(None), weight)
+    layer = blocks.BlockLinear(layer)
+    blocks.load_block_rows(dict(layer.named_buffers()), "weight", slice(None), weight)
     return layer
 
 
@@ -42,12 +39,12 @@ def test_a_block_by_hand():
     x = torch.zeros(1, 40)
     x[0, :2] = torch.tensor([-63.5, 1.2])
     x[0, 32] = 127 * 2.0**-30  # a scale that no float16 is
-    rounded = blocks().quantize_blocks(x)
+    rounded = blocks.quantize_blocks(x)
     assert rounded.values.shape == (1, 64) and rounded.values.dtype == torch.int8
     assert rounded.scale.tolist() == [[0.5, 2.0**-24]] and rounded.scale.dtype == torch.float16
     assert rounded.values[0, :3].tolist() == [-127, 2, 0] and rounded.values[0, 32:].sum() == 2
     x[0, 32] = 127 * 1.4 * 2.0**-24  # a scale that loses much as a float16
-    rounded = blocks().quantize_blocks(x)
+    rounded = blocks.quantize_blocks(x)
     assert rounded.scale[0, 1] == 2.0**-24 and rounded.values[0, 32] == 127
 
 
@@ -56,7 +53,7 @@ def test_numbers_of_a_file_are_rounded_to_the_same_blocks():
     data = random_rows(50, 320).numpy()
     theirs = gguf.quantize(data, gguf.GGMLQuantizationType.Q8_0)
     floats = torch.from_numpy(gguf.dequantize(theirs, gguf.GGMLQuantizationType.Q8_0))
-    ours = blocks().quantize_blocks(floats)
+    ours = blocks.quantize_blocks(floats)
     rows = theirs.reshape(50, 10, 34)
     assert np.array_equal(ours.scale.numpy().view(np.uint8), rows[..., :2].reshape(50, 20))
     assert np.array_equal(ours.values.numpy().view(np.uint8), rows[..., 2:].reshape(50, 320))
@@ -105,11 +102,10 @@ def test_zeros_nan_and_infinity():
 def test_a_file_is_rounded_while_it_is_read():
     read = load_model(CHECKPOINTS / "stories", torch.uint8)
     whole = load_model(CHECKPOINTS / "stories")
-    kinds = blocks()
     for name, weight in whole.named_parameters():
         layer = read.get_submodule(name.rpartition(".")[0])
-        if isinstance(layer, kinds.BlockLinear) and name.endswith("weight"):
-            rounded = kinds.quantize_blocks(weight.detach())
+        if isinstance(layer, blocks.BlockLinear) and name.endswith("weight"):
+            rounded = blocks.quantize_blocks(weight.detach())
             assert torch.equal(layer.weight, rounded.values)
             assert torch.equal(layer.scale, rounded.scale)
         else:
@@ -127,7 +123,7 @@ def test_a_file_is_rounded_while_it_is_read():
 def test_random_weights_are_rounded(tiny, monkeypatch):
     monkeypatch.setitem(PRESETS, "gpt2", tiny().config)
     rounded = load_model("random:gpt2", torch.uint8)
-    expected = blocks().quantize_blocks(load_model("random:gpt2").wte.weight.detach())
+    expected = blocks.quantize_blocks(load_model("random:gpt2").wte.weight.detach())
     assert torch.equal(rounded.wte.weight, expected.values)
 
 
@@ -142,7 +138,6 @@ def test_probabilities_change_little(stories):
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["tiny", "tiny_llama", "tiny_gemma", "tiny_experts"])
 def test_each_family_computes_with_blocks(request, family):
-    blocks()
     build = request.getfixturevalue(family)
     whole = build(dtype=torch.float32)
     rounded = quantized_in_blocks(build(dtype=torch.float32))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=20))
 def test_a_row_is_rounded_to_the_nearest_step(row):
-    int8 = module_with("int8", "quantize")
+    int8 = module_with("quantisation.int8", "quantize")
     x = torch.tensor([row])
     values, scale = int8.quantize(x)
     assert values.dtype == torch.int8 and -127 <= values.min() <= values.max() <= 127  # not -128
@@ -23,7 +23,7 @@ def test_a_row_is_rounded_to_the_nearest_step(row):
 
 
 def test_rounding_at_the_edges():
-    int8 = module_with("int8", "quantize")
+    int8 = module_with("quantisation.int8", "quantize")
     row = [127.0, 0.5, 1.5, 2.5, -0.5, -126.6]
     values, scale = int8.quantize(torch.tensor([row, [0.0] * 6, [1e-45] * 6]))
     assert values[0].tolist() == [127, 0, 2, 2, 0, -127] and scale[0] == 1  # halves to even
@@ -33,7 +33,7 @@ def test_rounding_at_the_edges():
 @pytest.mark.parametrize("size", [1, 7, 1024, 1025, 4096, 6400])
 @pytest.mark.parametrize("extreme", [True, False])
 def test_sums_are_exact(size, extreme):
-    int8 = module_with("int8", "int8_linear", "quantize")
+    int8 = module_with("quantisation.int8", "int8_linear", "quantize")
     generator = torch.Generator().manual_seed(size)
     weight = torch.randint(-127, 128, (5, size), generator=generator).to(torch.int8)
     x = torch.randn(2, 3, size, generator=generator)
@@ -50,7 +50,7 @@ def test_sums_are_exact(size, extreme):
 
 @pytest.mark.parametrize("size", [1025, 2048, 6400])
 def test_sums_that_float32_cannot_hold(size):
-    int8 = module_with("int8", "int8_linear")
+    int8 = module_with("quantisation.int8", "int8_linear")
     weight = torch.full((1, size), 127, dtype=torch.int8)
     x = weight.double()
     x[0, 0] = 126  # an odd sum, above 2**24 from 1041 terms on
@@ -60,7 +60,7 @@ def test_sums_that_float32_cannot_hold(size):
 
 @pytest.mark.parametrize("extreme", [True, False])
 def test_a_product_of_whole_numbers_is_int32(extreme):
-    int8 = module_with("int8", "int8_matmul", "EXACT_TERMS")
+    int8 = module_with("quantisation.int8", "int8_matmul", "EXACT_TERMS")
     generator = torch.Generator().manual_seed(0)
     for size in (1, int8.EXACT_TERMS, int8.EXACT_TERMS + 1, 3 * int8.EXACT_TERMS):
         values = torch.randint(-127, 128, (2, 3, size), generator=generator).to(torch.int8)
@@ -73,7 +73,7 @@ def test_a_product_of_whole_numbers_is_int32(extreme):
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
-    int8 = module_with("int8", "int8_linear", "quantize")
+    int8 = module_with("quantisation.int8", "int8_linear", "quantize")
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(6, 40, generator=generator) * torch.tensor([1e-3, 1, 1e3, 0, 5, 1])[:, None]
     values, scale = int8.quantize(torch.randn(7, 40, generator=generator))
@@ -83,7 +83,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
 
 def test_sums_become_numbers_by_both_scales():
-    int8 = module_with("int8", "dequantize_sums")
+    int8 = module_with("quantisation.int8", "dequantize_sums")
     sums = torch.tensor([[6, -4]], dtype=torch.int32)
     x_scale = torch.tensor([0.5], dtype=torch.float64)
     scale = torch.tensor([2.0, 0.25], dtype=torch.float64)
@@ -94,7 +94,7 @@ def test_sums_become_numbers_by_both_scales():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_stays_so(bad):
-    int8 = module_with("int8", "int8_linear", "quantize")
+    int8 = module_with("quantisation.int8", "int8_linear", "quantize")
     x = torch.ones(2, 8)
     x[1, 3] = bad
     y = int8.int8_linear(x, *int8.quantize(torch.ones(4, 8)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from natives import assert_equal, native_linear, random_layer
 
-from int8 import unrotate_channels
+from quantisation.int8 import unrotate_channels
 
 pytestmark = pytest.mark.usefixtures("compiled")
 GROUPS = {"AVX-512 VNNI": (4, 128), "NEON": (4, 0)}

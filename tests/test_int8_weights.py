@@ -10,7 +10,7 @@ from model import GPT
 
 def int8_tiny(tiny, **shape) -> GPT:
     """A tiny model with int8 weights, and everything else in float64."""
-    from int8 import to_int8
+    from quantisation.int8 import to_int8
 
     return to_int8(tiny(**shape))
 
@@ -42,7 +42,7 @@ def test_still_benchmarks_take_floats_only(run_main):
 
 def test_sums_always_fit_int32():
     from errors import UserError
-    from int8 import Int8Linear
+    from quantisation.int8 import Int8Linear
 
     assert 127 * 127 * 2**17 < 2**31
     with torch.device("meta"):
@@ -57,7 +57,7 @@ def in_floats(x, weight, scale, bias):
 
 def test_it_is_the_model_with_rounded_weights(tiny):
     """If activations are not rounded, logits are a float model's with the rounded weights."""
-    import int8
+    from quantisation import int8
 
     model = int8_tiny(tiny)
     rounded = tiny()
@@ -73,7 +73,7 @@ def test_it_is_the_model_with_rounded_weights(tiny):
 
 
 def test_a_file_is_rounded_while_it_is_read():
-    from int8 import to_int8
+    from quantisation.int8 import to_int8
 
     read = load_model(CHECKPOINTS / "stories", torch.int8)
     whole = load_model(CHECKPOINTS / "stories")
@@ -89,7 +89,7 @@ def test_a_file_is_rounded_while_it_is_read():
 
 
 def test_random_weights_are_rounded(tiny, monkeypatch):
-    from int8 import unrotate_channels
+    from quantisation.int8 import unrotate_channels
 
     monkeypatch.setitem(PRESETS, "gpt2", tiny().config)
     whole = load_model("random:gpt2")

@@ -12,8 +12,8 @@ import infer_speculative
 from cache import KVCache
 from errors import UserError
 from infer_speculative import generate_speculative, propose_prompt_lookup
-from int8 import to_int8
 from loading.load import load_config, load_model, resolve_source, save_model
+from quantisation.int8 import to_int8
 from sampling import SamplingParams
 
 LLAMA = CHECKPOINTS / "stories-llama"

@@ -9,7 +9,7 @@ from conftest import TARGETS, random_tokens
 from natives import call, in_passes, in_pieces, native, random_numbers, threads
 
 from cache import Span
-from int8 import to_int8
+from quantisation.int8 import to_int8
 
 pytestmark = pytest.mark.usefixtures("compiled")
 LENGTHS = 1, 31, 32, 33, 64, 65, 200

@@ -144,7 +144,7 @@ def test_prefixes_are_shared_with_one_adapter_only(build):
 def test_layers_of_whole_numbers_keep_them(tiny_llama):
     """The base is rounded, what an adapter adds is not."""
     from adapters import use_adapters
-    from int8 import to_int8
+    from quantisation.int8 import to_int8
 
     model = tiny_llama(dtype=torch.float32)
     base = to_int8(tiny_llama(dtype=torch.float32)).layers[1].mlp.down_proj

@@ -13,8 +13,8 @@ from test_lora_in_a_batch import NAMES, check_own
 
 from cache import KVCache
 from infer import next_logits
-from int8 import to_int8
 from model import TorchRunner
+from quantisation.int8 import to_int8
 
 FAMILIES = ["tiny", "tiny_llama", "tiny_gemma", "tiny_experts", "tiny_windows"]
 

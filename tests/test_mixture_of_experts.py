@@ -26,8 +26,8 @@ from test_llama import check_greedy_text
 from test_llama_config import SMALL
 
 from errors import UserError
-from int8 import to_int8
 from loading.load import save_model
+from quantisation.int8 import to_int8
 from text.tokenizer import load_encoding
 
 # transformers' grouped products do not compute float64; its eager ones do.
@@ -171,7 +171,7 @@ def test_half_precision_stays_close(tiny_experts, dtype):
 
 
 def test_int8_rounds_every_expert_and_the_router(tiny_experts):
-    from int8 import Int8Linear
+    from quantisation.int8 import Int8Linear
 
     model = tiny_experts(dtype=torch.float32)
     texts = random_texts(model, 4)

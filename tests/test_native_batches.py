@@ -15,8 +15,8 @@ from test_native_step import FORMS as GPTS
 from cache import KVCache
 from infer import generate, pass_logits
 from infer_speculative import generate_speculative
-from int8 import to_int8
 from loading.load import load_model
+from quantisation.int8 import to_int8
 from sampling import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("compiled")

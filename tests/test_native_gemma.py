@@ -16,7 +16,7 @@ from natives import (
     threads,
 )
 
-from int8 import to_int8
+from quantisation.int8 import to_int8
 
 WEIGHT_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 pytestmark = pytest.mark.usefixtures("compiled")

@@ -7,8 +7,8 @@ import torch
 from conftest import CHECKPOINTS, TARGETS, random_tokens, record, run_rows
 from natives import both, check_logits, in_pieces, native, native_in_dtype, random_texts, threads
 
-from int8 import to_int8
 from llama import Llama
+from quantisation.int8 import to_int8
 
 pytestmark = pytest.mark.usefixtures("compiled")
 ALL_TARGETS = pytest.mark.parametrize("target", TARGETS, ids=str)

@@ -21,9 +21,9 @@ import command_line
 from cache import KVCache
 from infer import pass_logits
 from infer_speculative import main
-from int8 import to_int8
 from loading.load import load_model
 from model import GPT, TorchRunner
+from quantisation.int8 import to_int8
 
 pytestmark = pytest.mark.usefixtures("compiled")
 ALL_TARGETS = pytest.mark.parametrize("target", TARGETS, ids=str)

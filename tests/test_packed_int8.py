@@ -15,8 +15,8 @@ from natives import (
 )
 from test_native_linear import WRONG as WRONG_FLOATS
 
-from int8 import rotate_channels, to_int8, unrotate_channels
 from loading.load import load_model
+from quantisation.int8 import rotate_channels, to_int8, unrotate_channels
 
 pytestmark = pytest.mark.usefixtures("compiled")
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")

@@ -24,8 +24,8 @@ from test_llama import check_greedy_text
 from test_llama_config import SMALL
 
 from errors import UserError
-from int8 import to_int8
 from loading.load import save_model
+from quantisation.int8 import to_int8
 
 WEIGHT_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 

@@ -7,8 +7,8 @@ from conftest import CHECKPOINTS, module_with, random_tokens
 from natives import in_pieces, native, random_numbers
 from ranks import LLAMA, compared, save_uneven
 
-from int8 import to_int8
 from loading.load import load_model
+from quantisation.int8 import to_int8
 
 SIZES = [1, 2, 3, 4, 5, 6, 9, 16, 45, 48, 64, 70, 72, 2018]
 
@@ -28,7 +28,7 @@ def matrix(size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_rotation_is_the_product_with_a_symmetric_matrix(size):
-    int8 = module_with("int8", "rotate_channels", "unrotate_channels")
+    int8 = module_with("quantisation.int8", "rotate_channels", "unrotate_channels")
     x = random_numbers(2, 3, size).double()
     R = matrix(size)
     torch.testing.assert_close(int8.rotate_channels(x), x @ R, rtol=0, atol=1e-9)
@@ -44,7 +44,7 @@ def test_a_rotation_is_the_product_with_a_symmetric_matrix(size):
 @pytest.mark.parametrize("size", [64, 70, 576, 1536])
 def test_a_rotated_row_does_not_depend_on_its_neighbours(size):
     """Nor where it lies: it is contiguous, because torch adds up strided rows in another order."""
-    int8 = module_with("int8", "rotate_channels")
+    int8 = module_with("quantisation.int8", "rotate_channels")
     x = random_numbers(7, size)
     rotated = int8.rotate_channels(x)
     assert rotated.is_contiguous()
@@ -59,7 +59,7 @@ FAMILIES = ["tiny", "tiny_llama", "tiny_gemma", "tiny_experts"]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_not_rounded_is_the_model(family, request, monkeypatch):
     """A rotation changes the rounding only: float64 without it has the model's logits."""
-    int8 = module_with("int8", "rotate_channels", "unrotate_channels")
+    int8 = module_with("quantisation.int8", "rotate_channels", "unrotate_channels")
     tokens = torch.tensor([random_tokens(8)])
     whole = request.getfixturevalue(family)()
     expected = whole(tokens)

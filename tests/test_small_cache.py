@@ -66,7 +66,7 @@ def test_a_row_has_whole_floats(dim, width):
 def test_outliers_cost_little():
     """One number of each key is 30 times as large as the others."""
     from cache import to_cache_dtype
-    from int8 import quantize
+    from quantisation.int8 import quantize
 
     keys = random_numbers(200, 64)
     keys[:, 5] *= 30

@@ -22,7 +22,7 @@ def rotated(library, x: torch.Tensor) -> torch.Tensor:
 @EVERY_KERNEL
 def test_the_bits_of_a_rotation(library):
     """They are torch's; a row in its own place has them too, and one that begins anywhere."""
-    from int8 import rotate_channels
+    from quantisation.int8 import rotate_channels
 
     for size in SIZES:
         x = random_rows(5, size + 1)[:, 1:]

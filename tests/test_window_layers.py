@@ -23,8 +23,8 @@ from test_llama_config import SMALL
 from test_mixture_of_experts import EXPERTS
 
 from errors import UserError
-from int8 import to_int8
 from loading.load import save_model
+from quantisation.int8 import to_int8
 
 KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
 

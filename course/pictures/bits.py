@@ -4,16 +4,16 @@ from types import SimpleNamespace as Record
 
 import torch
 
-from blocks import BLOCK_SIZE, pad_to_blocks
 from cache import stored_head_dim
 from command_line import STORIES
-from int8 import quantize, rotate_channels, unrotate_channels
 from loading.gguf_blocks import dequantize
 from loading.load import load_model
 from model import causal_attention
 from pictures import runs, scene
 from pictures.scene import percent, word
 from pictures.turns import record_rotation
+from quantisation.blocks import BLOCK_SIZE, pad_to_blocks
+from quantisation.int8 import quantize, rotate_channels, unrotate_channels
 
 LLAMA = "stories-llama"
 DTYPES = {

@@ -4,9 +4,9 @@ from types import SimpleNamespace as Record
 
 import torch
 
-from int8 import quantize
 from pictures import runs, scene
 from pictures.scene import signed, word
+from quantisation.int8 import quantize
 
 FORMATS = {  # name -> dtype, integer dtype of the same size, exponent bits
     "float32": (torch.float32, torch.int32, 8),

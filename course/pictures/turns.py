@@ -4,9 +4,9 @@ from types import SimpleNamespace as Record
 
 import torch
 
-from int8 import prime_factors, quantize, rotate_channels
 from pictures import runs, scene
 from pictures.scene import percent, signed, times, word
+from quantisation.int8 import prime_factors, quantize, rotate_channels
 
 SHOWN = 64  # channels in the chart
 FEW = 8  # channels that the first three stages mix

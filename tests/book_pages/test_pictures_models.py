@@ -12,11 +12,11 @@ from scenes import drawn, forms, probs_after, written
 import pictures
 from command_line import STORIES
 from infer import generate
-from int8 import quantize, unrotate_channels
 from loading.load import load_model
 from model import causal_attention
 from pictures import constrained, runs
 from pictures.scene import Bars, Cells, Lines, Tokens
+from quantisation.int8 import quantize, unrotate_channels
 from sampling import SamplingParams, exponential_noise, sample
 from text.chat import Chat
 
@@ -652,7 +652,7 @@ def test_the_divergence_of_each_dtype():
 
 
 def test_the_error_of_a_row_in_blocks():
-    from blocks import quantize_blocks
+    from quantisation.blocks import quantize_blocks
 
     record, shown = drawn("int8-blocks")
     row = torch.tensor(record.row)

@@ -221,8 +221,8 @@ TestHistories.settings = hypothesis.settings(
 @functools.cache
 def native_model(int8: bool, architecture: str, *shape):
     """The same random models in C, in float32 or int8."""
-    from int8 import to_int8
     from native import use_native
+    from quantisation.int8 import to_int8
 
     made = copy.deepcopy(model(architecture, *shape)).float()
     if int8:

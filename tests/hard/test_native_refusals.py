@@ -10,10 +10,10 @@ from natives import both, native, passed
 from cache import KVCache
 from errors import UserError
 from infer import pass_logits
-from int8 import to_int8
 from llama import rotary_embedding
 from model import TorchRunner
 from native import build, use_native
+from quantisation.int8 import to_int8
 
 pytestmark = pytest.mark.usefixtures("compiled")
 REFUSED = "native code reads contiguous torch"

@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from int8 import quantize
+from quantisation.int8 import quantize
 
 BLOCK_SIZE = 32  # values per block
 MIN_SCALE = 2.0**-24  # the smallest float16 above 0
