@@ -5,7 +5,7 @@ import random
 
 import pytest
 from conftest import CHECKPOINTS
-from test_llama_3_tokenizer import O200K, TEXTS, check_prompt, load_from
+from test_llama_3_tokenizer import O200K, TEXTS, load_from
 from test_tokenizer import check_refused, library, with_values
 
 from benchmarks.export_gguf import write_gguf
@@ -123,10 +123,6 @@ def test_each_id_has_the_bytes_that_the_library_shows(form, tmp_path):
     for token in (ours.n_vocab, 2**32 - 1):
         with pytest.raises(KeyError):
             ours.decode_single_token_bytes(token)
-
-
-def test_a_model_reads_its_prompt(smol, tiny, tmp_path, cli):
-    check_prompt(smol, "2024 <|im_start|>user\nWe'll see<tool_call>", tiny, tmp_path, cli)
 
 
 @pytest.mark.parametrize("vocabulary", [True, False])

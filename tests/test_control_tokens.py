@@ -82,13 +82,6 @@ def test_no_control_token_has_a_character_of_a_message(
     assert control_ids(chat_pair(template)[0].encode(conversation(*contents), chat_encoding)) == []
 
 
-def test_a_message_may_hold_every_character_that_could_stand_in(chat_pair, chat_encoding):
-    text = "".join(map(chr, [*range(0xE000, 0xF900), *range(0xF0000, 0x110000)])) + END
-    ids = chat_pair(CHATML)[0].encode(conversation(text, system=""), chat_encoding)
-    assert control_ids(ids) == [4097, 4098, 4097, 4098, 4097]
-    assert text in chat_encoding.decode(ids)
-
-
 def test_a_template_sees_what_is_harmless_as_it_is(chat_pair, chat_encoding):
     """What templates look for: marks of reasoning, which an added token may be, and switches."""
     ours, tokenizer = chat_pair(

@@ -8,7 +8,7 @@ import torch
 from conftest import difference, edit_json, load, run_rows
 from draws import seeded
 from test_llama import check_greedy_text, check_logits
-from test_llama_3_tokenizer import TEXTS, check_prompt, load_from
+from test_llama_3_tokenizer import TEXTS, load_from
 from test_tokenizer import library
 
 from errors import UserError
@@ -52,10 +52,6 @@ def raw() -> dict:
 def pair(raw, tmp_path_factory):
     """Our encoding of that file, and the library's."""
     return load_from(tmp_path_factory.mktemp("qwen"), raw), library(raw)
-
-
-def test_a_model_reads_its_prompt_in_normal_form(raw, tiny, tmp_path, cli):
-    check_prompt(raw, "<|im_start|>user\n2024 Cafe\u0301<|im_end|>", tiny, tmp_path, cli)
 
 
 @pytest.mark.parametrize("text", [*TEXTS, *NORMALIZED])

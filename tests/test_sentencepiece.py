@@ -5,7 +5,7 @@ import json
 import pytest
 from chats import conversation, theirs
 from conftest import refused
-from gguf_files import CONTROL, NORMAL, OWNER, UNKNOWN, edited, metadata_of, written
+from gguf_files import CONTROL, NORMAL, OWNER, UNKNOWN, metadata_of, written
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_any_bpe import RANDOM
@@ -14,7 +14,6 @@ from test_tokenizer import MERGES, check_refused, library, tokenizer_json, with_
 
 from benchmarks.export_gguf import write_gguf
 from errors import UserError
-from loading.load import save_model
 from text.chat import Chat
 from text.detokenizer import IncrementalDetokenizer
 from text.tokenizer import Encoding, load_encoding
@@ -305,42 +304,3 @@ def test_the_export_has_no_form_for_it(llama, tiny, tmp_path):
     load_from(tmp_path, llama)
     arguments = (tiny(vocab_size=700), tmp_path / "m.gguf", "float32", tmp_path / "tokenizer.json")
     check_refused("model.byte_fallback is True; supported is None or False", write_gguf, *arguments)
-
-
-def test_a_model_prints_the_same_from_a_directory_and_a_file(
-    llama, tiny_llama, tmp_path, cli, engine_cli
-):
-    """A prompt, what follows it, and its blanks."""
-    import torch
-
-    model = tiny_llama(vocab_size=640, dtype=torch.float32, bos_token_id=1, eos_token_ids=(2,))
-    directory = tmp_path / "directory"
-    save_model(model, directory)
-    raw = with_values(llama, {})
-    # As the file's: all ways to cut a token, by the order of tokens.
-    vocabulary = [token for token in raw["model"]["vocab"] if token not in [*SPECIAL, *BYTES]]
-    raw["model"]["merges"] = [
-        [token[:cut], token[cut:]]
-        for token in sorted(vocabulary, key=raw["model"]["vocab"].get)
-        for cut in range(1, len(token))
-        if token[:cut] in vocabulary and token[cut:] in vocabulary
-    ]
-    begin = {"SpecialToken": {"id": "<s>", "type_id": 0}}
-    text = {"Sequence": {"id": "A", "type_id": 0}}
-    raw["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [begin, text],
-        "pair": [begin, text],
-        "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
-    }
-    load_from(directory, raw)
-    write_gguf(model, tmp_path / "plain.gguf", "float32")
-    metadata = gguf_of(llama) | {f"{OWNER}.vocab_size": None}
-    values = {key: value for key, value in metadata.items() if key != "general.architecture"}
-    file = edited(tmp_path / "plain.gguf", tmp_path / "model.gguf", values=values)
-    options = ("--prompt", " Once  upon", "--temperature", 0, "--max-new-tokens", 20)
-    expected = cli("--model", directory, *options)
-    assert expected[0] == 0, expected[2]
-    assert expected[1].startswith(" Once  upon")
-    for run in (cli, engine_cli):
-        assert run("--model", file, *options)[:2] == expected[:2]
