@@ -186,10 +186,10 @@ def compiler_name(command: list[str]) -> str:
     return "ziglang" if "ziglang" in command[:3] else command[0]
 
 
-def run_compiler(command: list[str], seconds: float | None = None) -> bytes:
-    """Run a compiler and return its output. Raises BuildError with its first error.
+def run_compiler(command: list[str]) -> bytes:
+    """Run a compiler and return its output.
 
-    seconds: the time limit, TIMEOUT if None. Raises TimeoutExpired after it.
+    Raises BuildError with its first error, TimeoutExpired after TIMEOUT seconds.
     """
     name = compiler_name(command)
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -203,7 +203,7 @@ def run_compiler(command: list[str], seconds: float | None = None) -> bytes:
         with process:
             try:
                 stack.close()
-                output, errors = process.communicate(timeout=seconds or TIMEOUT)
+                output, errors = process.communicate(timeout=TIMEOUT)
             except BaseException:
                 os.killpg(process.pid, signal.SIGKILL)  # a compiler starts child processes
                 raise
