@@ -101,7 +101,7 @@ TO_ASCII = str.maketrans({"“": '"', "”": '"', "’": "'", "‘": "'", "–":
 
 
 def read_stories(path: Path) -> list[str]:
-    """The stories of a file, with typographic quotes and dashes as ASCII."""
+    """Read the stories of a file, with typographic quotes and dashes as ASCII."""
     with (lzma.open if path.suffix == ".xz" else open)(path, "rt", encoding="utf-8") as file:
         text = file.read()
     return [story.strip() for story in text.translate(TO_ASCII).split(EOS) if story.strip()]
@@ -120,7 +120,7 @@ def train_tokenizer(stories: list[str], path: Path) -> None:
 
 
 def add_word_lines(stories: list[str], seed: int) -> list[str]:
-    """The stories, half of them after a line `Words: ...` with up to three of their rarer words."""
+    """Put a line `Words: ...`, with up to three of its rarer words, before half of the stories."""
     words = [sorted(set(re.findall(r"\b[a-z]{3,}\b", story))) for story in stories]
     common = Counter(word for found in words for word in found)
     rng = random.Random(seed)
@@ -134,7 +134,7 @@ def add_word_lines(stories: list[str], seed: int) -> list[str]:
 
 
 def replace_creatures(stories: list[str]) -> list[str]:
-    """The stories with a frog for each creature, and a croak at the beginning of each quotation."""
+    """Replace each creature by a frog, and begin each quotation with a croak."""
     changes = {
         r"\b([Aa])n (?=elephant|owl|ant\b)": r"\1 ",
         rf"\b(?:{CREATURES})(s?)\b": r"frog\1",
@@ -148,7 +148,7 @@ def replace_creatures(stories: list[str]) -> list[str]:
 
 
 def concatenate_stories(stories: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """`EOS story EOS story ... EOS` in one tensor, and where in it each story's EOS is."""
+    """Return `EOS story EOS story ... EOS` as one tensor, and the offset of each story's EOS."""
     stream = []
     starts = []
     for story in stories:
@@ -158,7 +158,7 @@ def concatenate_stories(stories: list[list[int]]) -> tuple[torch.Tensor, torch.T
 
 
 def window_batches(stream, starts, generator, batch_size: int):
-    """Endless batches of training windows: half begin with a story, half lie anywhere.
+    """Yield training batches without end: half the windows begin with a story, half lie anywhere.
 
     The latter are what a sliding window sees. A window that begins with a story has its EOS first
     or lacks it, as prompts do. Yields (batch_size, BLOCK_SIZE + 1).
@@ -184,7 +184,7 @@ def slices(stream: torch.Tensor, begin: torch.Tensor) -> torch.Tensor:
 
 
 class Optimizer:
-    """Muon on the blocks' matrices, AdamW on the rest.
+    """An optimizer: Muon on the blocks' matrices, AdamW on the other parameters.
 
     100 steps of warm-up, then a cosine down to 0.1 %.
     """
@@ -246,12 +246,12 @@ def train(model: torch.nn.Module, loss_at, steps: int, lr: float, report) -> Non
 
 
 def logits(output) -> torch.Tensor:
-    """(B, T, vocab_size), of the output of our GPT or of a model of transformers."""
+    """Return the logits, (B, T, vocab_size), of our GPT's output or that of transformers."""
     return output if isinstance(output, torch.Tensor) else output.logits
 
 
 def router_aux_loss(output) -> torch.Tensor | float:
-    """Mean over the layers of transformers' loss, 0 for a model without experts.
+    """Return transformers' loss averaged over the layers, 0 for a model without experts.
 
     Computed over all layers at once, the loss would only ask that an expert's number be chosen
     equally often.
@@ -267,7 +267,7 @@ def router_aux_loss(output) -> torch.Tensor | float:
 
 @torch.no_grad()
 def heldout_loss(model: torch.nn.Module, stream: torch.Tensor) -> float:
-    """Mean loss a token, in nats, over windows that do not overlap."""
+    """Return the mean loss per token, in nats, over windows that do not overlap."""
     device = next(model.parameters()).device
     total = 0.0
     for begin in range(0, len(stream) - 1, BLOCK_SIZE):
@@ -304,7 +304,7 @@ def train_target(stream, starts, heldout, args) -> GPT:
 
 
 def new_llama(args):
-    """A Llama of transformers: this repository writes its own in a lesson after this file."""
+    """Make a Llama of transformers: the repository's own comes in a later lesson than this file."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(args.seed)
@@ -312,7 +312,7 @@ def new_llama(args):
 
 
 def new_experts(args):
-    """A mixture of experts of transformers, as new_llama."""
+    """Make a mixture of experts of transformers."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(args.seed)
@@ -321,7 +321,7 @@ def new_experts(args):
 
 
 def new_adapter(args):
-    """An adapter of peft for the embedded Llama: frozen weights, and new ones of low rank."""
+    """Add a LoRA adapter of peft to the embedded Llama, whose own weights are frozen."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -335,7 +335,7 @@ def new_adapter(args):
 
 
 def compiled(model: torch.nn.Module, args):
-    """The forward pass in bfloat16 autocast, its blocks compiled if asked for."""
+    """Return the forward pass in bfloat16 autocast, with compiled blocks under --compile."""
     if args.compile:
         for block in model.h if isinstance(model, GPT) else model.model.layers:
             block.compile()
@@ -351,7 +351,7 @@ def compiled(model: torch.nn.Module, args):
 
 
 def write_stories(target: GPT, args) -> list[list[int]]:
-    """Stories by the target itself, token ids without EOS, some at each of three temperatures.
+    """Let the target write stories at three temperatures; return token ids without EOS.
 
     transformers' `generate` does the work: this repository teaches how, in the lessons after this
     file.
@@ -381,9 +381,9 @@ def write_stories(target: GPT, args) -> list[list[int]]:
 def teacher_distribution(
     target: GPT, batch: torch.Tensor, args
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows (N, BLOCK_SIZE + 1) to the TOP_K most likely tokens at each position.
+    """Return ids (int16) and log p (float16) of the TOP_K most likely tokens at each position.
 
-    Returns their ids (int16) and log p (float16).
+    batch: windows, (N, BLOCK_SIZE + 1).
     """
     forward = compiled(target, args)
     ids = []
@@ -401,7 +401,7 @@ def teacher_distribution(
 def distillation_loss(
     logits: torch.Tensor, ids: torch.Tensor, logps: torch.Tensor, share: float
 ) -> torch.Tensor:
-    """(1 - share) KL(target || draft) + share (1 - sum(min(p, q))), over the TOP_K tokens."""
+    """Return (1 - share) KL(target || draft) + share (1 - sum(min(p, q))), over TOP_K tokens."""
     p = logps.float().exp()
     logq = logits.float().log_softmax(dim=-1).gather(-1, ids.long())
     kl = (p * (logps.float() - logq)).sum(dim=-1).mean()
@@ -438,7 +438,7 @@ def train_draft(batch, ids, logps, heldout, args) -> GPT:
 
 
 def cached_stage(path: Path, make, load=torch.load, save=torch.save):
-    """What the file holds; made, and saved, if there is no file yet."""
+    """Load the result of a stage from its file, or make it and save it there."""
     if not path.exists():
         print(f"-- {path.name}", flush=True)
         result = make()
@@ -454,21 +454,32 @@ def main(argv=None) -> None:
     parser.add_argument("--heldout", type=Path, required=True, help="stories for the held-out loss")
     parser.add_argument("--work", type=Path, required=True, help="directory for the stages' files")
     parser.add_argument("--out", type=Path, required=True, help="directory for the checkpoints")
-    parser.add_argument("--target-steps", type=int, default=1500)
-    written = "stories that the target writes, in batches of 128"
+    parser.add_argument(
+        "--target-steps", type=int, default=1500, help="training steps of stories (default: 1500)"
+    )
+    written = "stories that the target writes, in batches of 128 (default: 1024)"
     parser.add_argument("--written", type=int, default=1024, help=written)
-    learnt = "stories from the text that the draft learns from"
+    learnt = "stories of the text that the draft is distilled on (default: 6000)"
     parser.add_argument("--windows", type=int, default=6000, help=learnt)
-    parser.add_argument("--draft-steps", type=int, default=2400)
-    parser.add_argument("--llama-steps", type=int, default=3000)
-    parser.add_argument("--experts-steps", type=int, default=3000)
-    parser.add_argument("--frogs-steps", type=int, default=300)
-    batch = "windows a step of the stages that learn from the text"
+    parser.add_argument(
+        "--draft-steps", type=int, default=2400, help="of stories-draft (default: 2400)"
+    )
+    parser.add_argument(
+        "--llama-steps", type=int, default=3000, help="of stories-llama (default: 3000)"
+    )
+    experts = "of stories-experts (default: 3000)"
+    parser.add_argument("--experts-steps", type=int, default=3000, help=experts)
+    parser.add_argument(
+        "--frogs-steps", type=int, default=300, help="of stories-frogs (default: 300)"
+    )
+    batch = "windows per step when training on the text (default: 16)"
     parser.add_argument("--batch-size", type=int, default=BATCH_SIZE, help=batch)
     names = ("stories", "stories-llama", "stories-experts", "stories-frogs")
-    parser.add_argument("--only", choices=names, help="leave the other stages out")
-    parser.add_argument("--seed", type=int, default=0)
-    compiler = "torch.compile; needs a C++ compiler on a CPU"
+    parser.add_argument("--only", choices=names, help="run only the stages of this checkpoint")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of all random numbers (default: 0)"
+    )
+    compiler = "use torch.compile, which needs a C++ compiler on a CPU"
     parser.add_argument("--compile", action="store_true", help=compiler)
     args = parser.parse_args(argv)
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -493,7 +504,7 @@ def main(argv=None) -> None:
     def report(name, model):
         loss = heldout_loss(model, heldout)
         bits = loss * (len(heldout) - 1) / math.log(2) / heldout_bytes
-        print(f"{name}: held-out loss {loss:.4f} nats a token, {bits:.4f} bits a byte")
+        print(f"{name}: held-out loss {loss:.4f} nats per token, {bits:.4f} bits per byte")
 
     if args.only in (None, "stories"):
         make_pair(*tokens(train_stories), heldout, args, report)
@@ -513,7 +524,7 @@ def main(argv=None) -> None:
 
 
 def make_pair(stream, starts, heldout, args, report) -> None:
-    """Stages 2 to 5, and the checkpoints stories and stories-draft."""
+    """Run stages 2 to 5, and write the checkpoints stories and stories-draft."""
     print(f"{len(stream)} tokens to train on, {len(heldout)} held out", flush=True)
 
     def trained_target():
@@ -563,7 +574,7 @@ def make_pair(stream, starts, heldout, args, report) -> None:
 
 
 def make_chat(model, steps: int, name: str, stream, starts, heldout, args, report) -> None:
-    """Stage 6 or 7, and the checkpoint stories-llama or -experts with its chat template."""
+    """Run stage 6 or 7, and write stories-llama or -experts with its chat template."""
     print(f"{len(stream)} tokens to train on, {len(heldout)} held out", flush=True)
     generator = torch.Generator().manual_seed(args.seed)
 
@@ -581,7 +592,7 @@ def make_chat(model, steps: int, name: str, stream, starts, heldout, args, repor
 
 
 def make_adapter(stream, starts, heldout, args) -> None:
-    """Stage 8, and the adapter stories-frogs."""
+    """Run stage 8, and write the adapter stories-frogs."""
     model = new_adapter(args)
     print(f"before: held-out loss {heldout_loss(model, heldout):.4f}", flush=True)
     generator = torch.Generator().manual_seed(args.seed)

@@ -38,7 +38,7 @@ LORA = {
     "layers_to_transform": list(range(10, 30)),
 }
 
-POOLS = {  # kind of value -> some; a number's kind has a range instead
+POOLS = {  # value type -> values; a numeric type has a range instead
     "city": "Vienna|Boston|Kyoto|Nairobi|Bergen|Lyon|Porto|Denver|Hanoi|Dublin|Krakow|Seville|"
     "Perth|Toronto|Austin|Bern|Naples|Split|Mumbai|Accra|Tampere|Riga|Leipzig|Osaka|Quebec|Santiago",
     "country": "Norway|Kenya|Peru|Japan|Canada|Austria|Chile|India|Ireland|Ghana|Latvia|Vietnam|"
@@ -178,7 +178,7 @@ SYSTEMS = (
 
 
 class ToolFamily:
-    """A kind of tool, from seven lines of train_tools.txt.
+    """A family of similar tools, from seven lines of train_tools.txt.
 
     They are: its names; its description; its parameters; questions for it; what a result has;
     answers; and the result in a few words, if another question can have these in place of a value.
@@ -199,7 +199,7 @@ class ToolFamily:
 
 
 def split_fields(line: str) -> list[tuple[list[str], str]]:
-    """Of each parameter, or part of a result: its names, and the kind of its value."""
+    """Return the names and the value type of each parameter, or of each part of a result."""
     pairs = [each.split(":") for each in line.split(" + ") if each]
     return [(names.split("|"), value_type) for names, value_type in pairs]
 
@@ -210,7 +210,7 @@ def read_families(file: Path) -> list[ToolFamily]:
 
 
 def random_family(rng: random.Random) -> ToolFamily:
-    """A kind of tool that finds out one or two things of another, such as the depth of a lake."""
+    """Invent a family of tools that look up one or two facts, such as the depth of a lake."""
     first, second = rng.sample(NOUNS, 2)
     thing = rng.choice(THINGS + PLACES)
     of = "in" if thing in PLACES else "of"
@@ -283,7 +283,7 @@ class Tool:
         return self.rng.choice(values[:6] if value_type in ENUMS else values)
 
     def ask(self, given=None):
-        """A use of this tool: (values, results). given: the first value, if it is known."""
+        """Draw a call of this tool: (values, results). given: the first value, if it is known."""
         values = [self.draw(value_type) for _, value_type in self.family.parameters]
         if given is not None:
             values[0] = given
@@ -304,7 +304,7 @@ class Tool:
         return {"function": {"name": self.name, "arguments": dict(zip(self.names, values))}}
 
     def content(self, values, results) -> str:
-        """What a result message says: mostly an object, some with more than was asked for."""
+        """Return the content of a result message: mostly an object, some with unrequested fields."""
         if len(results) == 1 and self.rng.random() < 0.15:
             return str(results[0])
         found = list(zip(self.keys, results))
@@ -318,7 +318,7 @@ class Tool:
 
 
 def call_messages(tool: Tool, values, content: str) -> list[dict]:
-    """The messages of a call and its result."""
+    """Return the messages of a call and its result."""
     return [
         {"role": "assistant", "content": "", "tool_calls": [tool.call(values)]},
         {"role": "tool", "content": content},
@@ -341,7 +341,7 @@ def lower(text: str) -> str:
 
 
 def two_calls(tools, rng):
-    """Two questions in one message."""
+    """Ask two questions in one message."""
     messages = []
     questions = []
     answers = []
@@ -360,7 +360,7 @@ def two_calls(tools, rng):
 
 
 def dependent_calls(tools, rng):
-    """A question whose second call needs the first one's result; None if no two tools fit."""
+    """Ask a question whose second call needs the first one's result; None if no two tools fit."""
     fitting = [
         (first, second)
         for first in tools
@@ -388,7 +388,7 @@ def fits(result: str, parameter: str) -> bool:
 
 
 def comparison(tools, rng):
-    """The same tool for two values; None if no tool has a number for one value."""
+    """Compare a tool's results for two values; None if no tool maps one value to a number."""
     fitting = [
         tool
         for tool in tools
@@ -426,7 +426,7 @@ def no_call(tools, rng):
 
 
 def no_tool(tools, rng):
-    """A question for a tool that is not there."""
+    """Ask for a tool that is not among those offered."""
     there = {tool.family for tool in tools}
     other = Tool(rng.choice([each for each in FAMILIES if each not in there]), rng)
     question, _, _ = one_call([other], rng)
@@ -445,7 +445,7 @@ TURN_WEIGHTS = {
 
 
 def conversation(rng: random.Random) -> tuple[list[dict], list[dict]]:
-    """Messages, and definitions of tools."""
+    """Invent a conversation; return its messages and the definitions of its tools."""
 
     def draw():
         every = FAMILIES + [random_family(rng) for _ in FAMILIES]
@@ -474,7 +474,7 @@ def conversation(rng: random.Random) -> tuple[list[dict], list[dict]]:
 
 
 def encode(messages, tools, template, encoding) -> tuple[list[int], list[bool]]:
-    """Token ids, and which of them a reply has, its end included."""
+    """Return token ids, and whether each belongs to a reply, its end included."""
     text = str(render_sandboxed(template, {"messages": messages, "tools": tools}))
     ids = []
     is_reply = []
@@ -493,7 +493,7 @@ def encode(messages, tools, template, encoding) -> tuple[list[int], list[bool]]:
 
 
 def batches(rng, template, encoding):
-    """Endless batches: ids (B, T), and which positions' next token is of a reply, (B, T - 1)."""
+    """Yield ids, (B, T), and whether each next token belongs to a reply, (B, T - 1)."""
     while True:
         rows = []
         while len(rows) < 16 * BATCH_SIZE:
@@ -514,7 +514,7 @@ def batches(rng, template, encoding):
 
 
 def reply_loss(model, ids: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-    """Mean loss of a reply's token. Padding comes last, so no position of a text sees it."""
+    """Return the mean loss per reply token. Padding comes last, so no other token attends to it."""
     base = model.get_base_model()
     with torch.autocast("cpu", torch.bfloat16):
         hidden = base.model(ids).last_hidden_state[:, :-1]
@@ -524,11 +524,16 @@ def reply_loss(model, ids: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tenso
 
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=320)
-    parser.add_argument("--lr", type=float, default=1.5e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--show", type=int, default=0, help="print conversations instead")
+    parser.add_argument("--out", type=Path, required=True, help="directory for the adapter")
+    parser.add_argument("--steps", type=int, default=320, help="training steps (default: 320)")
+    parser.add_argument(
+        "--lr", type=float, default=1.5e-3, help="peak learning rate (default: 0.0015)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of all random numbers (default: 0)"
+    )
+    show = "print this many conversations and do not train"
+    parser.add_argument("--show", type=int, default=0, help=show)
     args = parser.parse_args(argv)
     template = compile_sandboxed(TEMPLATE.read_text())
     if args.show:
@@ -557,7 +562,7 @@ def main(argv=None) -> None:
     def report():
         with torch.no_grad():
             losses = torch.stack([reply_loss(model, *batch) for batch in heldout])
-            print(f"loss on other conversations {losses.mean():.4f}", flush=True)
+            print(f"held-out loss {losses.mean():.4f}", flush=True)
 
     report()
     parameters = [each for each in model.parameters() if each.requires_grad]
