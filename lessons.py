@@ -230,7 +230,7 @@ def read_main() -> tuple[str, list[Lesson]]:
     present = git("for-each-ref", "--format=%(refname)", *REFS).splitlines()
     if not present:
         raise LessonError(
-            "neither main nor origin/main is here; get it with: git fetch origin main:main"
+            "this clone has neither main nor origin/main; get it with: git fetch origin main:main"
         )
     for ref in (ref for ref in REFS if ref in present):
         lessons = lessons_of(ref)
@@ -341,7 +341,9 @@ def python() -> str:
 def require_pytest() -> None:
     """Raise LessonError if pytest is missing: `make demo` does not install it."""
     if subprocess.run([python(), "-c", "import pytest"], stderr=subprocess.DEVNULL).returncode:
-        raise LessonError("pytest is not installed; get it, and what tests need, with: make test")
+        raise LessonError(
+            "pytest is not installed; get it, and all other packages of the tests, with: make test"
+        )
 
 
 @contextmanager
@@ -362,7 +364,7 @@ def worktree(commit: str):
 
 
 def cmd_list(lessons, args):
-    """list the lessons, * where you stand, + the path of `evening`"""
+    """List the lessons, * where you stand, + on the path of `evening`."""
     if args.markdown:
         print(table(lessons), end="")
         return
@@ -427,7 +429,7 @@ def added_lines(lessons: list[Lesson]) -> dict[str, tuple[int, int]]:
 
 
 def cmd_evening(lessons, args):
-    """show a path for one evening: what to read, and what the lessons between do"""
+    """Show a path for one evening: lessons to read, and a summary of those skipped."""
     path = [lesson for lesson in lessons if lesson.slug in EVENING]
     minutes = sum(EVENING[lesson.slug].minutes for lesson in path)
     print(
@@ -482,7 +484,7 @@ def is_lesson(commit: str, id: str) -> bool:
 
 
 def cmd_tag(lessons, args):
-    """make the tags from the trailers, and let a plain git log show this edition alone"""
+    """Make a tag for each lesson, and hide earlier editions from a plain git log."""
     states = tag_states(lessons)
     for lesson, state in states.items():
         if state in ("made", "moved"):
@@ -505,7 +507,7 @@ def report_tags(lessons: list[Lesson], states: dict[Lesson, str]) -> None:
     earlier = earlier_tags(lessons)
     if earlier:
         print(
-            "These name lessons of an earlier edition, and none of this one; to be rid of them: "
+            "Some tags name lessons of an earlier edition only; delete them with: "
             f"git tag --delete {' '.join(earlier)}",
             file=sys.stderr,
         )
@@ -574,15 +576,15 @@ def earlier_tags(lessons: list[Lesson]) -> list[str]:
 
 
 def cmd_show(lessons, args):
-    """show a lesson: its message and its diff"""
+    """Show the message and the diff of a lesson."""
     show("show", "--stat", "--patch", find_lesson(lessons, args.id).commit)
 
 
 def cmd_diff(lessons, args):
-    """show what came since the lesson before, each commit apart
+    """Show the commits since the lesson before, each with its diff.
 
-    On your branch for a lesson you see what prepares it, not the lesson itself. Answers, results
-    and the book are left out.
+    On your branch for a lesson you see the commits that prepare it, not the lesson itself. Answers,
+    benchmark results and the book are left out.
     """
     lesson = find_lesson(lessons, args.id)
     index = lessons.index(lesson)
@@ -599,22 +601,22 @@ def cmd_diff(lessons, args):
     show("log", "--first-parent", "--reverse", form, "--patch", span, *shown)
     changed = [place for place in places if not succeeds("diff", "--quiet", span, "--", place)]
     if changed:
-        print(f"\nLeft out: what changed in {' and '.join(f'{place}/' for place in changed)}")
+        print(f"\nLeft out: changes in {' and '.join(f'{place}/' for place in changed)}")
 
 
 def cmd_try(lessons, args):
-    """run the commands of a lesson's `Try:` section, on your code if you stand on that lesson
+    """Run the commands of a lesson's `Try:` section, on your code if you stand on it.
 
-    One shell runs them all, and stops at the first that fails. What runs in the background is ended
-    after the last.
+    One shell runs them all, and stops at the first that fails. Background processes are ended after
+    the last command.
     """
     lesson = resolve_lesson(lessons, args.id)
     parts = read_try(message(lesson))
     if "command" not in dict(parts):
         raise LessonError(f"the message of {lesson.id} has no command to try")
     print(
-        f"On {processor()}. Times differ between machines, and other figures may in their last "
-        "digits.",
+        f"On {processor()}. Times differ between machines, and the last digits of other figures "
+        "may.",
         file=sys.stderr,
     )
     places = (str(Path(python()).parent), os.environ.get("PATH", os.defpath))
@@ -660,7 +662,7 @@ def try_script(parts: list[tuple[str, str]]) -> str:
             lines.append(f"printf '$ %s\\n' {shlex.quote(printable(text))}")
             for pattern, (package, target) in REQUIRED_PACKAGES.items():
                 if re.search(pattern, text):
-                    hint = shlex.quote(f"this needs a package; get it with: {target}")
+                    hint = shlex.quote(f"needs the package {package}; get it with: {target}")
                     lines.append(f"lessons_has {package} || lessons_stop {name} {hint}")
             # With eval, a syntax error fails only its own command.
             refused = re.search(r"error: |Error: ", output)
@@ -746,7 +748,7 @@ def read_try(text: str) -> list[tuple[str, str]]:
 
 
 def cmd_answer(lessons, args):
-    """show the worked answer to a lesson's exercise, and at which commit its commands run"""
+    """Show the worked answer to a lesson's exercise, and the commit where it runs."""
     lesson = resolve_lesson(lessons, args.id)
     ref, _ = read_main()
     path = f"course/answers/{lesson.id}.md"
@@ -767,7 +769,7 @@ def answer_commit(ref: str, path: str) -> str:
 
 
 def cmd_start(lessons, args):
-    """make a branch with the code before a lesson and its tests, to write the lesson yourself"""
+    """Make a branch to write a lesson yourself: the code before it, and its tests."""
     lesson = find_lesson(lessons, args.id)
     if lesson == lessons[0]:
         raise LessonError(
@@ -782,7 +784,7 @@ def cmd_start(lessons, args):
 
 
 def cmd_restart(lessons, args):
-    """begin a lesson anew; your branch is kept under another name"""
+    """Begin a lesson anew, and keep your branch under another name."""
     lesson = resolve_lesson(lessons, args.id)
     if not is_branch(lesson.branch):
         raise LessonError(
@@ -809,22 +811,17 @@ def start_branch(lesson: Lesson) -> None:
     Raises LessonError if the reader's changes are in the way. A failure is rolled back.
     """
     if git("status", "--porcelain", "--untracked-files=no"):
-        raise LessonError(
-            "tracked files have changes; commit them or put them away with: git stash"
-        )
+        raise LessonError("tracked files have changes; commit them, or stash them with: git stash")
     if operation_in_progress():
         raise LessonError(
-            "git is in the middle of a merge, a rebase or the like; end it first, see: git status"
+            "git is in the middle of a merge, a rebase or the like; finish it, see: git status"
         )
     commit = starting_commit(lesson)
     changes = ("--name-only", "-z", "--no-renames", "--diff-filter=A")
     added = [file for file in git("diff", *changes, "HEAD", commit).split("\0") if file]
     mine = untracked_conflicts(added)
     if mine:
-        raise LessonError(
-            "git does not track these files, which are in the way; git add and commit, or move: "
-            + ", ".join(mine)
-        )
+        raise LessonError("untracked files are in the way; commit or move them: " + ", ".join(mine))
     with rollback_on_failure(lesson.branch, added):
         git("switch", "--quiet", "--detach", commit)
         git("branch", "--quiet", "--no-track", "--force", lesson.branch, commit)
@@ -832,9 +829,9 @@ def start_branch(lesson: Lesson) -> None:
     text = message(lesson)
     print(printable(text))
     print(f"\nYou are on branch {lesson.branch}: the code before the lesson, with its tests.")
-    print(f"The tests that wait for it: {' '.join(test_files(lesson))}")
+    print(f"Its tests: {' '.join(test_files(lesson))}")
     if "\nImplement: nothing" in text:
-        print(f"It is to be read, not written: python lessons.py show {lesson.id}")
+        print(f"This lesson is for reading: python lessons.py show {lesson.id}")
     else:
         print("Write the lesson, then: python lessons.py check (--quick: these tests only)")
     print("To leave, git add and commit, then: git switch main")
@@ -903,9 +900,9 @@ def rollback_on_failure(branch: str, added: list[str]):
 
 
 def cmd_check(lessons, args):
-    """run a lesson's tests on your code, then all the others
+    """Run a lesson's tests on your code, then all other tests.
 
-    Each test that fails is one line; the first is shown in full.
+    Each failed test is one line, and the first is shown in full.
     """
     require_pytest()
     lesson = lesson_in_progress(lessons, args.id)
@@ -923,7 +920,7 @@ def cmd_check(lessons, args):
         options = {"cwd": ROOT, "env": os.environ | ONE_THREAD}
         code = subprocess.run([*pytest, "--tb=no", "-rfE", *arguments], **options).returncode
         if code in (1, 2):  # tests fail, or a file cannot be imported
-            print(f"{lesson.id}: the first that fails", flush=True)
+            print(f"{lesson.id}: the first failed test", flush=True)
             first = ("--last-failed", "--maxfail=1", "--tb=short", "-rN")
             subprocess.run([*pytest, *first, *arguments], **options)
         return code
@@ -935,7 +932,7 @@ def cmd_check(lessons, args):
     if code == 0 and steps:
         verdict = f"the tests of steps up to {args.step} pass"
     elif code == 0 and not args.quick:
-        words = "its own tests pass. All others, because a lesson must not break another:"
+        words = "its own tests pass. All other tests, because a lesson must not break another:"
         print(f"{lesson.id}: {words}", flush=True)
         code = run("--maxfail=10", *(f"--ignore={file}" for file in files))
         if code == 5:  # there are no others
@@ -943,7 +940,7 @@ def cmd_check(lessons, args):
         verdict = "all tests pass"
     print(f"\n{lesson.id}: {'not yet' if code else verdict}")
     if (args.quick or steps) and not code:
-        print(f"For all the others: python lessons.py check {lesson.id}")
+        print(f"To run all other tests: python lessons.py check {lesson.id}")
     print(f"To compare with the lesson's code: python lessons.py compare {lesson.id}")
     print("To go back to main: git add and commit, then git switch main")
     following = lessons[lessons.index(lesson) + 1 :]
@@ -970,9 +967,9 @@ def chosen_steps(lesson: Lesson, files: list[str], last: int | None) -> list[str
 
 
 def cmd_compare(lessons, args):
-    """show what you would change to get to a lesson's code: - yours, + the lesson's
+    """Show the changes from your code (-) to that of a lesson (+).
 
-    Tests and texts are left out.
+    Tests and Markdown files are left out.
     """
     lesson = lesson_in_progress(lessons, args.id)
     with tempfile.TemporaryDirectory(prefix="lessons-") as folder:
@@ -981,23 +978,21 @@ def cmd_compare(lessons, args):
         git("add", "--update", **index)  # with their content here, uncommitted changes included
         mine = git("write-tree", **index)
     if lesson != current_lesson(lessons):
-        print(
-            f"You do not stand on {lesson.id}: this shows all that lies between.", file=sys.stderr
-        )
+        print(f"You do not stand on {lesson.id}: this shows all changes up to it.", file=sys.stderr)
     span = (mine, lesson.commit, "--", ":/", ":!tests", ":!*.md", ":!lessons.py")
     if succeeds("diff", "--quiet", *span):
-        print(f"Your code is that of {lesson.id}.")
+        print(f"Your code equals that of {lesson.id}.")
     show("diff", *span)
 
 
 def cmd_verify(lessons, args):
-    """check each lesson: green at its commit, its tests red on the code before it
+    """Check lessons: green at their commit, their tests red on the code before.
 
-    The whole suite runs for the lessons you name, or with --all for each; otherwise they run their
-    own tests only (make test runs the suite of the newest code), and only those of the newest part
-    run them on the code before, too: the others were red when they were published, and their
-    commits do not change. A lesson that fails is checked once more; both results are shown. Where
-    Linux runs on an Intel processor, the tests that course/torch_bits.txt names are left out.
+    The whole suite runs for lessons that you name, and for all with --all. Otherwise a lesson runs
+    its own tests only, and on the code before it only in the newest part: the tests of older parts
+    were red when they were published, and commits do not change. A lesson that fails is checked
+    once more, and both results are shown. On Linux with an Intel processor the tests in
+    course/torch_bits.txt are left out.
     """
     require_pytest()
     selected = list(dict.fromkeys(find_lesson(lessons, query) for query in args.ids)) or lessons
@@ -1018,7 +1013,7 @@ def cmd_verify(lessons, args):
             if complaint and not STOPPED.is_set():  # perhaps the machine was busy
                 first = printable(complaint)
                 complaint, note = verify(lesson, before, full_suite, tree, deselected[lesson])
-                note += f"; the second time; the first time:\n{first}"
+                note += f"; on the second try; on the first:\n{first}"
         except LessonError as error:
             complaint = str(error)
         finally:
@@ -1040,8 +1035,8 @@ def cmd_verify(lessons, args):
                 STOPPED.set()
                 raise
     if finished:
-        words = "lessons of finished parts ran at their commits only"
-        print(f"{len(finished)} {words}; both for all: python lessons.py verify --all")
+        words = "lessons of finished parts were tested at their commits only"
+        print(f"{len(finished)} {words}; for both: python lessons.py verify --all")
     count = len(set().union(*deselected.values()))
     note = f"; on this Intel processor without {count} of the tests in {TORCH_BITS}"
     print(f"{sum(done)} passed, {len(done) - sum(done)} failed{note if count else ''}")
@@ -1049,19 +1044,19 @@ def cmd_verify(lessons, args):
 
 
 def cmd_book(lessons, args):
-    """make the book: the lessons as web pages that are read without a network"""
+    """Make the book: the lessons as web pages that need no network."""
     script = ROOT / "course" / "make_book.py"
     if not script.exists():
-        raise LessonError("what makes the book is on main only; go there with: git switch main")
+        raise LessonError("the book is made on main only; go there with: git switch main")
     output = [] if args.output is None else ["--output", os.path.abspath(args.output)]
     return subprocess.run([python(), str(script), *output]).returncode
 
 
 def cmd_picture(lessons, args):
-    """draw the picture of a lesson from a run on your own prompt: one HTML file"""
+    """Draw the picture of a lesson from a run on your own prompt, as one HTML file."""
     script = ROOT / "course" / "draw_picture.py"
     if not script.exists():
-        raise LessonError("what draws pictures is on main only; go there with: git switch main")
+        raise LessonError("pictures are drawn on main only; go there with: git switch main")
     lesson = resolve_lesson(lessons, args.id)
     option_values = {"--prompt": args.prompt, "--output": args.output}
     options = [
@@ -1210,16 +1205,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     def add(function) -> argparse.ArgumentParser:
         name = function.__name__.removeprefix("cmd_")
         words = function.__doc__
-        command = commands.add_parser(name, help=words.splitlines()[0], description=words)
+        summary = words.splitlines()[0].removesuffix(".")
+        summary = summary[0].lower() + summary[1:]
+        command = commands.add_parser(name, help=summary, description=words)
         command.set_defaults(function=function)
         return command
 
-    lesson = "a lesson's id, number or slug, or how one begins: 06-top-k, 6, top-k, top"
+    lesson = "id, number or slug of a lesson, or a prefix: 06-top-k, 6, top-k, top"
     named = {"metavar": "ID", "help": lesson}
-    here = {"nargs": "?", "metavar": "ID", "help": f"{lesson}; default: where you stand"}
-    several = {"nargs": "*", "metavar": "ID", "help": f"{lesson}; default: all lessons"}
-    quiet = "say only that git log has changed; without a history do nothing"
-    words = "as a table in Markdown, which is LESSONS.md"
+    here = {"nargs": "?", "metavar": "ID", "help": f"{lesson} (default: yours)"}
+    several = {"nargs": "*", "metavar": "ID", "help": f"{lesson} (default: all)"}
+    quiet = "report only a change of git log, and no error without a history"
+    words = "print the Markdown table of LESSONS.md"
     add(cmd_list).add_argument("--markdown", action="store_true", help=words)
     add(cmd_evening)
     add(cmd_tag).add_argument("--quiet", action="store_true", help=quiet)
@@ -1230,21 +1227,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add(cmd_start).add_argument("id", **named)
     check = add(cmd_check)
     check.add_argument("id", **here)
-    check.add_argument("--quick", action="store_true", help="the lesson's own tests only")
-    words = "its own tests for the first N of its Steps only"
+    check.add_argument("--quick", action="store_true", help="run the lesson's own tests only")
+    words = "run only its own tests of the first N Steps"
     check.add_argument("--step", metavar="N", type=int, help=words)
     add(cmd_compare).add_argument("id", **here)
     add(cmd_restart).add_argument("id", **here)
-    full_suite = "run the whole suite at each lesson, and its own tests on the code before it"
+    full_suite = "run the whole suite at each lesson, and its tests on the code before"
     verify = add(cmd_verify)
     verify.add_argument("ids", **several)
     verify.add_argument("--all", action="store_true", help=full_suite)
-    output = "a new one, or an older book; default: book"
+    output = "a new folder, or that of an older book (default: book)"
     add(cmd_book).add_argument("--output", metavar="FOLDER", help=output)
     picture = add(cmd_picture)
     picture.add_argument("id", **here)
-    picture.add_argument("--prompt", metavar="TEXT", help="default: that of the book")
-    words = "default: picture-ID.html, here; FILE.svg for 18 and 42"
+    picture.add_argument(
+        "--prompt", metavar="TEXT", help="prompt of the run (default: that of the book)"
+    )
+    words = "file to write, .svg for 18 and 42 only (default: picture-ID.html)"
     picture.add_argument("--output", metavar="FILE", help=words)
     return parser.parse_args(argv)
 

@@ -180,11 +180,11 @@ SYSTEMS = (
 class ToolFamily:
     """A family of similar tools, from seven lines of train_tools.txt.
 
-    They are: its names; its description; its parameters; questions for it; what a result has;
-    answers; and the result in a few words, if another question can have these in place of a value.
-    | stands between forms, of which one is taken, and - for none. A parameter or a part of a result
-    is its names, a colon and a kind of value; + stands between several. In questions and answers
-    {0} and {1} are the arguments, {r} is the result and {s} the second part of it.
+    The lines are names, description, parameters, questions, parts of the result, answers, and a
+    noun phrase that can replace a value in another tool's question. | separates alternatives, of
+    which one is drawn; - means none. A parameter, or a part of a result, is its names, a colon and
+    a value type; + separates several. In questions and answers {0} and {1} are the arguments, {r}
+    is the result and {s} its second part.
     """
 
     def __init__(self, lines: list[str]):
@@ -304,7 +304,7 @@ class Tool:
         return {"function": {"name": self.name, "arguments": dict(zip(self.names, values))}}
 
     def content(self, values, results) -> str:
-        """Return the content of a result message: mostly an object, some with unrequested fields."""
+        """Return the content of a result message: mostly an object, some with more fields."""
         if len(results) == 1 and self.rng.random() < 0.15:
             return str(results[0])
         found = list(zip(self.keys, results))

@@ -298,7 +298,7 @@ def test_tags_of_lessons_that_an_earlier_edition_had_are_named(repo, run):
     assert run("tag", "--quiet") == (0, "", "")
     code, out, err = run("tag")
     assert (code, out) == (0, "kept 00-init\nkept 01-add\nkept 02-mul\n")
-    assert err.endswith("; to be rid of them: git tag --delete 02-old\n")
+    assert err.endswith("; delete them with: git tag --delete 02-old\n")
     git(repo, *err.rpartition(": git ")[2].split())
     assert run("tag")[2] == ""
     assert git(repo, "tag").split() == ["00-init", "01-add", "02-mine", "02-mul", "v2"]
@@ -527,11 +527,11 @@ def test_diff_leaves_out_answers_and_results(repo, run):
     out = run("diff", "03-sub")[1]
     assert "part one: answers" in out and "+part one" in out and "03 sub" in out
     assert "An answer." not in out
-    assert out.endswith("\nLeft out: what changed in course/\n")
+    assert out.endswith("\nLeft out: changes in course/\n")
     commit(repo, "part two", {"course/a.md": "a\n", "benchmark_results/b.csv": "b,c\n"})
     commit(repo, "04 div: quotients", {"calc.py": MUL}, "04-div")
     out = run("diff", "04-div")[1]
-    assert "b,c" not in out and out.endswith("what changed in course/ and benchmark_results/\n")
+    assert "b,c" not in out and out.endswith("changes in course/ and benchmark_results/\n")
 
 
 def test_control_characters_reach_no_terminal(repo, run, error):
@@ -541,7 +541,7 @@ def test_control_characters_reach_no_terminal(repo, run, error):
     commit(repo, "03 sub: differ\x1b[1mences", files, "03-sub", "Cle\x9bar.")
     git(repo, "checkout", "-q", "--detach", "main^")
     (repo / "tests" / "test_\x1b.py").touch()
-    assert error("start", "3").endswith("or move: tests/test_\\x1b.py\n")
+    assert error("start", "3").endswith("or move them: tests/test_\\x1b.py\n")
     (repo / "tests" / "test_\x1b.py").unlink()
     outputs = [run("list")[1], run("answer", "3")[1], run("start", "3")[1]]
     assert not any(letter in out for out in outputs for letter in "\x1b\x9b")
@@ -637,7 +637,7 @@ def test_start(repo, run):
     assert (repo / "tests" / "test_mul.py").read_text() == TEST_MUL
     assert git(repo, "rev-parse", "HEAD^") == git(repo, "rev-parse", "main~2")
     assert "Products" in out and "Lesson: 02" not in out
-    assert "The tests that wait for it: tests/test_mul.py\n" in out
+    assert "Its tests: tests/test_mul.py\n" in out
     assert "python lessons.py check" in out
     assert "git switch main" in out and "git branch -D my-02-mul" in out
 
@@ -646,7 +646,7 @@ def test_start_asks_for_no_code_where_a_lesson_has_none_to_write(repo, run, monk
     monkeypatch.setattr(lessons, "message", lambda lesson: "A benchmark.\n\nImplement: nothing.")
     code, out, err = run("start", "02-mul")
     assert (code, err) == (0, "")
-    assert "It is to be read, not written: python lessons.py show 02-mul\n" in out
+    assert "This lesson is for reading: python lessons.py show 02-mul\n" in out
     assert "Write the lesson" not in out
 
 
@@ -664,7 +664,7 @@ def test_start_refuses(repo, error):
         own.unlink(missing_ok=True)
         make()
         line = error("start", "02-mul")
-        assert line.endswith("in the way; git add and commit, or move: tests/test_mul.py\n")
+        assert line.endswith("in the way; commit or move them: tests/test_mul.py\n")
         assert own.is_symlink() or own.read_text() == "my own"
     assert git(repo, "branch", "--list", "my-02-mul") == ""
 
@@ -695,7 +695,7 @@ def test_start_leaves_what_is_in_the_place_of_a_folder(repo, error, target):
     else:
         (repo / "engine").write_text("mine")
     before = stands(repo)
-    assert "or move: engine\n" in error("start", "3")
+    assert "or move them: engine\n" in error("start", "3")
     assert stands(repo) == before
     assert (repo / "elsewhere" / "sub.py").read_text() == "mine"
 
@@ -786,16 +786,16 @@ def test_check(repo, run, monkeypatch):
     code, out, _ = run("check")
     assert code == 1
     assert out.startswith("02-mul: its own tests") and "1 failed, 1 passed" in out
-    assert "All others" not in out and "not yet" in out
+    assert "All other tests" not in out and "not yet" in out
     assert "python lessons.py compare 02-mul" in out
     code, out, _ = run("check", "--quick")
     assert code == 1 and "1 failed" in out and "02-mul: not yet" in out
-    assert "For all the others" not in out
+    assert "To run all other tests" not in out
     (repo / "calc.py").write_text(MUL)
     code, out, _ = run("check", "--quick")
     assert code == 0 and out.count(" passed in ") == 1 and "2 passed" in out
     assert "02-mul: its own tests pass\n" in out and "all tests pass" not in out
-    assert "For all the others: python lessons.py check 02-mul\n" in out
+    assert "To run all other tests: python lessons.py check 02-mul\n" in out
     code, out, _ = run("check")
     assert code == 0 and out.index("2 passed") < out.index("3 passed")  # its own, then all others
     assert "all tests pass" in out and "last lesson" in out
@@ -808,7 +808,7 @@ def test_without_pytest_one_line_says_how_to_get_it(repo, error, monkeypatch, tm
     bare.chmod(0o755)
     monkeypatch.setattr(lessons, "python", lambda: str(bare))
     for command in ("check", "verify"):
-        assert error(command).endswith(" get it, and what tests need, with: make test\n")
+        assert error(command).endswith(" with: make test\n")
 
 
 def test_main_is_no_lesson_that_one_writes(repo, run, error):
@@ -837,7 +837,7 @@ def test_check_names_all_that_is_missing(repo, run):
     assert code == 1 and "6 failed, 1 passed" in out
     lines = [line for line in out.splitlines() if line.startswith("FAILED tests/test_mul.py::")]
     assert [line.split(" - ")[0][-1] for line in lines] == list("012345")
-    assert "assert 0 > 5" in out.partition("the first that fails")[2]
+    assert "assert 0 > 5" in out.partition("the first failed test")[2]
     assert out.count("\nE   AssertionError") == 1
     (repo / "tests" / "test_mul.py").write_text("import no_such_module\n")
     out = run("check")[1]
@@ -854,9 +854,9 @@ def test_check_up_to_a_step(repo, run, error):
     (repo / "tests" / "test_mul.py").write_text(tests + "def test_unmarked():\n    assert 0\n")
     code, out, _ = run("check", "--step", "1")
     assert code == 0 and "1 passed, 4 deselected" in out
-    assert "02-mul: the tests of steps up to 1 pass\n" in out and "For all the others" in out
+    assert "02-mul: the tests of steps up to 1 pass\n" in out and "To run all other tests" in out
     code, out, _ = run("check", "--step", "2")
-    assert code == 1 and "1 failed, 2 passed, 2 deselected" in out and "All others" not in out
+    assert code == 1 and "1 failed, 2 passed, 2 deselected" in out and "All other tests" not in out
     assert "the tests of 02-mul have the steps 1, 2, 3;" in error("check", "--step", "4")
     assert "the tests of 02-mul have the steps 1, 2, 3;" in error("check", "--step", "0")
 
@@ -895,7 +895,7 @@ def test_compare(repo, run):
     assert out.count("diff --git") == 1  # neither tests nor Readme
     (repo / "calc.py").write_text(MUL)
     (repo / "notes.txt").write_text("untracked")
-    assert run("compare")[1] == "Your code is that of 02-mul.\n"
+    assert run("compare")[1] == "Your code equals that of 02-mul.\n"
     out = run("compare", "0")[1]
     assert "\n-    return 0\n+    return a + b\n" not in out and "+    return 0" in out
     git(repo, "checkout", "-q", "--force", "--detach", "main~4^")  # before calc.py
@@ -987,7 +987,7 @@ def test_what_needs_a_package_names_what_installs_it(tmp_path, capfd, monkeypatc
     )
     code, out, err = tried(tmp_path, capfd, "$ echo cat", "cat", "$ echo dog", "$ echo never")
     assert (code, out) == (1, "$ echo cat\ncat\n$ echo dog\n")
-    assert err == "lessons.py: error: echo dog: this needs a package; get it with: make dog\n"
+    assert err == "lessons.py: error: echo dog: needs the package gone; get it with: make dog\n"
 
 
 @pytest.mark.parametrize(
@@ -1160,7 +1160,7 @@ def test_verify_runs_finished_parts_at_their_commits_only(repo, run, monkeypatch
     """Where no lesson is named: their tests were red when they were published."""
     commit(repo, "03 late: its test passes before it", {"tests/test_late.py": TEST_INIT}, "03-late")
     bad = "these tests pass on the code before the lesson"
-    note = "lessons of finished parts ran at their commits only"
+    note = "lessons of finished parts were tested at their commits only"
     code, out, _ = run("verify")
     assert code == 1 and out.splitlines()[-1] == "3 passed, 1 failed"
     assert bad in out and "FAILED 03-late" in out and note not in out  # one part, the newest
@@ -1258,7 +1258,7 @@ def test_verify_checks_once_more_what_fails(repo, run, monkeypatch):
     complaints = ["busy", "", "wrong", "wrong", ""]
     monkeypatch.setattr(lessons, "verify", lambda *_: (complaints.pop(0), "note"))
     code, out, _ = run("verify", "2")
-    assert code == 0 and out.startswith("ok     02-mul") and "the first time:\nbusy\n" in out
+    assert code == 0 and out.startswith("ok     02-mul") and "on the first:\nbusy\n" in out
     code, out, _ = run("verify", "2")
     assert code == 1 and out.startswith("FAILED 02-mul") and complaints == [""]
 

@@ -1009,6 +1009,6 @@ def test_the_commands_of_the_course(monkeypatch, tmp_path, capfd, args, script, 
     assert calls[0][1:] == [str(ROOT / "course" / script), *given]
     monkeypatch.setattr(course, "ROOT", tmp_path)
     assert course.main(args) == 2
-    what = "makes the book" if args[0] == "book" else "draws pictures"
-    line = f"lessons.py: error: what {what} is on main only; go there with: git switch main"
+    what = "the book is made" if args[0] == "book" else "pictures are drawn"
+    line = f"lessons.py: error: {what} on main only; go there with: git switch main"
     assert capfd.readouterr().err == line + "\n"
