@@ -44,18 +44,18 @@ class Engine(NamedTuple):
 
 
 ENGINES = {
-    "no cache": Engine("", "float32", "torch, all positions again in each step"),
+    "no cache": Engine("", "float32", "torch, recomputing all positions in each step"),
     "cache": Engine("", "float32", "torch"),
     "bfloat16": Engine("", "bfloat16", "torch"),
     "int8": Engine("", "int8", "torch"),
-    "native": Engine("native", "float32", "the C code"),
-    "native int8": Engine("native", "int8", "the same"),
-    "native blocks": Engine("native", "blocks", "the same, in the form of Q8_0"),
-    "transformers": Engine("transformers", "float32", "its generate"),
-    "CTranslate2": Engine("ctranslate2", "float32", "its Generator"),
-    "CTranslate2 int8": Engine("ctranslate2", "int8", "the same"),
-    "llama.cpp": Engine("llama_cpp", "float32", "its llama_decode; the cache is float16"),
-    "llama.cpp int8": Engine("llama_cpp", "int8", "the same, of Q8_0"),
+    "native": Engine("native", "float32", "C code"),
+    "native int8": Engine("native", "int8", "C code"),
+    "native blocks": Engine("native", "blocks", "C code, in the format of Q8_0"),
+    "transformers": Engine("transformers", "float32", "generate()"),
+    "CTranslate2": Engine("ctranslate2", "float32", "Generator"),
+    "CTranslate2 int8": Engine("ctranslate2", "int8", "Generator"),
+    "llama.cpp": Engine("llama_cpp", "float32", "llama_decode with a float16 cache"),
+    "llama.cpp int8": Engine("llama_cpp", "int8", "llama_decode of a Q8_0 file"),
 }
 IMPORTS = {
     "transformers": benchmark_kv_cache.TRANSFORMERS_IMPORTS,
@@ -65,9 +65,9 @@ IMPORTS = {
 # Packages with further requirements or another name in pip: module -> name in pip.
 NEEDS = {"llama_cpp": {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}}
 LABELS = (  # y-axes of a model's panels
-    "tokens/s of all texts together",
-    "tokens/s of each text",
-    "seconds to the first token",
+    "tokens/s of the batch",
+    "tokens/s per sequence",
+    "time to first token, s",
     "peak memory, MB",
 )
 COLOURS = [*(f"C{number}" for number in range(10)), "black", "gold"]  # of the engines' lines
@@ -199,8 +199,8 @@ class EngineProcess:
             self.connection.send((function, arguments))
             result = self.connection.recv()
         except (EOFError, OSError):
-            why = "is there too little memory?"
-            raise UserError(f"the process of {self.name} ended; {why}") from None
+            why = "perhaps for lack of memory"
+            raise UserError(f"the process of {self.name} ended, {why}") from None
         if isinstance(result, Exception):
             raise result
         return result
@@ -255,7 +255,7 @@ def check(engine_processes: dict, prompts: list[list[int]], length: int, device:
     for name, output in outputs.items():
         known = (engine_processes["cache"], prompts, outputs["cache"], TIES.get(name, 0.0))
         if len(output) != length or (name in exact and diverges(output, *known)):
-            sys.exit(f"{', '.join(exact)} do not make the same tokens: no timing of wrong results")
+            sys.exit(f"{', '.join(exact)} generate different tokens; wrong results are not timed")
     tokens = prompts[0] + [step[0] for step in outputs["cache"][:-1]]
     expected = engine_processes["cache"](log_probs, tokens)
     for name in [name for name in outputs if name not in exact]:
@@ -263,7 +263,7 @@ def check(engine_processes: dict, prompts: list[list[int]], length: int, device:
         bound = BOUNDS[ENGINES[name].dtype]
         if not (error.max() <= bound and error.mean() <= bound / 10):  # NaN is an error too
             off = f"{name}: log-probabilities are off by up to {error.max():.3f} nats"
-            sys.exit(f"{off}: no timing of wrong results")
+            sys.exit(f"{off}; wrong results are not timed")
 
 
 def diverges(
@@ -288,7 +288,7 @@ def unavailable_reason(name: str, device: str) -> str:
     if package == "native":
         return common.native_refusal(device)
     if package in ("ctranslate2", "llama_cpp") and device != "cpu":
-        return f"for the CPU only, not {device}"
+        return f"runs on the CPU only, not on {device}"
     modules = NEEDS.get(package, {package: package} if package else {})
     absent = [pip for module, pip in modules.items() if not importlib.util.find_spec(module)]
     return f"pip install {' '.join(absent)}" if absent else ""
@@ -372,7 +372,7 @@ def plot(summary):
         panels[-1].set(yscale="linear", ylim=(0, None))
     handles, names = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside right upper", fontsize="small")
-    what = "medians, and min and max of the rates after the first token"
+    what = "median of the repeats, min and max of decode rates"
     figure.suptitle(f"Greedy decoding by engine: {what}")
     return figure
 
@@ -399,13 +399,13 @@ def main(argv=None) -> None:
     )
     parser = Parser(description=f"Time greedy decoding of batches by engine. {description}.")
     models = {"nargs": "+", "default": [str(STORIES)]}
-    parser.add_argument("--model", **models, help="directories, names as in infer.py")
+    parser.add_argument("--model", **models, help="directories, or model names of infer.py")
     engines = {"nargs": "+", "default": list(ENGINES), "choices": ENGINES}
-    parser.add_argument("--engines", **engines, help="what to time beside cache")
+    parser.add_argument("--engines", **engines, help="engines to time beside cache")
     sizes = {"type": common.integer_in_range(1, MAX_SEQUENCES), "default": [1, 8, 32]}
-    parser.add_argument("--batch-size", **common.LIST, **sizes, help="texts at once")
+    parser.add_argument("--batch-size", **common.LIST, **sizes, help="sequences per batch")
     tokens = {"type": common.integer_in_range(1), "default": 16}
-    prompt = "random ids in each prompt; with one text, over first_token_s, the rate of prefill"
+    prompt = "random token ids per prompt"
     parser.add_argument("--prompt-tokens", **tokens, help=prompt)
     common.add_options(parser, "batching_cpu.csv", lengths=[100], repeats=3, dtypes=False)
     common.run_benchmark(parser, measure, {"mode": "cache", "dtype": "float32"}, plot, argv)

@@ -32,22 +32,19 @@ from command_line import Parser, run_script
 from errors import UserError
 
 METRICS = {
-    "ttft": "time to first token, from when the request was due; vLLM and guidellm count from when"
-    " they sent it, without the time that they were late; guidellm reports its mean apart",
-    "itl": "from one token of a text to the next, of all texts; 0 for tokens that came together."
-    " vLLM has the gaps between chunks, guidellm the mean of each text",
-    "chunk gap": "the same between chunks, where it is not known which tokens each had",
-    "tpot": "time per output token of a text, without the first, so of texts with more than one;"
-    " guidellm's has the first, too",
-    "p50, p99, p100": "percentiles, linear as numpy's and vLLM's; the last is the largest",
-    "tokens/s": "that came while requests were due",
-    "goodput": "requests a second whose ttft and tpot are within the limits of --goodput; of each,"
-    " the share of its tokens that came while requests were due. vLLM has the time to the last"
-    " answer",
-    "failed": "requests without all their tokens, and why; they are in no other measure but the"
-    " send lag",
-    "send lag": "how late requests were sent: whether the client kept up",
-    "client CPU": "what the client itself took",
+    "ttft": "time to first token, from the arrival time of the request. vLLM and guidellm count"
+    " from when they sent it, which hides a late client",
+    "itl": "inter-token latency, over all requests; 0 for tokens of one chunk. vLLM takes the"
+    " intervals between chunks, guidellm the mean of each request",
+    "chunk gap": "interval between chunks, if the server does not count tokens",
+    "tpot": "time per output token of a request, without the first; guidellm includes it",
+    "p50, p99, p100": "percentiles, linear as in numpy and vLLM; p100 is the maximum",
+    "tokens/s": "tokens that arrived during the load",
+    "goodput": "requests per second within the limits of --goodput, each weighted by the share of"
+    " its tokens that arrived during the load. vLLM divides by the time to the last answer",
+    "failed": "requests without all their tokens, by reason; only send lag counts them too",
+    "send lag": "delay between arrival time and sending: whether the client kept up",
+    "client CPU": "CPU time of the client",
 }
 # After a space each word is one token in most vocabularies.
 WORDS = """the and to was a he she it they day said with in his her mom play big little happy of
@@ -118,7 +115,7 @@ class Exchange(asyncio.Protocol):
                 with contextlib.closing(transport):
                     await asyncio.shield(self.closed)
         except TimeoutError:
-            self.failure = f"no end in {TIMEOUT} s"
+            self.failure = f"timeout after {TIMEOUT} s"
         except (OSError, UnicodeError) as error:  # UnicodeError: invalid host name
             is_client_error = getattr(error, "errno", None) in CLIENT_ERRNOS
             self.failure = f"client: {error.strerror}" if is_client_error else "no connection"
@@ -221,7 +218,7 @@ def read(exchange: Exchange) -> RequestOutput:
                 times += [timestamp] * (count - before)
         other = so_far not in (None, exchange.max_tokens)
         if reason != "length" or other or not 0 < len(times) <= exchange.max_tokens:
-            raise RequestFailed("other number of tokens")
+            raise RequestFailed("wrong number of tokens")
     except RequestFailed as error:
         failure = failure or str(error)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -314,7 +311,7 @@ def calculate_metrics(load: LoadResult, ttft: float, tpot: float) -> dict[str, f
         known = all(len(output.times) == output.tokens for output in completed)
         values |= percentiles("itl" if known else "chunk gap", gaps, 50, 99, 100)
         total_tokens = sum(output.tokens for output in completed)
-        values["client CPU, us a token"] = 1e6 * load.cpu / total_tokens
+        values["client CPU, us per token"] = 1e6 * load.cpu / total_tokens
     return values
 
 
@@ -326,20 +323,24 @@ def positive_float(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 < float(text) < math.inf:
             return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r}: it must be a number above 0")
+    raise argparse.ArgumentTypeError(f"{text!r}: must be a number above 0")
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a load, and explain METRICS in the epilog."""
     number = {"type": integer_in_range(1)}
     positive = {"type": positive_float}
-    parser.add_argument("--seconds", **positive, default=5.0, help="in which requests are due")
-    pair = {"nargs": 2, "metavar": ("LEAST", "MOST")}
-    parser.add_argument("--prompt-words", **pair, **number, default=[5, 60], help="drawn ones")
-    what = "of each answer; it goes on after EOS where the server can do that"
+    parser.add_argument(
+        "--seconds", **positive, default=5.0, help="duration of the load in seconds"
+    )
+    pair = {"nargs": 2, "metavar": ("MIN", "MAX")}
+    parser.add_argument(
+        "--prompt-words", **pair, **number, default=[5, 60], help="words per prompt"
+    )
+    what = "tokens per answer; EOS is ignored if the server supports it"
     parser.add_argument("--new-tokens", **pair, **number, default=[20, 100], help=what)
     limits = {"nargs": 2, "metavar": ("TTFT", "TPOT"), "default": [500.0, 50.0]}
-    parser.add_argument("--goodput", **limits, **positive, help="limits of ttft and tpot, in ms")
+    parser.add_argument("--goodput", **limits, **positive, help="limits of ttft and tpot in ms")
     explained = (f"  {name:20} {text}" for name, text in METRICS.items())
     before = f"{parser.epilog}\n\n" if parser.epilog else ""
     parser.epilog = "\n".join([f"{before}measures:", *explained])
@@ -351,22 +352,22 @@ def check_load_options(args) -> None:
     for name in ("prompt_words", "new_tokens"):
         least, most = getattr(args, name)
         if least > most:
-            why = "the first number is the smallest, the second the largest"
-            raise UserError(f"--{name.replace('_', '-')}: {why}")
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} {least} {most}: the minimum must not be above the maximum")
 
 
 def main(argv=None) -> None:
     parser = Parser(description="Put a server of OpenAI's API under load.")
-    what = "http://HOST:PORT, without /v1"
+    what = "address of the server, http://HOST:PORT without /v1"
     parser.add_argument("--url", default="http://127.0.0.1:8000", help=what)
     how = parser.add_mutually_exclusive_group(required=True)
-    what = "open loop: requests a second, at random moments"
+    what = "open loop: requests per second, at Poisson arrival times"
     how.add_argument("--request-rate", type=positive_float, help=what)
-    what = "closed loop: number of clients, each of which waits for its answer before it asks again"
+    what = "closed loop: number of clients, each with one request in flight"
     how.add_argument("--clients", type=integer_in_range(1), help=what)
-    what = "as JSON: more fields of each request, such as model"
+    what = "JSON object with more fields of each request, such as model"
     parser.add_argument("--extra-body", default="{}", help=what)
-    parser.add_argument("--seed", default="0", help="for other requests at other moments")
+    parser.add_argument("--seed", default="0", help="seed of requests and arrival times")
     add_load_options(parser)
     run_script(parser, show, argv)
 
@@ -381,11 +382,11 @@ def show(args) -> None:
     with contextlib.suppress(ValueError):  # invalid port
         known = re.fullmatch(r"http://[\w.-]+:\d+", args.url, re.ASCII) and urlsplit(args.url).port
     if not known:
-        raise UserError(f"--url {args.url}: it must be http://HOST:PORT")
+        raise UserError(f"--url {args.url}: must be http://HOST:PORT")
     try:
         extra_body = EXTRA_BODY | json.loads(args.extra_body)
     except (ValueError, TypeError, RecursionError):
-        raise UserError(f"--extra-body {args.extra_body}: it must be a JSON object") from None
+        raise UserError(f"--extra-body {args.extra_body}: must be a JSON object") from None
     bodies = request_bodies(args.seed, args.prompt_words, args.new_tokens)
     exchanges = (Exchange(args.url, body | extra_body) for body in bodies)
     if args.clients:
@@ -393,7 +394,7 @@ def show(args) -> None:
     else:
         if args.request_rate * args.seconds > MAX_REQUESTS:
             line = f"--request-rate {args.request_rate:g} --seconds {args.seconds:g}"
-            raise UserError(f"{line}: at most {MAX_REQUESTS} requests, which is their product")
+            raise UserError(f"{line}: their product must be at most {MAX_REQUESTS} requests")
         count = max(round(args.request_rate * args.seconds), 1)
         arrival_times = poisson_arrivals(count, args.request_rate, args.seed)
         load = open_loop(list(itertools.islice(exchanges, count)), arrival_times)

@@ -29,41 +29,36 @@ RESULTS = ROOT / "benchmark_results"  # the default directory
 PROFILED = 8  # steps in a profile; a longer trace opens slowly
 FLOATS = [name for name, dtype in DTYPES.items() if dtype.is_floating_point]
 SETTING = {  # columns that a summary groups by
-    "model": "what --model or --target names",
-    "draft": "what --draft names",
+    "model": "from --model or --target",
+    "draft": "from --draft",
     "dtype": "of weights, activations and cache",
-    "batch_size": "texts at once",
+    "batch_size": "sequences per batch",
     "new_tokens": "tokens generated after each prompt; EOS is ignored",
     "temperature": "0: greedy",
     "mode": "how the tokens were generated",
 }
 CONDITIONS = {
     "prompt_tokens": "tokens of each prompt",
-    "prompt": "which of the prompts",
+    "prompt": "index of the prompt",
     "repeat": "each repeat runs all modes once; ratios are taken within it",
-    "parameters": "of the model",
-    "device": "what computed",
-    "kernel": "the instruction set of the C code; none: it is not compiled here",
-    "threads": "of torch",
-    "torch": "its version",
-    "library": "whose engine ran, with its version; none: this repository",
-    "commit": "of this repository; -dirty: files differ from it",
+    "parameters": "number of weights of the model",
+    "device": "GPU, or processor",
+    "kernel": "instruction set of the C code; empty if it is not compiled here",
+    "threads": "threads of torch",
+    "torch": "version of torch",
+    "library": "library of the engine and its version; empty for this repository",
+    "commit": "commit of this repository; -dirty if files differ from it",
 }
 MEASURED = {
-    "first_token_s": "seconds to the first token (prefill); with drafts: to the end of the first"
-    " pass",
-    "prefill_tokens_per_s": "tokens of all prompts over first_token_s; none with drafts",
-    "inter_token_s": "mean seconds between two tokens of a text, after the first token (the first"
-    " pass)",
-    "decode_tokens_per_s": "tokens after the first one (the first pass) in all texts, over the"
-    " seconds after it",
-    "roofline_share": "the seconds that reading the weights once a step and the cache must take,"
-    " over the seconds that decoding took; above 1 if it reads faster than the matrix-vector"
-    " product that the bandwidth was measured with",
-    "peak_memory_mb": "10**6 bytes that one greedy run takes at most in a process of its own,"
-    " imports not counted",
-    "acceptance": "share of the drafts that were accepted",
-    "tokens_per_pass": "tokens for each pass of the target",
+    "first_token_s": "seconds to the first token (prefill); with drafts, of the first pass",
+    "prefill_tokens_per_s": "prompt tokens of the batch / first_token_s; empty with drafts",
+    "inter_token_s": "mean seconds between two tokens of a sequence, after the first (pass)",
+    "decode_tokens_per_s": "tokens of the batch per second, after the first token (or pass)",
+    "roofline_share": "seconds to read weights and cache at the measured bandwidth / decode time."
+    " Above 1 if decoding reads faster than the matrix-vector product that measures bandwidth",
+    "peak_memory_mb": "peak memory of one greedy run in its own process, in MB, without imports",
+    "acceptance": "share of drafts that were accepted",
+    "tokens_per_pass": "tokens per pass of the target",
 }
 COLUMNS = SETTING | CONDITIONS | MEASURED
 ENVIRONMENT = (  # columns in every file
@@ -108,7 +103,7 @@ def integer_in_range(least: int, most: int | None = None):
     def convert(text: str) -> int:
         if not text.isdecimal() or not least <= int(text) <= (most or int(text)):
             limits = f">= {least}" if most is None else f"from {least} to {most}"
-            raise argparse.ArgumentTypeError(f"{text!r}: it must be an integer {limits}")
+            raise argparse.ArgumentTypeError(f"{text!r}: must be an integer {limits}")
         return int(text)
 
     return convert
@@ -118,9 +113,9 @@ def trace_file(text: str) -> Path:
     """Parse the path of a writable .json file, as an argparse type."""
     path = Path(text)
     if path.suffix != ".json":
-        raise argparse.ArgumentTypeError(f"{text!r}: the name must end in .json")
+        raise argparse.ArgumentTypeError(f"{text!r}: the file name must end in .json")
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r}: no directory {path.parent}")
+        raise argparse.ArgumentTypeError(f"{text!r}: the directory {path.parent} does not exist")
     if taken := [file for file in (path, path.with_suffix(".txt")) if file.is_dir()]:
         raise argparse.ArgumentTypeError(f"{text!r}: {taken[0]} is a directory")
     return path
@@ -128,10 +123,7 @@ def trace_file(text: str) -> Path:
 
 def add_profile_option(parser: argparse.ArgumentParser, what: str) -> None:
     """Add --profile. what: the profiled run, for the help."""
-    help_text = (
-        f"Chrome trace of {PROFILED} steps of {what}, not timed; none if not given. A table of"
-    )
-    help_text += " its operations is written beside it, as .txt. Open the trace in ui.perfetto.dev"
+    help_text = f"write a Chrome trace of {PROFILED} untimed steps of {what}, and a table as .txt"
     parser.add_argument("--profile", type=trace_file, metavar="FILE.json", help=help_text)
 
 
@@ -154,25 +146,29 @@ def add_options(
     number = integer_in_range(1)
     cores = os.cpu_count() or 1
     if lengths:
-        length = {"type": integer_in_range(2), "default": lengths, "help": "lengths to time"}
+        length = {
+            "type": integer_in_range(2),
+            "default": lengths,
+            "help": "new tokens per sequence",
+        }
         parser.add_argument("--max-new-tokens", **LIST, **length)
     if dtypes:
-        dtype = {"choices": FLOATS, "default": ["float32"], "help": "of the weights"}
+        dtype = {"choices": FLOATS, "default": ["float32"], "help": "weight dtypes"}
         parser.add_argument("--dtype", **LIST, **dtype)
     devices = ("auto", "cuda", "mps", "cpu")
-    parser.add_argument("--device", default="auto", choices=devices, help="where to run")
+    parser.add_argument("--device", default="auto", choices=devices, help="device of the model")
     threads = integer_in_range(1, cores)
-    parser.add_argument("--threads", type=threads, help=f"of torch on the CPU, 1 to {cores}")
+    parser.add_argument(
+        "--threads", type=threads, help=f"threads of torch on the CPU, 1 to {cores}"
+    )
     if repeats:
-        repeat = {"type": number, "default": repeats, "help": "how often each mode runs"}
+        repeat = {"type": number, "default": repeats, "help": "runs of each mode"}
         parser.add_argument("--repeats", **repeat)
     parser.add_argument(
         "--output",
         type=Path,
         default=RESULTS / output,
-        help="CSV file, replaced at the end of the run together with its summary, both as JSON, and"
-        " its plot; until then the rows are in a file of that name with .part behind it, and no"
-        " other run may use it",
+        help="CSV file, written as FILE.part during the run; summary, JSON and plot lie beside it",
     )
 
 
@@ -192,7 +188,7 @@ class ResultsFile:
 
     def __init__(self, path: Path):
         if path.suffix != ".csv":
-            raise UserError(f"--output {path}: the name must end in .csv")
+            raise UserError(f"--output {path}: the file name must end in .csv")
         self.path = path
         self.part = path.with_name(path.name + ".part")
         self.summary = path.with_name(path.stem + "_summary.csv")
@@ -209,7 +205,7 @@ class ResultsFile:
         try:
             self.file = self.part.open("xb", buffering=0)  # x: fail if it exists
         except FileExistsError:
-            why = "another run writes to it, or was killed and left its rows there"
+            why = "another run is writing it, or was killed"
             raise UserError(f"{self.part} exists: {why}; wait, or move that file") from None
         try:
             self.append(dict(zip(self.columns, self.columns)))
@@ -241,7 +237,7 @@ class ResultsFile:
         self.rows.append(row)
         what = "{model}  {dtype}  batch {batch_size}  {new_tokens} tokens"
         run = "temperature {temperature}  prompt {prompt}  repeat {repeat}"
-        shown = f"{what}  {run}  {{mode}}: {{decode_tokens_per_s:.1f}}/s"
+        shown = f"{what}  {run}  {{mode}}: {{decode_tokens_per_s:.1f}} tokens/s"
         print(shown.format(**row), file=sys.stderr)
 
     def summarise(self, baseline: str | dict | None):
@@ -327,7 +323,7 @@ def check_profile(args, results: ResultsFile) -> None:
     """Raise UserError if --profile names one of the files of --output."""
     profile = getattr(args, "profile", None)
     if profile and profile.resolve() in [file.resolve() for file in results.related_files]:
-        raise UserError(f"--profile {profile}: --output writes it; give it another name")
+        raise UserError(f"--profile {profile}: --output writes this file; choose another name")
 
 
 def report(results: ResultsFile, baseline: str | dict | None, plot) -> None:
@@ -424,7 +420,7 @@ def instruction_set(device: str) -> str:
 def native_refusal(device: str) -> str:
     """Return the reason why the C code cannot compute on a device, or ""."""
     if device != "cpu":
-        return f"for the CPU only, not {device}"
+        return f"runs on the CPU only, not on {device}"
     try:
         kernel()
     except BuildError as error:
@@ -471,7 +467,7 @@ def models_that_fit(names: list[str], tokens: int) -> list[str]:
     for name in different.values():
         size = load_config(name).block_size
         if tokens > size:
-            raise UserError(f"{tokens} tokens do not fit the window of {name}, which is {size}")
+            raise UserError(f"{tokens} tokens do not fit the context window of {name} ({size})")
     return list(different.values())
 
 
@@ -615,7 +611,7 @@ def check_half_precision(model, tokens: torch.Tensor, pass_size: int = 1, refere
             error = kl_divergence(logits.float().log_softmax(dim=-1), expected)
             if not (error.max() <= 0.1 and error.mean() <= 0.01):  # NaN is an error too
                 off = f"log-probabilities are off by up to {error.max():.3f} nats"
-                sys.exit(f"{off}: no timing of wrong results")
+                sys.exit(f"{off}; wrong results are not timed")
 
 
 def kl_divergence(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -666,8 +662,8 @@ def in_own_process(device: str, imports: list[str], function, *arguments) -> flo
     child = subprocess.run(command, input=job, capture_output=True, start_new_session=True)
     if child.returncode:
         lines = child.stderr.decode(errors="replace").splitlines()
-        reason = "it was killed; is there too little memory?" if child.returncode < 0 else lines[-1]
-        raise UserError(f"the process that measures memory failed: {reason}")
+        reason = "it was killed, perhaps for lack of memory" if child.returncode < 0 else lines[-1]
+        raise UserError(f"the process that measures peak memory failed: {reason}")
     return float(child.stdout.split()[-1])
 
 

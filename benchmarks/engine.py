@@ -38,18 +38,18 @@ from sampling import SamplingParams
 from text.tokenizer import load_encoding
 
 COLUMNS = {
-    "part": "of the benchmark, as --only names it",
-    "backend": "what computed: torch, native (the C code), both in float32, or native int8",
-    "mode": "what ran; within a repeat all modes take turns",
-    "rows": "texts computed at once, at most",
+    "part": "part of the benchmark, as in --only",
+    "backend": "torch, native (C code), both in float32, or native int8",
+    "mode": "mode of the engine; all modes take turns within a repeat",
+    "batch_size": "maximum number of sequences per step",
     "temperature": "0: greedy",
-    "measure": "what the value is, with its unit; `x`: a ratio to another mode in the same repeat",
+    "measure": "measure and its unit; `x`: ratio to another mode in the same repeat",
     "value": "as measured",
     "repeat": "each repeat runs all modes once",
 }
 COLUMNS = common.columns(COLUMNS)
-SETTING = ["model", "part", "backend", "mode", "rows", "temperature", "measure"]
-ADAPTIVE = "draft model, where it pays"
+SETTING = ["model", "part", "backend", "mode", "batch_size", "temperature", "measure"]
+ADAPTIVE = "adaptive draft model"
 STEPS = 50  # timed steps, for their median
 PAGE = 16  # positions per page
 NEW = 8  # new tokens of a request that is timed for its first token
@@ -79,7 +79,7 @@ class Results(common.MetricsFile):
         library: str = "",
     ) -> None:
         """Add values, measure -> number."""
-        run = {"part": part, "backend": backend, "mode": mode, "rows": batch_size}
+        run = {"part": part, "backend": backend, "mode": mode, "batch_size": batch_size}
         run |= {"temperature": temperature, "repeat": repeat, "library": library}
         run["dtype"] = str(BACKENDS[backend]).removeprefix("torch.")
         which = (
@@ -155,8 +155,8 @@ def check(mode: str, outputs: list[list[int]], expected: list[list[int]]) -> Non
     """Exit unless all outputs are the expected ones."""
     wrong = sum(output != other for output, other in zip(outputs, expected, strict=True))
     if wrong:
-        found = f"{mode}: {wrong} of {len(outputs)} texts have other tokens"
-        sys.exit(f"{found}: no timing of wrong results")
+        found = f"{mode}: {wrong} of {len(outputs)} sequences differ"
+        sys.exit(f"{found}; wrong results are not timed")
 
 
 @contextlib.contextmanager
@@ -316,15 +316,15 @@ def overhead(bench: Bench) -> None:
             passes = {"pass": (model.runner, "logits")}
         else:
             passes = {name: (model, name) for name in ("hidden", "head")}
-            methods["plans"] = engine.cache, "prepare"
+            methods["cache"] = engine.cache, "prepare"
         with stopwatch(model, **methods, **passes) as seconds:
             times = [time for time, _ in itertools.islice(timed_steps(engine), STEPS)]
         computing = sum(seconds.pop(name) for name in passes)
-        # Sampling is the rest of `compute`.
-        choosing = seconds.pop("compute") - computing - seconds.get("plans", 0)
+        # `compute` consists of the pass, preparing the cache, and sampling.
+        sampling_seconds = seconds.pop("compute") - computing - seconds.get("cache", 0)
         values = {"step, ms": 1000 * statistics.median(times)}
         values["share of the engine"] = 1 - computing / sum(times)
-        seconds["choosing"] = choosing
+        seconds["sampling"] = sampling_seconds
         values |= {f"share of {name}": part / sum(times) for name, part in seconds.items()}
         bench.write("engine", batch_size, repeat, values)
 
@@ -414,12 +414,12 @@ def queue(bench: Bench) -> None:
         for number in engines:
             median = statistics.median(times[number])
             values = {"step, ms": 1000 * median}
-            values["x nobody waiting"] = median / statistics.median(times[0])
+            values["x empty queue"] = median / statistics.median(times[0])
             bench.write(f"{number} waiting", batch_size, repeat, values)
 
 
 def waste(bench: Bench) -> None:
-    """Count positions that running requests hold and do not use, over all steps of the queue.
+    """Count allocated but unused positions of running requests, over all steps of the queue.
 
     Time plays no role here, so it runs once.
     """
@@ -427,7 +427,7 @@ def waste(bench: Bench) -> None:
     engine, _ = engine_with_requests(
         bench.model, batch_size, *sample_requests(bench, bench.args.requests)
     )
-    unused = {f"pages of {PAGE}": [], "a whole window each": []}
+    unused = {f"pages of {PAGE}": [], "contiguous windows": []}
     paged, whole = unused.values()
     for _ in timed_steps(engine):
         for request in engine.scheduler.running:
@@ -435,8 +435,8 @@ def waste(bench: Bench) -> None:
                 paged.append(len(request.pages) * PAGE - request.num_computed_tokens)
                 whole.append(bench.model.config.block_size - request.num_computed_tokens)
     for mode, each in unused.items():
-        values = {"unused positions a request, mean": statistics.mean(each)}
-        values["unused, most"] = max(each)
+        values = {"unused positions per request, mean": statistics.mean(each)}
+        values["unused positions per request, max"] = max(each)
         bench.write(mode, batch_size, 0, values)
 
 
@@ -490,7 +490,10 @@ def speculation(bench: Bench) -> None:
         for batch_size in args.draft_batch_size:
             single = pass_seconds(bench.model, batch_size, 1, context_length)
             ratio = pass_seconds(bench.model, batch_size, args.gamma + 1, context_length) / single
-            values = {"pass, ms": 1000 * single, f"x with {args.gamma + 1} tokens a row": ratio}
+            values = {
+                "pass, ms": 1000 * single,
+                f"x with {args.gamma + 1} tokens per sequence": ratio,
+            }
             bench.write("passes", batch_size, repeat, values)
             for temperature in args.temperature:
                 params = []
@@ -514,7 +517,7 @@ def speculation(bench: Bench) -> None:
                         alone = run
                     if temperature == 0:
                         check(mode, run.outputs, alone.outputs)
-                    values = {"tokens/s": run.rate, "tokens a pass": run.tokens_per_pass}
+                    values = {"tokens/s": run.rate, "tokens per pass": run.tokens_per_pass}
                     if mode != "engine":
                         values["x engine"] = run.rate / alone.rate
                     if measured:
@@ -527,10 +530,10 @@ def speculation(bench: Bench) -> None:
                         same = sum(
                             output == other for output, other in zip(run.outputs, alone.outputs)
                         )
-                        values["tokens a row"] = run.width
-                        values["drafting, ms a step"] = 1000 * run.drafting
+                        values["positions per pass"] = run.width
+                        values["drafting, ms per step"] = 1000 * run.drafting
                         values["x engine, predicted"] = gain
-                        values["share of equal texts"] = same / batch_size
+                        values["share of equal outputs"] = same / batch_size
                         values |= run.acceptance
                     bench.write(mode, batch_size, repeat, values, temperature)
 
@@ -618,14 +621,14 @@ def measure(args, device: str, results: Results) -> None:
     for name in ("prompt_tokens", "new_tokens"):
         least, most = getattr(args, name)
         if least > most:
-            why = "the first number is the smallest, the second the largest"
-            raise UserError(f"--{name.replace('_', '-')}: {why}")
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} {least} {most}: the minimum must not be above the maximum")
     longest = args.prompt_tokens[1] + max(args.new_tokens[1], STEPS + 2 * NEW)
     common.models_that_fit([args.model], max(longest, args.long_prompt + 2 * NEW))
     speculates = "speculation" in args.only
     for name in (args.model, args.draft):
         if speculates and resolve_source(name).type == "random":
-            why = "a random model agrees with no other; leave speculation out, with --only"
+            why = "random models do not agree on drafts; leave out speculation with --only"
             raise UserError(f"{name}: {why}")
     for temperature in args.temperature:
         SamplingParams(temperature=temperature)  # validates it
@@ -674,10 +677,10 @@ def load(name: str, backend: str, device: str) -> Model:
 
 
 PANELS = {  # part -> title, axis label, measures to draw
-    "throughput": ("The whole queue", "tokens/s in all texts, prefill included", ["tokens/s"]),
+    "throughput": ("The whole queue", "tokens/s, prefill included", ["tokens/s"]),
     "chunks": ("A long prompt arrives", "ms", ["longest gap, ms", "plain step, ms"]),
-    "sampling": ("Draws", "tokens/s, x greedy", ["x greedy"]),
-    "speculation": ("Drafts", "x the engine alone", ["x engine"]),
+    "sampling": ("Sampling", "tokens/s, x greedy", ["x greedy"]),
+    "speculation": ("Speculation", "tokens/s, x without drafts", ["x engine"]),
 }
 
 
@@ -696,13 +699,13 @@ def plot(summary):
         title, label, measures = PANELS[part]
         draw(axes, summary[summary["part"] == part], measures)
         axes.set(title=title, xlabel=label)
-    figure.suptitle("The engine, greedy where no temperature is named: median, min and max")
+    figure.suptitle("The engine, greedy unless a temperature is given: median, min and max")
     return figure
 
 
 def draw(axes, table, measures: list[str]) -> None:
     """Draw bars of these measures side by side, for each mode that has all of them."""
-    setting = ["backend", "mode", "rows", "temperature"]
+    setting = ["backend", "mode", "batch_size", "temperature"]
     found = table[table["measure"].isin(measures)]
     found = found.groupby(setting, sort=False).filter(lambda group: len(group) == len(measures))
     settings = list(found.groupby(setting, sort=False).groups)[::-1]  # the first at the top
@@ -723,18 +726,18 @@ def draw(axes, table, measures: list[str]) -> None:
 
 
 NUMBERS = {  # option of one number -> default, help
-    "--requests": (64, "in the queue"),
-    "--long-prompt": (200, "tokens that are shared, or arrive at once"),
-    "--decode-batch-size": (16, "sequences where a prompt arrives, or others wait"),
-    "--waiting": (10_000, "requests behind those that run"),
+    "--requests": (64, "requests in the queue"),
+    "--long-prompt": (200, "tokens of the shared prefix, or of the prompt that arrives"),
+    "--decode-batch-size": (16, "sequences that decode in the parts chunks and queue"),
+    "--waiting": (10_000, "waiting requests in the part queue"),
 }
 PAIRS = {  # option of two numbers, min and max -> default, help
-    "--prompt-tokens": ([5, 60], "random ids in each prompt"),
-    "--new-tokens": ([20, 180], "after each of them; EOS is ignored"),
+    "--prompt-tokens": ([5, 60], "min and max random token ids per prompt"),
+    "--new-tokens": ([20, 180], "min and max new tokens per request; EOS is ignored"),
 }
 LISTS = {  # option of several numbers -> default, help
-    "--batch-size": ([8, 32], "of the engine, and of batches"),
-    "--draft-batch-size": ([1, 4, 16], "sequences with drafts"),
+    "--batch-size": ([8, 32], "sequences per batch, in the engine and in static batches"),
+    "--draft-batch-size": ([1, 4, 16], "sequences per batch in the part speculation"),
 }
 
 
@@ -746,21 +749,23 @@ def main(argv=None) -> None:
     parser = Parser(description=f"Time the engine. {'; '.join(descriptions)}.")
     names = list(PARTS)
     only = {"default": names, "choices": names, "metavar": "PART"}
-    parser.add_argument("--only", **common.LIST, **only, help="what to run")
-    parser.add_argument("--model", default=STORIES, help="directory or name as in infer.py")
+    parser.add_argument("--only", **common.LIST, **only, help="parts to run")
+    parser.add_argument("--model", default=STORIES, help="directory, or model name of infer.py")
     small = STORIES.with_name("stories-draft")
-    parser.add_argument("--draft", default=small, help="a smaller one, same vocabulary")
-    pair = {"nargs": 2, "metavar": ("LEAST", "MOST")}
+    parser.add_argument("--draft", default=small, help="draft model with the same vocabulary")
+    pair = {"nargs": 2, "metavar": ("MIN", "MAX")}
     for options, keywords in ((NUMBERS, {}), (PAIRS, pair), (LISTS, common.LIST)):
         for name, (default, what) in options.items():
             number = {"type": common.integer_in_range(1), "default": default}
             parser.add_argument(name, **keywords, **number, help=what)
     gamma = {"type": common.integer_in_range(1, 16), "default": 3}
-    parser.add_argument("--gamma", **gamma, help="drafts a row and pass, 1 to 16")
+    parser.add_argument("--gamma", **gamma, help="maximum drafts per sequence and pass, 1 to 16")
     temperature = {"type": float, "default": [0.0, 0.8]}
-    parser.add_argument("--temperature", **common.LIST, **temperature, help="of speculation")
+    parser.add_argument(
+        "--temperature", **common.LIST, **temperature, help="temperatures of the part speculation"
+    )
     computes = {"choices": BACKENDS, "default": list(BACKENDS)}
-    parser.add_argument("--backend", **common.LIST, **computes, help="what computes")
+    parser.add_argument("--backend", **common.LIST, **computes, help="compute backends")
     shared = {"lengths": None, "repeats": 2, "dtypes": False, "columns": COLUMNS}
     common.add_options(parser, "engine_cpu.csv", **shared)
     common.run_benchmark(parser, measure, None, plot, argv, Results)

@@ -47,16 +47,16 @@ class Assumed(NamedTuple):
 
 
 ASSUMED = {  # option -> default, help
-    "memory": (141e9, "bytes of a GPU; an H200's"),
-    "bandwidth": (4.8e12, "bytes a second that it reads; an H200's"),
-    "flops": (9.9e14, "operations a second in bfloat16, dense; an H200's"),
-    "efficiency": (0.7, "the share of these two that kernels reach, at most 1"),
-    "link": (4.5e11, "bytes a second from a GPU to others of its machine, one way; an H200's"),
-    "latency": (1.5e-5, "seconds that a collective takes besides"),
-    "kernel": (3e-6, "seconds from one kernel to the next, of ten a layer"),
-    "driver": (1e-3, "seconds of scheduling and draws, before a step"),
-    "ingress": (6e-4, "seconds of a core for each token, where clients come in"),
-    "failures": (0.004, "how often a machine fails in a day"),
+    "memory": (141e9, "memory of a GPU in bytes (H200)"),
+    "bandwidth": (4.8e12, "memory bandwidth in bytes per second (H200)"),
+    "flops": (9.9e14, "dense bfloat16 operations per second (H200)"),
+    "efficiency": (0.7, "share of bandwidth and flops that kernels reach, at most 1"),
+    "link": (4.5e11, "bytes per second from one GPU to the others of its machine (H200)"),
+    "latency": (1.5e-5, "latency of a collective in seconds"),
+    "kernel": (3e-6, "seconds between kernels, of which a layer has ten"),
+    "driver": (1e-3, "seconds of scheduling and sampling per step"),
+    "ingress": (6e-4, "core seconds per token in the ingress"),
+    "failures": (0.004, "failures of a machine per day"),
 }
 
 
@@ -115,8 +115,8 @@ def run(args) -> None:
     """Print predictions for one machine and for many. Raises UserError if no division fits."""
     assumed = Assumed(*(getattr(args, name) for name in Assumed._fields))
     if assumed.efficiency > 1:
-        raise UserError(f"--efficiency {assumed.efficiency:g}: it must be at most 1")
-    print("ranks  join     seqs  GB a GPU  step, ms  meeting  tokens/s: a text  a machine")
+        raise UserError(f"--efficiency {assumed.efficiency:g}: must be at most 1")
+    print("ranks  join     seqs  GB / GPU  step, ms comm., ms   tokens/s: seq    machine")
     best = 0.0
     for case in cases(assumed, args.gpus, args.num_seqs, args.positions):
         line = f"{case.ranks:5}  {case.parallel_mode:6}{case.num_seqs:7}{case.memory / 1e9:10.1f}"
@@ -128,23 +128,27 @@ def run(args) -> None:
         times = f"{1000 * case.step:10.2f}{1000 * case.communication:9.2f}"
         print(f"{line}{times}{1 / case.step:18.1f}{rate:11,.0f}")
     if not best:
-        raise UserError(f"nothing fits into GPUs of {assumed.memory / 1e9:g} GB")
+        raise UserError(
+            f"--memory {assumed.memory:g}: no division of the model fits into these GPUs"
+        )
     total = args.machines * best
     lost = args.machines * assumed.failures * args.num_seqs
     print(f"{args.machines} machines: {total:,.0f} tokens/s")
-    print(f"cores where clients come in: {total * assumed.ingress:,.0f}")
-    print(f"sequences that end with an error: {lost:,.0f} a day")
+    print(f"cores of the ingress: {total * assumed.ingress:,.0f}")
+    print(f"sequences lost to failures: {lost:,.0f} per day")
 
 
 def main(argv=None) -> None:
     parser = Parser(description="Predict Llama 3 of 70 billion parameters on machines with GPUs.")
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     number = {"type": integer_in_range(1)}
-    parser.add_argument("--gpus", type=integer_in_range(1, 64), default=8, help="of a machine")
-    parser.add_argument("--machines", **number, default=1000, help="how many")
-    parser.add_argument("--num-seqs", **number, default=512, help="at once on a machine")
+    parser.add_argument("--gpus", type=integer_in_range(1, 64), default=8, help="GPUs per machine")
+    parser.add_argument("--machines", **number, default=1000, help="number of machines")
+    parser.add_argument(
+        "--num-seqs", **number, default=512, help="concurrent sequences per machine"
+    )
     window = {"type": integer_in_range(1, LLAMA.block_size), "default": 2000}
-    parser.add_argument("--positions", **window, help="of each text, in the cache")
+    parser.add_argument("--positions", **window, help="cached positions per sequence")
     for name, (value, about) in ASSUMED.items():
         parser.add_argument(f"--{name}", type=positive_float, default=value, help=about)
     run_script(parser, run, argv)

@@ -30,7 +30,7 @@ class LlamaCpp:
         self.api = llama_cpp
         self.model = llama_cpp.llama_model_load_from_file(bytes(file), options)
         if not self.model:
-            raise UserError(f"{file}: llama.cpp does not load it")
+            raise UserError(f"{file}: llama.cpp cannot load this file")
         self.weight_bytes = llama_cpp.llama_model_size(self.model)
         vocabulary = llama_cpp.llama_model_get_vocab(self.model)
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(vocabulary)
@@ -86,7 +86,9 @@ class LlamaCpp:
             options.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED
         context = api.llama_init_from_model(self.model, options)
         if not context:
-            raise UserError(f"llama.cpp takes no {num_seqs} texts of {positions} tokens at once")
+            raise UserError(
+                f"llama.cpp refuses a batch of {num_seqs} sequences of {positions} tokens"
+            )
         batch = api.llama_batch_init(num_seqs * positions, 0, 1)
 
         def decode(new: list[list[int]], position: int, all_logits: bool = False):

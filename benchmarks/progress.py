@@ -20,11 +20,11 @@ from errors import UserError
 from loading.load import load_model
 
 COLUMNS = {
-    "lesson": "whose tag ran, as a reader runs it",
-    "run": "its script and options",
-    "texts": "how many at once",
-    "measure": "tokens/s: of all texts, after their first token; x first: over those of the first"
-    " lesson with as many texts, in the same repeat; same texts: 1 if they are that lesson's",
+    "lesson": "lesson whose tag was run",
+    "run": "script and options",
+    "batch_size": "sequences per batch",
+    "measure": "tokens/s: of the batch, after the first tokens; x first: ratio to the first lesson"
+    " of this batch size, in the same repeat; same output: 1 if equal to that lesson's",
     "value": "as measured",
     "repeat": "each repeat runs all lessons once",
 }
@@ -57,7 +57,7 @@ class Results(common.MetricsFile):
     """A CSV file with a row for each value."""
 
     columns = common.columns(COLUMNS)
-    setting = ["lesson", "run", "texts", "measure"]
+    setting = ["lesson", "run", "batch_size", "measure"]
 
 
 def run(lesson: str, tree: Path, command: list, batch_size: int) -> tuple[str, float]:
@@ -69,7 +69,7 @@ def run(lesson: str, tree: Path, command: list, batch_size: int) -> tuple[str, f
     ended = subprocess.run(line, cwd=tree, capture_output=True, encoding="utf-8")
     found = re.search(r"(\d+) tokens, (.+) tokens/s, the first after (.+) s", ended.stderr)
     if ended.returncode or not found:
-        said = ended.stderr.strip().splitlines()[-1:] or ["it ended without a word"]
+        said = ended.stderr.strip().splitlines()[-1:] or ["no error message"]
         raise UserError(f"{lesson}: {command[0]}: {said[0]}")
     tokens, rate, first = map(float, found.groups())
     return ended.stdout, (tokens - batch_size) / (tokens / rate - first)
@@ -109,9 +109,9 @@ def measure(args, device: str, results: Results) -> None:
             written, rate = run(lesson.id, trees[slug], command, batch_size)
             first, first_rate = baselines.setdefault((repeat, batch_size), (written, rate))
             values = {"tokens/s": rate, "x first": rate / first_rate}
-            values["same texts"] = float(written == first)
+            values["same output"] = float(written == first)
             line = f"{script} {options}".strip()
-            which = {"lesson": lesson.id, "run": line, "texts": batch_size, "repeat": repeat}
+            which = {"lesson": lesson.id, "run": line, "batch_size": batch_size, "repeat": repeat}
             dtype = options.partition("--dtype ")[2] or "float32"
             which |= {"commit": lesson.commit[:7], "dtype": dtype}
             results.add(f"{lesson.id}  {line}  repeat {repeat}", which, values)
@@ -121,7 +121,7 @@ def plot(summary):
     """Plot a bar for each run, in a panel for each batch size."""
     from matplotlib.figure import Figure
 
-    groups = list(summary[summary["measure"] == "tokens/s"].groupby("texts", sort=False))
+    groups = list(summary[summary["measure"] == "tokens/s"].groupby("batch_size", sort=False))
     most = max(len(rows) for _, rows in groups)
     figure = Figure(figsize=(7.5 * len(groups), 1.5 + 0.35 * most), layout="constrained")
     for axes, (batch_size, rows) in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups):
@@ -133,17 +133,21 @@ def plot(summary):
         drawn = axes.barh(at, median, xerr=error, capsize=2, color=colours)
         axes.bar_label(drawn, fmt="%.4g", padding=4, fontsize="small")
         axes.set_yticks(at, rows["lesson"] + ", " + dtypes, fontsize="small")
-        axes.set(title="one text" if batch_size == 1 else f"{batch_size} texts", xlabel="tokens/s")
+        axes.set(title=f"batch size {batch_size}", xlabel="tokens/s")
         axes.margins(x=0.15)
-    figure.suptitle("Lesson by lesson: median, min and max (green: in C)")
+    figure.suptitle("Lesson by lesson: median, min and max (green: C)")
     return figure
 
 
 def main(argv=None) -> None:
-    parser = Parser(description="Time greedy texts by each lesson's own script, at its tag.")
-    slugs = {"default": SLUGS, "choices": SLUGS, "metavar": "SLUG", "help": "what to run"}
+    parser = Parser(description="Time greedy decoding with each lesson's own script, at its tag.")
+    slugs = {"default": SLUGS, "choices": SLUGS, "metavar": "SLUG", "help": "lessons to run"}
     parser.add_argument("--lessons", **common.LIST, **slugs)
-    tokens = {"type": common.integer_in_range(20, 240), "default": 200, "help": "of each text"}
+    tokens = {
+        "type": common.integer_in_range(20, 240),
+        "default": 200,
+        "help": "new tokens per sequence",
+    }
     parser.add_argument("--new-tokens", **tokens)
     shared = {"lengths": None, "repeats": 2, "dtypes": False, "columns": Results.columns}
     common.add_options(parser, "progress_cpu.csv", **shared)

@@ -35,21 +35,21 @@ SIDES = {  # label offsets in the plot by backend, because points may coincide
     "llama.cpp": {"xytext": (-7, -3), "ha": "right"},
 }
 MEASURED = {
-    "kl": "mean of the Kullback-Leibler divergence from float32's probabilities, in nats",
-    "kl_99": "the 99 % quantile of these divergences",
+    "kl": "mean Kullback-Leibler divergence from float32's probabilities, in nats",
+    "kl_99": "99 % quantile of these divergences",
     "top_1": "share of predictions whose most probable token is float32's",
-    "perplexity": "exp of the mean of -log p of the text's own tokens",
-    "bytes_per_weight": "weight_bytes over parameters",
+    "perplexity": "exp of the mean -log p of the text's tokens",
+    "bytes_per_weight": "weight_bytes / parameters",
 }
 COLUMNS = {
     "model": common.COLUMNS["model"],
-    "dtype": "of the weights; of the cache, if that is named; the name of a GGUF file",
-    "backend": "torch; native: the C code; llama.cpp: a GGUF file",
+    "dtype": "dtype of the weights, and of the cache if given; or the GGUF file",
+    "backend": "torch, native (C code), or llama.cpp for a GGUF file",
     **MEASURED,
-    "weight_bytes": "of all weights, scales and whatever else their format has",
-    "predictions": "tokens that were predicted: all but the first of each chunk",
-    "text": "the file",
-    "length": "tokens of a chunk",
+    "weight_bytes": "bytes of the weights, with scales",
+    "predictions": "predicted tokens: all but the first of each chunk",
+    "text": "text file",
+    "length": "tokens per chunk",
 }
 COLUMNS = common.columns(COLUMNS)
 Logits = Callable[[list[int]], Iterator[torch.Tensor]]  # logits after each token, in pieces
@@ -66,7 +66,9 @@ class Results(common.ResultsFile):
         self.append(row)
         self.rows.append(row)
         values = "KL {kl:.2g}, 99 % {kl_99:.2g}, top-1 {top_1:.3f}, perplexity {perplexity:.2f}"
-        shown = "{model}  {dtype}  {backend}: " + values + ", {bytes_per_weight:.2f} bytes a weight"
+        shown = (
+            "{model}  {dtype}  {backend}: " + values + ", {bytes_per_weight:.2f} bytes per weight"
+        )
         print(shown.format(**row), file=sys.stderr)
 
     def summarise(self, baseline):
@@ -142,7 +144,7 @@ def read_chunks(args, vocab_size: int) -> list[list[int]]:
     needed = args.chunks * args.length
     if len(tokens) < needed:
         reason = f"--chunks {args.chunks} of --length {args.length} need {needed}"
-        raise UserError(f"--text {file}: {len(tokens)} tokens; {reason}")
+        raise UserError(f"--text {file}: has {len(tokens)} tokens, and {reason}")
     starts = range(0, needed, args.length)
     return [tokens[start : start + args.length] for start in starts]
 
@@ -168,9 +170,9 @@ def load_backend(name, dtype: str, backend: str, device: str):
 def check_gguf_files(files: list[Path], device: str) -> None:
     """Raise UserError if llama.cpp cannot compute these files."""
     if files and not importlib.util.find_spec("llama_cpp"):
-        raise UserError("--gguf: pip install llama-cpp-python")
+        raise UserError("--gguf: needs llama.cpp; pip install llama-cpp-python")
     if files and device != "cpu":
-        raise UserError(f"--gguf: for the CPU only, not {device}")
+        raise UserError(f"--gguf: runs on the CPU only, not on {device}")
     if missing := [file for file in files if not file.is_file()]:
         raise UserError(f"--gguf {missing[0]}: no such file")
 
@@ -209,13 +211,13 @@ def measure(args, device: str, results: Results) -> None:
     for file in args.gguf:
         with contextlib.closing(LlamaCpp(file)) as llama_cpp:
             if llama_cpp.vocab_size != config.vocab_size:
-                sizes = f"{llama_cpp.vocab_size} tokens, and {args.model} {config.vocab_size}"
-                raise UserError(f"--gguf {file}: it has {sizes}")
+                sizes = f"{llama_cpp.vocab_size}, that of {args.model} is {config.vocab_size}"
+                raise UserError(f"--gguf {file}: the vocabulary size is {sizes}")
             logits = functools.partial(llama_cpp.logits, pass_size=PASS_SIZE)
             library = common.library("llama_cpp")
             add(file.stem, "llama.cpp", logits, llama_cpp.weight_bytes, library=library)
     if not results.rows:
-        which = f"none of --dtype {' '.join(args.dtype)} can be computed"
+        which = f"supports none of --dtype {' '.join(args.dtype)} here"
         raise UserError(f"--backend {' '.join(args.backend)}: {which}")
 
 
@@ -239,7 +241,7 @@ def plot(summary):
             offset = {"textcoords": "offset points", "fontsize": "x-small", **SIDES[backend]}
             axes.annotate(f"{name} ({top_1:.3f})", (x, y), **offset)
     axes.set(xscale="log", yscale="log", xlabel="bytes per weight")
-    axes.set_ylabel(f"KL to float32, in nats (less than {FLOOR:g}: drawn there)")
+    axes.set_ylabel(f"KL divergence from float32, nats (at least {FLOOR:g})")
     axes.set_xlim(0.4, 7)
     axes.set_xticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
     axes.minorticks_off()
@@ -265,24 +267,26 @@ def default_text(name: str) -> Path:
 
 def main(argv=None) -> None:
     description = (
-        "each dtype, backend and GGUF file against float32 in torch, on the same tokens of a text"
+        "Compare each dtype, backend and GGUF file with float32 in torch, on the same text."
     )
-    parser = Parser(description=f"Measure quality: {description}.")
-    model = "as in infer.py; smollm2 if not given, or stories-llama where that is not installed"
+    parser = Parser(description=description)
+    model = "model, as in infer.py (default: smollm2 if installed, else stories-llama)"
     parser.add_argument("--model", help=model)
-    dtypes = {"default": list(DTYPES), "choices": DTYPES, "help": "of the weights"}
+    dtypes = {"default": list(DTYPES), "choices": DTYPES, "help": "weight dtypes"}
     parser.add_argument("--dtype", **common.LIST, **dtypes)
-    caches = {"default": ["auto"], "choices": CACHE_DTYPES, "help": "of keys and values"}
+    caches = {"default": ["auto"], "choices": CACHE_DTYPES, "help": "dtypes of the KV cache"}
     parser.add_argument("--cache-dtype", **common.LIST, **caches)
-    backends = {"default": list(BACKENDS), "choices": BACKENDS, "help": "what computes"}
+    backends = {"default": list(BACKENDS), "choices": BACKENDS, "help": "compute backends"}
     parser.add_argument("--backend", **common.LIST, **backends)
-    gguf = "GGUF files of the same model, which llama.cpp computes with a float32 cache"
+    gguf = "GGUF files of the same model, run by llama.cpp with a float32 cache"
     parser.add_argument("--gguf", **common.LIST, type=Path, metavar="FILE", default=[], help=gguf)
-    text = "a text in UTF-8; one beside this script if not given: stories, or English of many kinds"
+    text = "UTF-8 text (default: stories.txt or english.txt beside this script)"
     parser.add_argument("--text", type=Path, help=text)
     chunks = {"type": common.integer_in_range(1), "default": 2}
-    parser.add_argument("--chunks", **chunks, help="how many, from the text's beginning")
-    length = f"tokens of each; {LENGTH} if not given, or the window if it is shorter"
+    parser.add_argument(
+        "--chunks", **chunks, help="number of chunks, from the beginning of the text"
+    )
+    length = f"tokens per chunk (default: {LENGTH}, or the context window if shorter)"
     parser.add_argument("--length", type=common.integer_in_range(2), help=length)
     shared = {"lengths": None, "repeats": None, "dtypes": False, "columns": COLUMNS}
     common.add_options(parser, "quality_cpu.csv", **shared)

@@ -30,15 +30,15 @@ from errors import UserError
 from loading.load import load_config, load_model, save_model
 
 COLUMNS = {
-    "mode": "one process: the engine without torchrun; gather, reduce: ranks, by --join; busy: the"
-    " parts of a step of one rank, while as many others do the same; replicas: of serve_ray.py",
-    "processes": "how many ranks or replicas",
-    "measure": "what the value is, with its unit",
-    "value": "as measured; or, if its measure says so, as predicted",
+    "mode": "one process: the engine without torchrun; gather, reduce: ranks, by --join; busy:"
+    " parts of one rank's step while as many other groups run; replicas: serve_ray.py",
+    "processes": "number of ranks or replicas",
+    "measure": "measure and its unit",
+    "value": "as measured, or as predicted if the measure says so",
     "repeat": "each repeat runs everything once",
-    "rows": "texts of an engine at once",
-    "cores": "of this machine",
-    "threads": "of each process",
+    "max_num_seqs": "maximum number of sequences per step of an engine",
+    "cores": "cores of this machine",
+    "threads": "threads per process",
 }
 COLUMNS = common.columns(COLUMNS)
 PAGE = 16  # positions per page, the engine's default
@@ -101,11 +101,11 @@ def run_group(directory: Path, job: dict, size: int, times: int = 1) -> list[dic
             process.wait(LIMIT)
             if not output.exists():
                 log.seek(0)
-                said = re.findall(r"Error: (.+)", log.read()) or ["it ended without a word"]
-                raise UserError(f"a group of {size}: {said[-1]}")
+                said = re.findall(r"Error: (.+)", log.read()) or ["no error message"]
+                raise UserError(f"a group of {size} failed: {said[-1]}")
         return [json.loads(output.read_text()) for _, output, _ in running]
     except subprocess.TimeoutExpired:
-        raise UserError(f"a group of {size}: no end in {LIMIT} s") from None
+        raise UserError(f"a group of {size}: timeout after {LIMIT} s") from None
     finally:
         for process, _, log in running:
             process.terminate()  # torchrun then ends its workers
@@ -177,7 +177,7 @@ def measure_ranks(args, directory: Path, config, repeat: int, results: Results) 
                 check(f"{join}, {size} ranks", found["outputs"], expected)
             values = rank_values(args, config, join, size, one, busy[beside], found)
             same = sum(text == other for text, other in zip(found["outputs"], expected))
-            values["share of texts that are those of one process"] = same / len(expected)
+            values["share of outputs equal to one process"] = same / len(expected)
             results.write(join, size, repeat, values)
 
 
@@ -193,13 +193,13 @@ def rank_values(args, config, join: str, size: int, one: dict, busy: Step, found
     turns = math.ceil(size / args.cores)
     step = predict.step_seconds(busy, share, turns, communication + broadcast)
     values = both("tokens/s", args.max_num_seqs / found["step"], args.max_num_seqs / step)
-    values["collectives a step"] = found["collectives"]
-    values["bytes sent a step"] = found["sent"]
+    values["collectives per step"] = found["collectives"]
+    values["bytes sent per step"] = found["sent"]
     sent = sum(predict.sent(collective, size) for collective in collectives)
-    values["bytes sent a step, predicted"] = sent
+    values["bytes sent per step, predicted"] = sent
     # With more ranks than cores this includes the turns of other ranks.
-    values["in collectives, ms a step"] = 1000 * found["communication"]
-    values["in collectives, ms a step, predicted"] = 1000 * communication
+    values["collectives, ms per step"] = 1000 * found["communication"]
+    values["collectives, ms per step, predicted"] = 1000 * communication
     positions = PAGE * page_count(PROMPT + args.new_tokens - 1, PAGE)
     held = []
     for of in (1, size):
@@ -231,7 +231,7 @@ def measure_replicas(args, model: str, repeat: int, results: Results) -> None:
             ]
             expected = expected or texts
             if texts != expected:
-                sys.exit(f"{count} replicas: other texts: no timing of wrong results")
+                sys.exit(f"{count} replicas: outputs differ; wrong results are not timed")
             before = [processor_seconds(name) for name in ("", *INGRESS_PROCESSES)]
             load = run_clients(args, url, f"{count} {repeat}", count, args.seconds)
             after = [processor_seconds(name) for name in ("", *INGRESS_PROCESSES)]
@@ -241,12 +241,12 @@ def measure_replicas(args, model: str, repeat: int, results: Results) -> None:
         tokens = sum(output.tokens for output in load.outputs)
         if after[0]:
             busy, *ingress = [1000 * (new - old) / tokens for new, old in zip(after, before)]
-            now |= {"core ms a token": busy, "of them in the ingress": sum(ingress)}
+            now |= {"core ms per token": busy, "of them in the ingress": sum(ingress)}
             now["of them in its busiest process"] = max(ingress)
             now["memory of replicas, MB"] = memory / 1e6
         one = one or now
-        if count > 1 and "core ms a token" in one:
-            busy = one["core ms a token"] / 1000
+        if count > 1 and "core ms per token" in one:
+            busy = one["core ms per token"] / 1000
             busiest_ingress = one["of them in its busiest process"] / 1000
             rate = predict.replica_rate(one["tokens/s"], busy, busiest_ingress, count, args.cores)
             now |= both("tokens/s", now["tokens/s"], rate)
@@ -267,7 +267,7 @@ def run_clients(args, url: str, seed: str, count: int, seconds: float = 0) -> cl
         exchanges = itertools.islice(exchanges, clients)
     load = client.run(client.closed_loop(exchanges, clients, seconds or math.inf))
     if failures := {output.failure for output in load.outputs if output.failure}:
-        raise UserError(f"{url} fails: {', '.join(sorted(failures))}")
+        raise UserError(f"requests to {url} failed: {', '.join(sorted(failures))}")
     return load
 
 
@@ -317,7 +317,7 @@ def memory_of(name: str) -> int:
 def measure(args, device: str, results: Results) -> None:
     """Measure and predict. Raises UserError for bad options."""
     if device != "cpu":
-        raise UserError(f"several processes compute with --device cpu; not {device}")
+        raise UserError(f"--device {device}: only cpu is supported here")
     args.cores = os.cpu_count() or 1
     args.native = not common.native_refusal(device)
     models = common.models_that_fit(args.model, max(PROMPT + args.new_tokens, WORDS[1] + NEW[1]))
@@ -331,11 +331,7 @@ def measure(args, device: str, results: Results) -> None:
             model = load_model(name)
             copy = Path(directory, str(number))
             save_model(model, copy)
-            environment = (
-                vars(args)
-                | {"rows": args.max_num_seqs}
-                | common.describe_environment(name, model, device)
-            )
+            environment = vars(args) | common.describe_environment(name, model, device)
             results.environment = {
                 name: environment[name] for name in COLUMNS if name in environment
             }
@@ -370,22 +366,31 @@ def plot(summary):
 
 
 def main(argv=None) -> None:
-    parser = Parser(description="Measure several processes, and predict them.")
-    served = "the first one is served by replicas, too"
+    parser = Parser(description="Measure and predict the speed of several processes.")
+    served = "models of the ranks; the replicas serve the first"
     parser.add_argument("--model", **common.LIST, default=[STORIES], help=served)
     number = {"type": common.integer_in_range(2)}
-    parser.add_argument("--ranks", **common.LIST, **number, default=[2, 3, 4], help="how many")
-    joins = {"default": ["gather", "reduce"], "choices": ["gather", "reduce"]}
-    parser.add_argument("--join", **common.LIST, **joins, help="as of infer_engine.py")
     parser.add_argument(
-        "--replicas", nargs="*", action=common.Unique, **number, default=[2, 3], help="how many"
+        "--ranks", **common.LIST, **number, default=[2, 3, 4], help="numbers of ranks"
+    )
+    joins = {"default": ["gather", "reduce"], "choices": ["gather", "reduce"]}
+    parser.add_argument(
+        "--join", **common.LIST, **joins, help="how ranks join their shards, as in infer_engine.py"
+    )
+    parser.add_argument(
+        "--replicas",
+        nargs="*",
+        action=common.Unique,
+        **number,
+        default=[2, 3],
+        help="numbers of replicas",
     )
     number = {"type": common.integer_in_range(1)}
-    parser.add_argument("--max-num-seqs", **number, default=32, help="texts of an engine at once")
+    parser.add_argument("--max-num-seqs", **number, default=32, help="maximum sequences per step")
     tokens = {"type": common.integer_in_range(3), "default": 40}
-    parser.add_argument("--new-tokens", **tokens, help="of each, on ranks")
+    parser.add_argument("--new-tokens", **tokens, help="new tokens per sequence on ranks")
     seconds = {"type": client.positive_float, "default": 5.0}
-    parser.add_argument("--seconds", **seconds, help="of load on replicas")
+    parser.add_argument("--seconds", **seconds, help="duration of the load on replicas in seconds")
     shared = {"lengths": None, "repeats": 1, "dtypes": False, "columns": COLUMNS}
     common.add_options(parser, "scaling_cpu.csv", **shared)
     parser.set_defaults(device="cpu")

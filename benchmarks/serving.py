@@ -35,15 +35,13 @@ from sampling import SamplingParams
 from text.tokenizer import load_encoding
 
 COLUMNS = {
-    "mode": "which server",
-    "load": "how requests came: from N clients that wait for their answers; at random moments"
-    " (Poisson), asking for a share of the tokens/s that those clients got; from one client, with"
-    " long prompts. `engine alone`: what the N clients ask for, without a server; `texts`:"
-    " short ones, before all else",
-    "measure": "what the value is, with its unit; a plain step is one of the engine alone that has"
-    " no prompt",
+    "mode": "the server",
+    "load": "N clients (closed loop); Poisson arrivals at a share of those clients' tokens/s;"
+    " one client with long prompts; `engine alone`: the N clients' requests without a"
+    " server; `warm-up`: short requests before all others",
+    "measure": "measure and its unit; a plain step is a step of the engine alone without prefill",
     "value": "as measured",
-    "repeat": "each repeat runs all modes once, with prompts of its own",
+    "repeat": "each repeat runs all modes once, with new prompts",
 }
 COLUMNS = common.columns(COLUMNS)
 MODES = {  # server -> engine of benchmarks.batching
@@ -129,7 +127,7 @@ def server(line: list, threads: int | None = None) -> Iterator[str]:
                 if process.poll() is not None or time.monotonic() > until:
                     log.seek(0)
                     said = log.read().decode(errors="replace").strip().rpartition("\n")[-1]
-                    raise UserError(f"its server did not start: {said}")
+                    raise UserError(f"the server did not start: {said}")
                 time.sleep(0.1)
             yield f"http://127.0.0.1:{port}"
         finally:
@@ -207,7 +205,7 @@ def warmup_texts(bench: Bench) -> list[str]:
     )
     outputs = client.run(client.closed_loop(exchanges, clients, math.inf)).outputs
     if failures := {output.failure for output in outputs if output.failure}:
-        raise UserError(f"its server fails: {', '.join(sorted(failures))}")
+        raise UserError(f"the warm-up failed: {', '.join(sorted(failures))}")
     return [output.text for output in outputs]
 
 
@@ -278,8 +276,8 @@ def measure(args, device: str, results: Results) -> None:
     environment = common.describe_environment(args.model, model, device)
     results.environment = {name: environment[name] for name in COLUMNS if name in environment}
     benches = []
-    expected = None  # texts of the first server
-    exact = None  # mode and texts of our first float32 server
+    expected = None  # outputs of the first server
+    exact = None  # mode and outputs of our first float32 server
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for mode in args.modes:
@@ -301,25 +299,25 @@ def measure(args, device: str, results: Results) -> None:
             if engine.is_ours and engine.dtype == "float32":
                 exact = exact or (mode, texts)
                 if texts != exact[1]:
-                    sys.exit(f"{mode}: other texts than {exact[0]}: no timing of wrong results")
-            results.write(mode, "texts", 0, {"share that the first server writes too": same})
+                    sys.exit(f"{mode}: outputs differ from {exact[0]}; wrong results are not timed")
+            results.write(mode, "warm-up", 0, {"share equal to the first server": same})
             engine_process = None
             if engine.is_ours:
                 engine_process = EngineProcess(MODES[mode], args.model, device)
                 stack.callback(engine_process.close)
             benches.append(Bench(args, mode, url, engine_process))
         if not benches:
-            raise UserError("no server is left")
+            raise UserError(f"--modes {' '.join(args.modes)}: no server could be started")
         for repeat, bench in itertools.product(range(args.repeats), benches):
             run_loads(bench, repeat, results.write)
 
 
 PANELS = [  # title, unit, patterns of load and measure, column that sets the colour
-    ("Clients that wait for their answers", "tokens/s", "alone|clients", "tokens/s", "load"),
-    ("Long prompts: to the first token", "ms", "long", "ttft, ms, p50", "load"),
-    ("At random moments: to the first token", "ms", "capacity", "ttft, ms, p..", "measure"),
+    ("Closed loop", "tokens/s", "alone|clients", "tokens/s", "load"),
+    ("Long prompts: time to first token", "ms", "long", "ttft, ms, p50", "load"),
+    ("Poisson arrivals: time to first token", "ms", "capacity", "ttft, ms, p..", "measure"),
     (
-        "At random moments: between tokens, or chunks",
+        "Poisson arrivals: inter-token latency",
         "ms",
         "capacity",
         "(itl|chunk gap), ms, p..",
@@ -358,18 +356,18 @@ def draw(axes, rows, colour: str) -> None:
 
 
 def main(argv=None) -> None:
-    parser = Parser(description="Time servers of OpenAI's API, greedy, over a socket.")
-    parser.add_argument("--model", default=STORIES, help="directory or name as in infer.py")
+    parser = Parser(description="Time servers of OpenAI's API with greedy requests over a socket.")
+    parser.add_argument("--model", default=STORIES, help="directory, or model name of infer.py")
     modes = {"default": list(MODES), "choices": MODES, "metavar": "MODE"}
-    what = f"{', '.join(MODES)}; the last two where they are installed"
+    what = f"servers: {', '.join(MODES)}"
     parser.add_argument("--modes", **common.LIST, **modes, help=what)
     number = {"type": common.integer_in_range(1)}
-    what = "that wait for their answers; and as many rows has an engine"
+    what = "clients of the closed loop, and maximum sequences per step"
     parser.add_argument("--clients", **number, default=32, help=what)
     shares = {"type": client.positive_float, "default": [0.7, 1.2]}
-    what = "of the tokens/s that those clients got: what random requests ask for"
+    what = "loads of Poisson arrivals, as shares of the closed loop's tokens/s"
     parser.add_argument("--shares", **common.LIST, **shares, help=what)
-    what = "words that long prompts have in common, or each for itself"
+    what = "words of a long prompt, or of the prefix that long prompts share"
     parser.add_argument("--long-prompt", **number, default=200, help=what)
     shared = {"lengths": None, "repeats": 1, "dtypes": False, "columns": COLUMNS}
     common.add_options(parser, "serving_cpu.csv", **shared)

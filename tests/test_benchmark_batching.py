@@ -110,8 +110,8 @@ def test_a_row_for_each_run_of_each_engine(bench):
     assert summary["speedup_median"].notna().all()  # of every dtype, against the same rows
     together, each, first, memory = bench.figures[0].axes
     assert together.get_legend_handles_labels()[1] == OURS + TRANSFORMERS
-    assert together.get_ylabel() == "tokens/s of all texts together"
-    assert each.get_ylabel() == "tokens/s of each text"
+    assert together.get_ylabel() == "tokens/s of the batch"
+    assert each.get_ylabel() == "tokens/s per sequence"
     rate = cached[cached["batch_size"] == 3]["decode_tokens_per_s_median"].item()
     for axes, count in ((together, 1), (each, 3)):
         line = axes.containers[1].lines[0]
@@ -201,7 +201,7 @@ def test_different_tokens_are_not_timed(bench):
         return steps, *times
 
     bench.change("run", wrong)
-    bench.stops("do not make the same tokens")
+    bench.stops("generate different tokens")
 
 
 @pytest.mark.parametrize("tie", [0.0, 99.0, float("nan")])
@@ -217,7 +217,7 @@ def test_of_two_tokens_nearly_as_probable_either_is_timed(bench, monkeypatch, ti
     if tie == 99.0:
         assert len(bench.rows("--engines", "native")) == 4
     else:
-        bench.stops("do not make the same tokens", "--engines", "native")
+        bench.stops("generate different tokens", "--engines", "native")
 
 
 @pytest.mark.parametrize("one, many", [(8.0, 0.0), (0.0, 2.0), (torch.nan, 0.0)])

@@ -164,7 +164,7 @@ def test_rows_are_there_as_they_are_measured_and_measured_numbers_are_rounded(tm
     assert (found["temperature"], found["parameters"]) == (0.800001, 123456789)
     assert found["first_token_s"] == 1.235
     assert pandas.isna(found["acceptance"])
-    assert "a: 1.0/s" in capsys.readouterr().err
+    assert "a: 1.0 tokens/s" in capsys.readouterr().err
     with pytest.raises(ValueError):
         results.write(**ROW, nonsense=1)
 

@@ -50,7 +50,7 @@ def values(rows, mode, repeat=0, size=None, temperature=0.0):
     """measure -> value of one run. size: its rows; None: the most that the mode has."""
     found = rows[(rows["mode"] == mode) & (rows["repeat"] == repeat)]
     found = found[found["temperature"] == temperature]
-    found = found[found["rows"] == (size or found["rows"].max())]
+    found = found[found["batch_size"] == (size or found["batch_size"].max())]
     return dict(zip(found["measure"], found["value"]))
 
 
@@ -80,14 +80,14 @@ def test_all_parts_in_turns_with_summary_and_plot(bench, tmp_path):
     modes = [["one at a time", 1], ["static batches", 2], ["static batches", 3]]
     modes += [["engine", 2], ["engine", 3]]
     expected = [[repeat, *mode] for repeat in (0, 1) for mode in modes]
-    assert runs("throughput", "repeat", "mode", "rows") == expected
+    assert runs("throughput", "repeat", "mode", "batch_size") == expected
     expected = []
     for repeat in (0, 1):
         for size in (1, 2):
             for temperature in (0, 0.8):
-                for mode in ("engine", "look-up", "draft model", "draft model, where it pays"):
+                for mode in ("engine", "look-up", "draft model", "adaptive draft model"):
                     expected.append([repeat, size, temperature, mode])
-    assert runs("speculation", "repeat", "rows", "temperature", "mode") == expected
+    assert runs("speculation", "repeat", "batch_size", "temperature", "mode") == expected
     for part, count in {"overhead": 1, "sampling": 6, "prefix": 2, "chunks": 2, "queue": 2}.items():
         found = runs(part, "repeat", "mode")
         assert [repeat for repeat, _ in found] == [0] * count + [1] * count
@@ -111,7 +111,7 @@ def test_all_parts_in_turns_with_summary_and_plot(bench, tmp_path):
     assert drawn[2][0] == f"engine, temperature 0.8, top-p 0.9{TORCH}, batch size 1"
     assert len(drawn[2]) == 2 * 2 * 2  # greedy is 1 by itself
     assert drawn[3][:2] == [f"look-up{TORCH}, batch size 1", f"draft model{TORCH}, batch size 1"]
-    assert drawn[3][-1] == f"draft model, where it pays{TORCH}, batch size 2, temperature 0.8"
+    assert drawn[3][-1] == f"adaptive draft model{TORCH}, batch size 2, temperature 0.8"
     assert len(drawn[3]) == 2 * 2 * 3  # the engine alone is 1 by itself
 
 
@@ -150,9 +150,9 @@ def test_different_tokens_are_not_timed(bench, function, mode):
 
     bench.change(function, wrong)
     code, rows, _ = bench("--only", "throughput")
-    wrong = "1 of 5 texts have other tokens: no timing of wrong results"
+    wrong = "1 of 5 sequences differ; wrong results are not timed"
     assert code == f"{mode}{TORCH}, batch size 3: {wrong}"
-    assert 3 not in set(rows[rows["mode"] == mode]["rows"])
+    assert 3 not in set(rows[rows["mode"] == mode]["batch_size"])
 
 
 def test_transformers_writes_the_same_texts_or_is_named_and_left_out(bench, monkeypatch):
@@ -201,8 +201,8 @@ def test_what_is_not_the_models_pass_is_the_engine(bench, clock, monkeypatch):
         "step, ms": 25_000,  # three rows, and what is above
         "share of the engine": 0.6,
         "share of scheduling": 0.08,
-        "share of plans": 0.12,
-        "share of choosing": 0.4,
+        "share of cache": 0.12,
+        "share of sampling": 0.4,
     }
 
 
@@ -274,7 +274,7 @@ def test_each_part_runs_alone(bench, part):
     if part == "overhead":
         found = values(rows[rows["backend"] == "native"], "engine")
         assert 0 < found["share of the engine"] < 1
-        assert "share of plans" not in found
+        assert "share of cache" not in found
 
 
 def test_without_a_compiler_torch_runs_alone(bench, monkeypatch):
@@ -329,8 +329,8 @@ def test_the_queue_is_there_while_steps_are_timed(bench, clock, monkeypatch):
 
     monkeypatch.setattr(Engine, "step", slower_for_waiting)
     rows = bench.rows("--only", "queue")
-    assert values(rows, "0 waiting", 1) == {"step, ms": 2000, "x nobody waiting": 1}
-    assert values(rows, "7 waiting", 1) == {"step, ms": 9000, "x nobody waiting": 4.5}
+    assert values(rows, "0 waiting", 1) == {"step, ms": 2000, "x empty queue": 1}
+    assert values(rows, "7 waiting", 1) == {"step, ms": 9000, "x empty queue": 4.5}
 
 
 def test_waste_is_of_the_last_page_alone(bench):
@@ -338,12 +338,14 @@ def test_waste_is_of_the_last_page_alone(bench):
     prompts, _ = queue(2, (20, 20))
     used = [len(prompt) + step for prompt in prompts for step in range(19)]  # the last one ends it
     assert values(rows, "pages of 16") == {
-        "unused positions a request, mean": near(sum(-length % 16 for length in used) / len(used)),
-        "unused, most": 15,
+        "unused positions per request, mean": near(
+            sum(-length % 16 for length in used) / len(used)
+        ),
+        "unused positions per request, max": 15,
     }
-    assert values(rows, "a whole window each") == {
-        "unused positions a request, mean": near(64 - sum(used) / len(used)),
-        "unused, most": 64 - min(used),
+    assert values(rows, "contiguous windows") == {
+        "unused positions per request, mean": near(64 - sum(used) / len(used)),
+        "unused positions per request, max": 64 - min(used),
     }
     # A prompt on its way into its pages is no waste: a step takes 512 tokens, not all 20 prompts.
     options = (
@@ -359,21 +361,21 @@ def test_waste_is_of_the_last_page_alone(bench):
         3,
     )
     rows = bench.rows("--only", "waste", *options)
-    assert values(rows, "pages of 16")["unused, most"] == 48 - 40
+    assert values(rows, "pages of 16")["unused positions per request, max"] == 48 - 40
 
 
 def test_a_draft_that_is_the_model_is_always_right_and_the_cost_model_knows_it(bench, clock):
     rows = bench.rows(*SPECULATION, "--new-tokens", 10, 24, "--gamma", 3)
-    assert values(rows, "passes", size=2) == {"pass, ms": 2000, "x with 4 tokens a row": 4}
-    alone = {"tokens/s": 1, "tokens a pass": 1}
+    assert values(rows, "passes", size=2) == {"pass, ms": 2000, "x with 4 tokens per sequence": 4}
+    alone = {"tokens/s": 1, "tokens per pass": 1}
     for temperature in (0.0, 0.8):
         assert values(rows, "engine", 1, 2, temperature) == alone
         drafted = values(rows, "draft model", 1, 2, temperature)
-        assert drafted["acceptance"] == 1 == drafted["share of equal texts"]
-        assert drafted["tokens a pass"] == 4 == drafted["tokens a row"]
-        assert drafted["drafting, ms a step"] > 2 * 3 * 1000
+        assert drafted["acceptance"] == 1 == drafted["share of equal outputs"]
+        assert drafted["tokens per pass"] == 4 == drafted["positions per pass"]
+        assert drafted["drafting, ms per step"] > 2 * 3 * 1000
         assert drafted["x engine, predicted"] == near(drafted["x engine"])
-    assert values(rows, "look-up")["drafting, ms a step"] == 0
+    assert values(rows, "look-up")["drafting, ms per step"] == 0
 
 
 def test_a_draft_that_is_another_model_is_not(bench, clock, tiny, tmp_path):
@@ -381,9 +383,9 @@ def test_a_draft_that_is_another_model_is_not(bench, clock, tiny, tmp_path):
     rows = bench.rows(*SPECULATION, "--draft", other, "--new-tokens", 10, 24)
     drafted = values(rows, "draft model", 1, 2)
     assert drafted["acceptance"] < 1
-    assert drafted["share of equal texts"] == 1
+    assert drafted["share of equal outputs"] == 1
     # Texts end before a whole pass of drafts, so a row has fewer than 1 + gamma on average.
-    assert 3 < drafted["tokens a row"] < 4
+    assert 3 < drafted["positions per pass"] < 4
     assert drafted["x engine, predicted"] == near(drafted["x engine"])
 
 
@@ -396,5 +398,5 @@ def test_greedy_texts_with_drafts_are_those_without(bench):
 
     bench.change("decode", wrong)
     code, rows, _ = bench("--only", "speculation")
-    assert "look-up: 1 of 1 texts have other tokens" in str(code)
+    assert "look-up: 1 of 1 sequences differ" in str(code)
     assert set(rows["mode"]) == {"passes", "engine"}

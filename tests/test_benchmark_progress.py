@@ -62,10 +62,10 @@ def test_a_row_for_each_lesson_in_turns_and_a_bar_for_each(bench, monkeypatch, t
     assert single == ["infer.py", *told]  # the first lesson knows no --ignore-eos
     assert batch[:5] == ["infer_engine.py", *progress.INT8.split()]
     assert batch[-3:] == ["--max-new-tokens", "20", "--ignore-eos"]
-    wide = rows.pivot(index=["texts", "lesson", "repeat"], columns="measure", values="value")
+    wide = rows.pivot(index=["batch_size", "lesson", "repeat"], columns="measure", values="value")
     assert list(wide["tokens/s"]) == [10, 11, 250, 251, 80, 81, 320, 321]
     assert list(wide["x first"]) == [1, 1, 25, near(251 / 11), 1, 1, 4, near(321 / 81)]
-    assert list(wide["same texts"]) == [1, 1, 1, 1, 1, 1, 0, 0]
+    assert list(wide["same output"]) == [1, 1, 1, 1, 1, 1, 0, 0]
     assert set(zip(rows["lesson"].str[:2], rows["commit"].str[:2])) == {
         (number, number) for number in ("01", "57", "66")
     }
@@ -73,7 +73,7 @@ def test_a_row_for_each_lesson_in_turns_and_a_bar_for_each(bench, monkeypatch, t
     assert set(rows[~rows["run"].str.contains("int8")]["dtype"]) == {"float32"}
     assert len(json.loads((tmp_path / "run.json").read_text())) == 2 * 4 * 3
     first, second = bench.figures[0].axes
-    assert (first.get_title(), second.get_title()) == ("one text", "32 texts")
+    assert (first.get_title(), second.get_title()) == ("batch size 1", "batch size 32")
     names = [label.get_text() for label in first.get_yticklabels()]
     assert names == ["01-greedy-decoding, float32", "66-native-greedy, int8"]
     assert [bar.get_width() for bar in first.patches] == [10.5, 250.5]
@@ -111,7 +111,7 @@ def test_a_lesson_that_is_not_there_is_one_line(bench):
     code, _, err = bench("--lessons", "top-p")
     assert code == 2 and err.count("\n") == 1 and "invalid choice: 'top-p'" in err
     code, _, err = bench("--new-tokens", 241)
-    assert code == 2 and "'241': it must be an integer from 20 to 240" in err
+    assert code == 2 and "'241': must be an integer from 20 to 240" in err
 
 
 def test_the_rate_is_that_after_the_first_token_of_each_text(tmp_path):

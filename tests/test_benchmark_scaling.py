@@ -137,7 +137,7 @@ def test_ranks_have_rows_of_what_is_measured_and_predicted(bench):
     assert others == [ranks[0], ("reduce", 1, 2, 1, True), *ranks[1:]]
     threads = rows.groupby("mode", sort=False)["threads"].unique().map(list).to_dict()
     assert threads == {"one process": [2], "reduce": [1], "busy reduce": [1]}
-    assert set(rows["rows"]) == {3} and set(rows["cores"]) == {2}
+    assert set(rows["max_num_seqs"]) == {3} and set(rows["cores"]) == {2}
     assert values(rows, "one process", 1) == {"tokens/s": 100, "memory, MB": 50}
     busy = {"driver, ms": 5, "each, ms": 9, "products, ms": 8, "attention, ms": 4}
     assert values(rows, "busy reduce", 2) == near(busy)
@@ -145,19 +145,19 @@ def test_ranks_have_rows_of_what_is_measured_and_predicted(bench):
     assert two["tokens/s"] == 50
     # A ms each: the embedding, two sums a layer, the logits; and what rank 0 tells.
     communication = 1 + 2 * LAYERS + 1
-    assert two["in collectives, ms a step, predicted"] == communication
+    assert two["collectives, ms per step, predicted"] == communication
     step = 5 + 9 + 8 / 2 + 4 / 2 + communication + 1
     assert two["tokens/s, predicted"] == near(3000 / step)
     assert two["tokens/s, predicted / measured"] == near(3000 / step / 50)
-    assert (two["in collectives, ms a step"], two["collectives a step"]) == (1, 3)
-    assert two["bytes sent a step"] == 7
+    assert (two["collectives, ms per step"], two["collectives per step"]) == (1, 3)
+    assert two["bytes sent per step"] == 7
     # Of a sum a rank sends half, twice; rank 0 sends no logits.
-    assert two["bytes sent a step, predicted"] == near((1 + 2 * LAYERS) * 3 * 192 * 4)
+    assert two["bytes sent per step, predicted"] == near((1 + 2 * LAYERS) * 3 * 192 * 4)
     assert (two["sum of 4 KiB, ms"], two["gather of 4096 KiB, ms"]) == (1, 3)
     three = values(rows, "reduce", 3)
     turns = 3000 / three["tokens/s, predicted"] - 5 - communication - 1
     assert turns == near(2 * (9 + 8 * THIRD + 4))  # three ranks on two cores
-    assert three["share of texts that are those of one process"] == 1
+    assert three["share of outputs equal to one process"] == 1
 
 
 def test_memory_is_less_by_weights_and_keys_that_others_have(bench):
@@ -180,11 +180,11 @@ def test_memory_is_less_by_weights_and_keys_that_others_have(bench):
 def test_other_texts_are_not_timed(bench):
     bench.token = lambda join, size: size
     code, rows, _ = bench("--replicas")
-    assert code == "gather, 2 ranks: 1 of 1 texts have other tokens: no timing of wrong results"
+    assert code == "gather, 2 ranks: 1 of 1 sequences differ; wrong results are not timed"
     assert values(rows, "gather", 2) == {}
     bench.token = lambda join, size: size if join == "reduce" else 1  # it adds up in another order
     rows = bench.rows("--replicas")
-    assert values(rows, "reduce", 4)["share of texts that are those of one process"] == 0
+    assert values(rows, "reduce", 4)["share of outputs equal to one process"] == 0
 
 
 @pytest.fixture
@@ -233,7 +233,7 @@ def test_replicas_have_rows_of_what_is_measured_and_predicted(bench, served):
     assert [line[line.index("--cpus") + 1] for line in served.lines] == ["1.0", "1.0", "0.6666"]
     # The same short requests for all, as many as the most replicas have rows.
     assert served.asked == [(12, math.inf), (4, 7), (12, math.inf), (8, 7), (12, math.inf), (12, 7)]
-    one = {"tokens/s": 100, "core ms a token": 8, "of them in the ingress": 3}
+    one = {"tokens/s": 100, "core ms per token": 8, "of them in the ingress": 3}
     one |= {"of them in its busiest process": 2, "memory of replicas, MB": 300}
     assert values(rows, "replicas", 1) == near(one)
     predicted = [values(rows, "replicas", count)["tokens/s, predicted"] for count in (2, 3)]
@@ -246,11 +246,11 @@ def test_replicas_have_rows_of_what_is_measured_and_predicted(bench, served):
 def test_replicas_that_fail_or_write_other_texts_are_not_timed(bench, served):
     served.text = lambda servers, wanted: str(wanted + servers // 2)
     code, rows, _ = bench("--replicas", 2)
-    assert code == "2 replicas: other texts: no timing of wrong results"
+    assert code == "2 replicas: outputs differ; wrong results are not timed"
     assert values(rows, "replicas", 2) == {}
     served.failure = "cut off"
     code, rows, err = bench("--replicas", 2)
-    assert code == 2 and err.endswith("error: http://127.0.0.1:1 fails: cut off\n")
+    assert code == 2 and err.endswith("error: requests to http://127.0.0.1:1 failed: cut off\n")
     assert "replicas" not in set(rows["mode"])
 
 
@@ -364,7 +364,7 @@ def test_torchrun_starts_so_many_ranks_and_says_what_is_wrong(tmp_path, monkeypa
     started.clear()
     assert script.run_group(tmp_path, {"join": None, "threads": 2}, 1) == [1]
     assert started == [([line[0], *line[-2:]], "2")]
-    with pytest.raises(UserError, match="^a group of 1: no$"):
+    with pytest.raises(UserError, match="^a group of 1 failed: no$"):
         script.run_group(tmp_path, {"join": None, "threads": 3}, 1)
 
 
@@ -400,8 +400,9 @@ sys.stdin.read()"""
 def test_a_process_tree_has_children_with_sessions_of_their_own():
     from benchmarks.scaling import process_tree
 
-    line = [sys.executable, "-c", "import time; time.sleep(61)"]
-    with subprocess.Popen(line, start_new_session=True) as child:
+    line = [sys.executable, "-c", "import time; print(flush=True); time.sleep(61)"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, start_new_session=True) as child:
+        child.stdout.readline()  # /proc may have no command line yet when Popen returns
         found = process_tree("sleep.61")
         child.kill()
     assert found == [Path("/proc", str(child.pid))]

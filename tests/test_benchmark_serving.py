@@ -14,7 +14,7 @@ from errors import UserError
 from loading.load import load_model
 
 BUSY = b"HTTP/1.1 429 Busy\r\nContent-Length: 0\r\n\r\n"
-SHARE = "share that the first server writes too"
+SHARE = "share equal to the first server"
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_all_loads_in_turns_with_summary_and_plot(simulated, fake):
     assert list(rows) == list(simulated.script.COLUMNS)
     loads = ["engine alone", "2 clients", "0.5 of capacity", "2 of capacity"]
     loads += ["long prompts", "long prompts, shared"]
-    expected = [[0, mode, "texts"] for mode in modes]
+    expected = [[0, mode, "warm-up"] for mode in modes]
     expected += [list(run) for run in itertools.product((0, 1), modes, loads)]
     assert rows[["repeat", "mode", "load"]].drop_duplicates().values.tolist() == expected
     assert rows.groupby("mode", sort=False)["dtype"].first().to_list() == ["float32", "int8"]
@@ -194,7 +194,7 @@ def test_a_server_that_cannot_run_or_fails_at_first_is_named_and_left_out(
     assert (code, err.count("without")) == (0, 2)
     assert "without llama.cpp: pip install llama-cpp-python\n" in err
     assert list(rows["mode"].unique()) == ["engine", "engine native"]
-    assert SHARE in values(rows, "engine native", "texts")
+    assert SHARE in values(rows, "engine native", "warm-up")
     assert (simulated.beside, simulated.running) == ([0, 0, 1], 0)  # it ended before the next
 
 
@@ -202,9 +202,9 @@ def test_no_server_is_left(simulated, fake, tmp_path):
     fake.respond = lambda body: [(1, BUSY)]
     code, rows, err = simulated("--modes", "engine")
     assert rows is None
-    assert "without engine: its server fails: HTTP 429\n" in err
+    assert "without engine: the warm-up failed: HTTP 429\n" in err
     assert (code, list(tmp_path.glob("run*"))) == (2, [])
-    assert err.endswith("error: no server is left\n")
+    assert err.endswith("error: --modes engine: no server could be started\n")
 
 
 def test_failures_under_load_have_rows(simulated, fake):
@@ -228,15 +228,15 @@ def test_other_texts_are_not_timed(simulated, fake):
     fake.respond = answer
     # It is first, and may write others than the two that must agree.
     rows = simulated.rows("--modes", "engine native int8", "engine native", "--shares", 0.5)
-    assert values(rows, "engine native", "texts") == {SHARE: 0.5}
+    assert values(rows, "engine native", "warm-up") == {SHARE: 0.5}
     simulated.started.clear()
     code, rows, _ = simulated("--modes", "engine", "engine native")
-    assert code == "engine native: other texts than engine: no timing of wrong results"
+    assert code == "engine native: outputs differ from engine; wrong results are not timed"
     assert "2 clients" not in set(rows["load"])
     for mode in ("engine native int8", "transformers"):  # they may write others
         simulated.started.clear()
         rows = simulated.rows("--modes", "engine", mode)
-        assert values(rows, mode, "texts") == {SHARE: 0.5}
+        assert values(rows, mode, "warm-up") == {SHARE: 0.5}
 
 
 def test_the_engine_alone_is_busy_as_the_clients_are(speaking, clock, monkeypatch):
@@ -311,6 +311,6 @@ def test_a_server_that_ends_says_why():
     from benchmarks import serving as script
 
     for said in ("no such model", "first\\nno such model"):
-        with pytest.raises(UserError, match="its server did not start: no such model"):
+        with pytest.raises(UserError, match="the server did not start: no such model"):
             with script.server(["-c", f"import sys; sys.exit('{said}')"]):
                 pass

@@ -45,7 +45,7 @@ def test_known_times_give_exactly_these_figures(fake):
     expected |= {"itl, ms, p50": 250, "itl, ms, p99": 397, "itl, ms, p100": 400}
     for name, value in expected.items():
         assert values[name] == near(value), name
-    assert values["client CPU, us a token"] > 0
+    assert values["client CPU, us per token"] > 0
     assert metrics_of(load, ttft=400)["goodput, requests/s"] == 0
     assert metrics_of(load)["goodput, requests/s"] == near(2 / 3 / 0.8)
     assert metrics_of(send(3, 2, seconds=1.2))["goodput, requests/s"] == near(1.5 / 1.2)
@@ -142,7 +142,7 @@ def stream(*events: str, end: bytes = END) -> list[tuple[float, bytes]]:
 
 ERROR = 'data: {"error": {"message": "no memory", "type": "server_error"}}\n\n'
 CUT = "cut off"
-COUNT = "other number of tokens"
+COUNT = "wrong number of tokens"
 FAILURES = {  # what is written -> why it does not count
     "429": ([(1, b"HTTP/1.1 429 Busy\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n")], "HTTP 429"),
     "500": ([(1, b"HTTP/1.1 500 Oh\r\nContent-Length: 2\r\n\r\nno")], "HTTP 500"),
@@ -169,7 +169,7 @@ FAILURES = {  # what is written -> why it does not count
     "too deep": (stream(f"data: {'[' * 10**5}\n\n"), "no completion"),
     "no choices": (stream('data: {"object": "x"}\n\n'), "no completion"),
     "no number": (stream(chunk(reason="length", tokens="3")), "no completion"),
-    "never ends": ([(1, STREAM), (10_000, b"")], "no end in 120 s"),
+    "never ends": ([(1, STREAM), (10_000, b"")], "timeout after 120 s"),
 }
 
 

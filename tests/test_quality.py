@@ -224,10 +224,10 @@ def test_what_runs_if_nothing_is_named(monkeypatch):
     [
         (["--text", "missing.txt"], ["--text missing.txt: No such file"]),
         (["--text", "{bytes}"], ["not UTF-8 text"]),
-        (["--text", "{short}"], ["4 tokens; --chunks 2 of --length 24 need 48"]),
-        (["--length", 65], ["65 tokens do not fit the window of ", ", which is 64"]),
-        (["--length", 1], ["'1': it must be an integer >= 2"]),
-        (["--gguf", "a.gguf"], ["--gguf: pip install llama-cpp-python"]),
+        (["--text", "{short}"], ["4 tokens, and --chunks 2 of --length 24 need 48"]),
+        (["--length", 65], ["65 tokens do not fit the context window of ", "(64)"]),
+        (["--length", 1], ["'1': must be an integer >= 2"]),
+        (["--gguf", "a.gguf"], ["--gguf: needs llama.cpp; pip install llama-cpp-python"]),
         (["--gguf", "{short}", "a.gguf"], ["--gguf a.gguf: no such file"]),
     ],
 )
@@ -246,7 +246,7 @@ def test_a_gguf_file_of_another_vocabulary_is_refused(bench, llama_cpp, tmp_path
     code, rows, err = bench("--dtype", "float32", "--gguf", tmp_path / "2.gguf")
     assert code == 2
     said = err.splitlines()[-1]
-    assert said.endswith(f"2.gguf: it has 61 tokens, and {bench.model} 4096")
+    assert said.endswith(f"2.gguf: the vocabulary size is 61, that of {bench.model} is 4096")
     assert list(rows["backend"]) == ["torch", "native"]  # what was measured stays
 
 
@@ -254,5 +254,5 @@ def test_nothing_to_measure_is_an_error(bench, monkeypatch):
     monkeypatch.setattr(bench.script.common, "native_refusal", lambda device: "no compiler")
     code, rows, err = bench("--dtype", "float16", "bfloat16", "--backend", "native")
     assert code == 2 and rows is None
-    expected = "--backend native: none of --dtype float16 bfloat16 can be computed"
+    expected = "--backend native: supports none of --dtype float16 bfloat16 here"
     assert err.splitlines()[-1].endswith(expected)
