@@ -14,16 +14,19 @@ def after_words(words: str, form: str) -> str:
 # Patterns of linked words that differ from the name and its plural; "" for no links. An ambiguous
 # word is linked only where its neighbours decide the meaning.
 LINK_PATTERNS = {
+    "context shift": "context shifts?|hops?",
+    "jump-forward": "jump-forward|forced tokens?",
+    "token budget": "(?:token )?budgets?",
     "acceptance": r"acceptance|accepted(?= drafts| ones)|accepts(?= a draft)",
     "block": "",
-    "cache": r"(?<!L1 )(?<!processor's )(?<!registers and the )(?<!stays in a )caches?"
+    "KV cache": r"(?<!L1 )(?<!processor's )(?<!registers and the )(?<!stays in a )caches?"
     r"(?! director| of lesson)",
     "chat template": "(?:chat )?templates?",
     "closed loop, open loop": "(?:closed|open)[ -]loops?",
     "decode, prefill": "prefill(?:ed|s)?|(?:decode|decoding)(?= steps?)",
     "draw": "draws?|drawn",
-    "form": after_words("with a|to a|fit the|its", "form") + "|forms?(?= allows| says| forces)",
-    "gap": "",
+    "constraint": after_words("with a|to a|fit the|its", "form")
+    + "|forms?(?= allows| says| forces)",
     "gather, reduce": "gather(?:ed|s)?|all-reduces?",
     "greedy": "greedy|greedily",
     "head": "heads|" + after_words("one|each|tied|tie their", "head") + "|head(?= of [0-9])",
@@ -32,30 +35,31 @@ LINK_PATTERNS = {
     "mask": "mask(?:s|ed)?",
     "noise": "(?<!is )noise",
     "padding": "padding|padded",
-    "page, pool, table": "(?<!web )pages?|pools?|page tables?",
+    "page, page pool, page table": "(?<!web )pages?|pools?|page tables?",
     "pass": after_words("the|one|a|each|first|whole", "pass") + "|(?<=forward )pass(?:es)?",
     "penalty": "penalt(?:y|ies)",
     "preemption": "preempt(?:ion|ions|ed|s)?",
-    "race": after_words("a|the", "races?"),
+    "exponential race": after_words("a|the", "races?"),
     "request": after_words("running|waiting|preempted|ended|Many", "requests?")
     + "|requests?(?= joins| leaves| runs| holds| is preempted)",
     "residual": "residuals?(?! stream)",
-    "rotary positions": "rotary positions?|rotations?",
-    "row": after_words("ragged|unequal|free|finished|shorter", "rows?")
+    "RoPE": "RoPE|rotary positions?|rotations?",
+    "GQA": "GQA|shared keys",
+    "TTFT": "TTFT|time to (?:the )?first token",
+    "sequence": after_words("ragged|unequal|free|finished|shorter", "rows?")
     + "|row(?= is one text)|rows?(?= of (?:a|the) batch)",
     "sampling": "sampl(?:ing|ed)",
     "span": "spans?(?! several)",
     "step": after_words("decode|decoding|each|every|all|same|later|next", "steps?")
     + "|(?<=is a )step(?=:)|(?<=a )step(?= of the engine| takes| has| brings)",
-    "time to first token": "time to (?:the )?first token",
     "trie": "trie",
     "weights": "(?<!sum of )(?<!sum of the )(?<!their )weights",
-    "window": "(?<!sliding )windows?",
-    "work": after_words("a|each|one", "work") + "|works(?= of)",
+    "context window": "(?<!sliding )windows?",
+    "scheduled request": after_words("a|each|one", "work") + "|works(?= of)",
 }
 # Slugs of lessons in which a word has another meaning.
 EXCLUDED_LESSONS = {
-    "cache": "response-format",
+    "KV cache": "response-format",
     "chat template": "known-fields",
     # An HTTP chunk, or a chunk of text in quality.py.
     "chunk": "request-fields streaming request-limits load-generator replicas quality",
@@ -63,14 +67,14 @@ EXCLUDED_LESSONS = {
     "gather, reduce": "show-allowed",
     "id": "server page tool-calls",
     "key, query, value": "keys-and-origins page",
-    "page, pool, table": "early-ends completions keys-and-origins page host-names open-files "
-    "idle-memory show-allowed chat-roles",
+    "page, page pool, page table": "early-ends completions keys-and-origins page host-names "
+    "open-files idle-memory show-allowed chat-roles",
     "penalty": "length-penalty",
     "queue": "engine-thread early-ends load-generator open-files replicas",
     "rank": "any-bpe lora lora-in-a-batch",  # the rank of a merge or of a LoRA
-    "rotary positions": "rotated-int8 turns-in-registers small-cache small-cache-in-c",
-    "window": "server window-layers native-windows gemma native-gemma window-pages cache-groups "
-    "gguf-gemma half-weights lora-in-c",  # a chat window or a layer's sliding window
+    "RoPE": "rotated-int8 turns-in-registers small-cache small-cache-in-c",
+    "context window": "server window-layers native-windows gemma native-gemma window-pages "
+    "cache-groups gguf-gemma half-weights lora-in-c",  # a chat window or a layer's sliding window
 }
 # Elements that contain no prose.
 UNLINKED_TAGS = ("a", "code", "pre", "h1", "h2", "h3", "h4", "summary", "q")

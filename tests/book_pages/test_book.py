@@ -771,7 +771,7 @@ def test_a_lesson_links_words_once_in_prose_and_nowhere_else(pages):
         if element.tag in ("h1", "h2", "code", "pre"):
             assert not [link for link in element.iter("a") if link.get("class") == "word"]
     names = {element.get("id") for element in parse(pages["glossary.html"]).iter("dt")}
-    assert {"token", "vocabulary", "page", "work", "span", "hop"} <= names
+    assert {"token", "vocabulary", "page", "scheduled-request", "span", "context-shift"} <= names
 
 
 def test_code_in_backticks_is_no_html():
