@@ -47,9 +47,9 @@ class KVCache:
         except RuntimeError:
             size = dtype.itemsize
             factors = (
-                f"{batch_size} rows x {config.n_layer} layers x keys and values"
+                f"{batch_size} sequences x {config.n_layer} layers x keys and values"
                 f" x {config.n_kv_head} heads x {max_len} positions"
-                f" x {width} numbers x {size} bytes"
+                f" x {width} elements x {size} bytes"
             )
             count = f"{math.prod(shape) * size:,} bytes"
             raise UserError(f"a cache of {count} does not fit in memory: {factors}") from None
@@ -95,10 +95,10 @@ class KVCache:
         starts = [len(self.tokens[row]) for row in rows]
         end = max(start + len(tokens) for start, tokens in zip(starts, new, strict=True))
         if end > self.storage.shape[4]:
-            raise ValueError(f"{end} positions do not fit into a cache of {self.storage.shape[4]}")
+            raise ValueError(f"{end} positions exceed max_len ({self.storage.shape[4]})")
         if len(set(rows)) < len(rows) or not all(new):
-            rule = "each row may be there once, with at least one token"
-            raise ValueError(f"rows are {rows}, new tokens {new}; {rule}")
+            rule = "each row must occur once, with at least one token"
+            raise ValueError(f"rows {rows}, new tokens {new}: {rule}")
         self.pending = list(zip(rows, new))
         return [Span([row], start, tokens) for row, start, tokens in zip(rows, starts, new)]
 
@@ -193,7 +193,8 @@ def cached_attention(
     is_rotated = keys.dtype == torch.int8
     queries = q
     if is_rotated:
-        # Unrotating q cancels the rotation of the keys, unrotating the output that of the values.
+        # Unrotated queries cancel the rotation of the keys in the dot products. The output is a
+        # weighted sum of rotated values, so it is unrotated below.
         queries = unrotate_channels(q.to(torch.promote_types(q.dtype, torch.float32)))
         keys, values = (
             stored[..., :D] * stored[..., -4:].view(torch.float32) for stored in (keys, values)

@@ -74,7 +74,7 @@ def test_overflow_raises_and_changes_nothing(tiny):
     cache = KVCache(model, max_len=12)
     in_cache(model, cache, tokens[:9])
     before = cache.storage.clone()
-    with pytest.raises(ValueError, match="13 positions do not fit into a cache of 12"):
+    with pytest.raises(ValueError, match="13 positions exceed max_len \(12\)"):
         in_cache(model, cache, tokens[:4])
     assert torch.equal(cache.storage, before)
     assert cache.tokens == [tokens[:9]]
@@ -98,5 +98,5 @@ def test_what_does_not_fit_in_memory_says_its_bytes(tiny):
         KVCache(tiny(), max_len=10**12)
     said = str(raised.value)
     assert "a cache of 512,000,000,000,000 bytes does not fit" in said
-    factors = "1 rows x 2 layers x keys and values x 2 heads x 1000000000000 positions x"
+    factors = "1 sequences x 2 layers x keys and values x 2 heads x 1000000000000 positions x"
     assert factors in said

@@ -96,5 +96,5 @@ def test_a_cache_that_does_not_fit_names_the_heads_with_keys(monkeypatch):
         raise RuntimeError
 
     monkeypatch.setattr(torch, "zeros", no_memory)
-    with pytest.raises(UserError, match="x 2 heads x 16 positions x 4 numbers x 8 bytes$"):
+    with pytest.raises(UserError, match="x 2 heads x 16 positions x 4 elements x 8 bytes$"):
         empty_cache(2)
