@@ -36,7 +36,7 @@ class Adapters:
             for weight, weights_ab in weights.items():
                 path = weight.removesuffix(".weight")
                 if model.role(weight) in MERGE_ONLY_ROLES:
-                    raise UserError(f"adapter {name!r} changes {path}, so it can only be merged")
+                    raise UserError(f"adapter {name!r} changes {path}: merge it with --adapter")
                 layers.setdefault(path, {})[name] = weights_ab
         self.hooks = []
         self.attach(model)
@@ -99,4 +99,4 @@ def use_adapters(model, names: list[str], row_ranges: list[range] | None = None)
 def check_adapter(model, name: str) -> None:
     """Raise UserError unless the model has an adapter of this name or the name is ""."""
     if name and name not in (names := model.adapters.names if model.adapters else []):
-        raise UserError(f"there is no adapter {name!r}; there are: {', '.join(names) or 'none'}")
+        raise UserError(f"adapter {name!r}: must be one of: {', '.join(names) or 'none'}")

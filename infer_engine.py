@@ -50,15 +50,15 @@ from parallel.ranks import TensorParallelGroup
 
 
 def main(argv=None) -> None:
-    parser = Parser(description="Generate texts that join a running batch as others leave it.")
+    parser = Parser(description="Generate text with continuous batching.")
     parser.add_argument("--model", default=STORIES, help=MODEL_HELP)
     add_engine_options(parser)
     add_options(parser)
     add_sampling_options(parser)
-    stop_help = "the text ends before this one; repeatable"
+    stop_help = "string before which the output ends; repeatable"
     parser.add_argument("--stop", action="append", default=None, help=stop_help)
     parser.add_argument(
-        "--logprobs", type=int, help="show log-probabilities, with the N best; 0 to 20"
+        "--logprobs", type=int, help="show log-probabilities with the N best tokens, 0 to 20"
     )
     add_constraint_options(parser)
     add_chat_options(parser)
@@ -85,7 +85,7 @@ def write_all(args, tp_group: TensorParallelGroup | None) -> None:
     check_chat_options(args)
     check_engine_options(args)
     if args.lora_modules and is_interactive(args):
-        raise UserError("--lora-modules is for --prompt and --prompt-file; use --adapter")
+        raise UserError("--lora-modules needs --prompt or --prompt-file; in a chat use --adapter")
     for text in args.stop or []:
         check_utf8("--stop", text)
     args.stop = tuple(args.stop or [])
@@ -132,7 +132,7 @@ def run_engine(engine: Engine, request_args: list[tuple], output: OutputWriter) 
                     row = rows[event.request]
                     output.replace(row, echoed[row] + event.request.text, len(event.tokens))
                     if event.error:
-                        errors.append(f"text {row + 1}: {event.error}")
+                        errors.append(f"sequence {row + 1}: {event.error}")
                 # Skip prefill chunks, which would count as the first token.
                 if any(event.tokens for event in events):
                     output.end_step()
@@ -180,7 +180,7 @@ def print_logprobs(encoding, requests: list[Request]) -> None:
 
     for number, request in enumerate(requests, 1):
         if len(requests) > 1:
-            print(f"text {number}", file=sys.stderr)
+            print(f"sequence {number}", file=sys.stderr)
         for token, (logprob, top) in zip(request.output, request.logprobs):
             others = "".join(f"  {quoted(other)} {value:.3f}" for other, value in top)
             print(f"{logprob:8.3f}  {quoted(token):12}{others}".rstrip(), file=sys.stderr)

@@ -104,10 +104,10 @@ class Engine:
         cache.
         """
         if not isinstance(cache_salt, str):
-            raise UserError(f"cache_salt is {cache_salt!r}; it must be a string")
+            raise UserError(f"cache_salt {cache_salt!r}: must be a string")
         check_adapter(self.model, adapter)
         if params.stop and self.encoding is None:
-            raise UserError("an engine without an encoding does not know stop strings")
+            raise UserError("stop: stop strings need an engine with an encoding")
         request = make_request(prompt, params, self.model.config)
         request.adapter = adapter
         request.cache_salt = salt_with_adapter(cache_salt, adapter)
@@ -149,7 +149,7 @@ class Engine:
         if not scheduled:
             return []
         try:
-            with catch_out_of_memory("the texts of this step"):
+            with catch_out_of_memory("the sequences of this step"):
                 outputs = self.compute(scheduled)
         except UserError as error:
             return [self.fail(entry.request, str(error)) for entry in scheduled]

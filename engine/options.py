@@ -21,29 +21,31 @@ from text.tokenizer import load_encoding
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the engine options to a parser, except the model's and --stride."""
-    parser.add_argument("--max-num-seqs", type=int, default=32, help="how many texts run at once")
-    pages_help = "pages in the cache; not given: max-num-seqs windows, or 65,536 positions if fewer"
-    pages_help += " (131,072 with --cache-dtype float16, 262,144 with int8)"
-    parser.add_argument("--num-pages", type=int, help=pages_help)
-    parser.add_argument("--page-size", type=int, default=16, help="positions in a page")
-    parser.add_argument(
-        "--max-num-batched-tokens", type=int, default=512, help="tokens in one step"
-    )
-    draft_help = "a smaller model of the same vocabulary; lookup: copies from the text before"
-    parser.add_argument("--draft", help=draft_help)
-    join_help = "of several processes: gather keeps every bit, reduce sends less (int8: gather)"
-    parser.add_argument("--join", default="gather", choices=PARALLEL_MODES, help=join_help)
-    gamma_help = "for --draft: tokens to draft, 1 to 16; not given: 3, where that is faster"
-    parser.add_argument("--gamma", type=int, help=gamma_help)
-    adapters_help = "LoRA adapters that texts may have, each with a name for it; repeatable"
+    group = parser.add_argument_group("engine")
+    seqs_help = "maximum number of sequences per step"
+    group.add_argument("--max-num-seqs", type=int, default=32, help=seqs_help)
+    pages_help = "KV cache pages (default: max-num-seqs windows, up to 65,536 float32 positions)"
+    group.add_argument("--num-pages", type=int, help=pages_help)
+    page_help = "positions per page"
+    group.add_argument("--page-size", type=int, default=16, help=page_help)
+    tokens_help = "maximum number of tokens per step"
+    group.add_argument("--max-num-batched-tokens", type=int, default=512, help=tokens_help)
+    join_help = "tensor parallelism: gather is bit-exact, reduce sends less"
+    group.add_argument("--join", default="gather", choices=PARALLEL_MODES, help=join_help)
+    adapters_help = "LoRA adapters that requests may select by name; repeatable"
     options = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME=DIR"}
-    parser.add_argument("--lora-modules", **options, help=adapters_help)
+    group.add_argument("--lora-modules", **options, help=adapters_help)
+    group = parser.add_argument_group("speculation")
+    draft_help = "draft model with the same vocabulary, or lookup for prompt lookup"
+    group.add_argument("--draft", help=draft_help)
+    gamma_help = "draft tokens per step, 1 to 16 (default: 3, in steps where drafts pay off)"
+    group.add_argument("--gamma", type=int, help=gamma_help)
 
 
 def check_engine_options(args) -> None:
     """Raise UserError for engine options that are invalid or cannot be combined."""
     if args.gamma is not None and args.draft is None:
-        raise UserError("--gamma is for --draft only")
+        raise UserError("--gamma needs --draft")
     parse_adapters(args.lora_modules)
 
 
@@ -57,9 +59,9 @@ def parse_adapters(given: list[str]) -> dict[str, str]:
         check_utf8("--lora-modules", each)
         name, _, directory = each.partition("=")
         if not name or not directory:
-            raise UserError(f"--lora-modules {each}: it must be NAME=DIR")
+            raise UserError(f"--lora-modules {each}: must be NAME=DIR")
         if name in directories:
-            raise UserError(f"--lora-modules {each}: {name} is there twice")
+            raise UserError(f"--lora-modules {each}: name {name} occurs twice")
         directories[name] = directory
     return directories
 
@@ -85,7 +87,7 @@ def load_engine(
     is_driver = tp_group is None or tp_group.rank == 0
     directories = parse_adapters(args.lora_modules)
     if tp_group and directories:  # before any rank loads: else all could fail at once, in any order
-        raise UserError("--lora-modules is for one process; --adapter is for several, too")
+        raise UserError("--lora-modules needs a single process; with several use --adapter")
     if tp_group and is_driver:
         tp_group.broadcast()  # start loading on the workers
     has_draft = is_driver and args.draft not in (None, "lookup")
@@ -139,7 +141,7 @@ def driver_group(args) -> Iterator[TensorParallelGroup | None]:
     with TensorParallelGroup(args.join) as tp_group:
         device = pick_device(args.device)
         if device != "cpu":
-            raise UserError(f"several processes compute with --device cpu; not {device}")
+            raise UserError(f"--device {device}: must be cpu with several processes")
         yield tp_group
         tp_group.broadcast()
 

@@ -102,8 +102,8 @@ class Scheduler:
         longest = min(request.max_length - 1, self.context_window.block_size)
         needed = pool.page_count(longest)
         if needed > pool.num_pages:
-            allowed = f"there are {pool.num_pages} pages of {pool.page_size}"
-            raise UserError(f"a text of up to {longest} positions needs {needed} pages; {allowed}")
+            needs = f"a sequence of up to {longest} positions needs {needed} pages"
+            raise UserError(f"{needs}; there are {pool.num_pages} pages of {pool.page_size}")
         self.shift_context(request)
         self.waiting.append(request)
 
@@ -234,13 +234,13 @@ class Scheduler:
         """Finish a request. Raises ValueError if it has finished, or is of another scheduler."""
         if request.finish_reason:
             past = request.finish_reason
-            raise ValueError(f"this request is over already, with the reason {past!r}")
+            raise ValueError(f"this request has already finished, with finish_reason {past!r}")
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
         else:
-            raise ValueError("this request was added to another engine")
+            raise ValueError("this request belongs to another engine")
         self.free(request)
         request.finish_reason = reason
 

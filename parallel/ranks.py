@@ -18,7 +18,7 @@ PARALLEL_MODES = "gather", "reduce"
 TIMEOUT = timedelta(seconds=60)  # a rank that does not answer within it counts as dead
 IDLE_TIMEOUT = timedelta(days=365)  # between two passes
 LOST_CONNECTION = re.compile("connect|time.?out|timed out|socket|pipe|barrier", re.IGNORECASE)
-RANK_LOST = "another of the processes has ended or does not answer"
+RANK_LOST = "another process has ended or does not respond"
 
 
 class RankError(Exception):
@@ -75,7 +75,7 @@ class TensorParallelGroup:
     def fatal_out_of_memory(self):
         """Raise RankError if memory runs out inside the block, because no rank can go on."""
         try:
-            with catch_out_of_memory("the texts of this step"):
+            with catch_out_of_memory("the sequences of this step"):
                 yield
         except UserError as error:
             raise RankError(str(error)) from None

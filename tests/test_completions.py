@@ -54,7 +54,7 @@ def test_another_model_is_not_found(client):
 def test_what_the_engine_refuses(tiny_llama):
     with serving(lambda: small_engine(tiny_llama, num_pages=2)) as client:
         found = client.post("/v1/completions", {"prompt": "word " * 30})
-    message = "a text of up to 47 positions needs 3 pages; there are 2 pages of 16"
+    message = "a sequence of up to 47 positions needs 3 pages; there are 2 pages of 16"
     assert found == (400, refusal(message))
 
 

@@ -218,7 +218,7 @@ def test_a_request_for_no_tokens_is_over_at_once(tiny):
     request = engine.add([1, 2], greedy(0))
     assert (request.output, request.finish_reason, request.prompt_length) == ([], "length", 2)
     assert [event.request for event in events_of(engine)] == [running] * 3
-    with pytest.raises(ValueError, match="this request is over already, with the reason 'length'"):
+    with pytest.raises(ValueError, match="finish_reason 'length'"):
         engine.abort(request)
 
 
@@ -358,7 +358,7 @@ def test_a_text_takes_the_pages_of_its_positions_and_no_more(tiny, page_size):
             with pytest.raises(UserError) as raised:
                 less = engine_of(model, page_size, num_pages=pages - 1)
                 less.add(prompt_of(length), greedy(max_new_tokens))
-            needs = f"a text of up to {positions} positions needs {pages} pages"
+            needs = f"a sequence of up to {positions} positions needs {pages} pages"
             assert str(raised.value) == f"{needs}; there are {pages - 1} pages of {page_size}"
 
 
@@ -370,7 +370,7 @@ def test_what_can_never_fit_is_refused_at_once_and_the_others_go_on(tiny):
     for length, positions in ((4, 13), (40, 16)):
         with pytest.raises(UserError) as raised:
             engine.add(prompt_of(length), greedy(10))
-        needs = f"a text of up to {positions} positions needs 4 pages"
+        needs = f"a sequence of up to {positions} positions needs 4 pages"
         assert str(raised.value) == f"{needs}; there are 3 pages of 4"
     finish(engine)
     check_texts(model, requests)

@@ -75,7 +75,7 @@ def test_a_pass_without_memory_ends_its_requests_and_the_waiting_ones_go_on(tiny
     assert [event.request for event in events] == requests[:2]
     for event in events:
         assert event.tokens == [] and event.finish_reason == "error"
-        assert event.error == "the texts of this step do not fit in memory"
+        assert event.error == "the sequences of this step do not fit in memory"
     finish(engine)
     check_texts(tiny(), requests)
     assert [len(request.output) for request in requests] == [after, after, 5, 5, 5]
@@ -130,7 +130,7 @@ def test_a_text_that_fails_is_said_after_the_others_are_written(
 ):
     args = ("--model", broken, "--prompt-file", prompts_file, "--max-new-tokens", 5)
     code, out, err = engine_cli(*args, "--max-num-seqs", 2)
-    assert code == 2 and err.endswith(f": error: text 3: {NAN}\n") and err.count("\n") == 3
+    assert code == 2 and err.endswith(f": error: sequence 3: {NAN}\n") and err.count("\n") == 3
     texts = out.removesuffix("\n").split(LINE)
     for row, prompt in enumerate(PROMPTS):
         assert row == 2 or texts[row] + "\n" == cli(*args[:2], "--prompt", prompt, *args[4:])[1]
@@ -142,7 +142,7 @@ def test_where_every_text_fails_the_error_is_all_that_is_said(engine_cli, broken
     long = "A dog and a cat and a bird and a fish and a frog"
     code, out, err = engine_cli("--model", broken, "--prompt", long, "--prompt", long)
     assert (code, out) == (2, "")
-    assert err.endswith(f": error: text 1: {NAN}; text 2: {NAN}\n") and err.count("\n") == 1
+    assert err.endswith(f": error: sequence 1: {NAN}; sequence 2: {NAN}\n") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -166,5 +166,5 @@ def test_a_pass_that_fails_is_one_line(cli, engine_cli, tiny_checkpoint, monkeyp
     code, out, err = engine_cli("--prompt", "One", *args, "--max-num-seqs", 1)
     first, second = out.removesuffix("\n").split(LINE)
     assert code == 2 and err.count("\n") == 3
-    assert err.endswith(": error: text 1: the texts of this step do not fit in memory\n")
+    assert err.endswith(": error: sequence 1: the sequences of this step do not fit in memory\n")
     assert second + "\n" == cli(*args)[1] and first.startswith("One") and len(passes) == 7

@@ -305,8 +305,8 @@ def test_those_of_the_others_are_shown_where_a_text_failed(engine_cli, monkeypat
     args += ["--backend", "torch"]
     code, _, err = engine_cli(*args)
     lines = err.splitlines()[2:]
-    assert code == 2 and lines[:2] == ["text 1", "text 2"] and len(lines) == 5
-    assert " error: text 1: the model returned logits that are NaN" in lines[4]
+    assert code == 2 and lines[:2] == ["sequence 1", "sequence 2"] and len(lines) == 5
+    assert " error: sequence 1: the model returned logits that are NaN" in lines[4]
 
 
 def test_a_token_is_one_line_whatever_it_prints(capsys):

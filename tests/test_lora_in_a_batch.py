@@ -207,19 +207,19 @@ def test_unknown_names_are_refused(tiny):
 
     model = with_adapters(tiny())
     engine, _ = make_engine(model, [], [])
-    expected = "there is no adapter 'c'; there are: a, b"
+    expected = "adapter 'c': must be one of: a, b"
     assert refused(engine.add, [1], params_of(1, 1), "", "c") == expected
     assert refused(list, generate(model, [[1]], params_of(1, 1), adapter="c")) == expected
     engine, _ = make_engine(tiny(), [], [])
-    expected = "there is no adapter 'a'; there are: none"
+    expected = "adapter 'a': must be one of: none"
     assert refused(engine.add, [1], params_of(1, 1), "", "a") == expected
 
 
 def test_heads_and_experts_are_only_merged(tiny_llama, tiny_experts):
     message = refused(with_adapters, tiny_llama(), ("q_proj", "lm_head"))
-    assert message == "adapter 'a' changes lm_head, so it can only be merged"
+    assert message == "adapter 'a' changes lm_head: merge it with --adapter"
     message = refused(with_adapters, tiny_experts(), ("up_proj",))
-    assert message.startswith("adapter 'a' changes layers.0.mlp.experts.0.up_proj, so it can only")
+    assert message.startswith("adapter 'a' changes layers.0.mlp.experts.0.up_proj: merge")
 
 
 def test_the_command_line_writes_each_text(engine_cli, cli):
@@ -235,21 +235,21 @@ def test_the_command_line_writes_each_text(engine_cli, cli):
 def test_options_that_are_refused(engine_cli, tiny_llama, tmp_path):
     given = f"a={FROGS}"
     for words, *expected in (
-        (["frogs"], "--lora-modules frogs: it must be NAME=DIR"),
-        (["=x"], "--lora-modules =x: it must be NAME=DIR"),
-        (["a="], "--lora-modules a=: it must be NAME=DIR"),
-        ([given, given], f"--lora-modules {given}: a is there twice"),
+        (["frogs"], "--lora-modules frogs: must be NAME=DIR"),
+        (["=x"], "--lora-modules =x: must be NAME=DIR"),
+        (["a="], "--lora-modules a=: must be NAME=DIR"),
+        ([given, given], f"--lora-modules {given}: name a occurs twice"),
         (["a=nowhere"], "nowhere/adapter_config.json: No such file or directory"),
     ):
         assert is_one_line(engine_cli(*WORDS, "--lora-modules", *words), *expected)
         for_each = [word for each in words for word in ("--lora-modules", each)]
         assert is_one_line(engine_cli(*WORDS, *for_each), *expected)
     chat = ["--model", LLAMA, "--chat", "--lora-modules", given]
-    assert is_one_line(engine_cli(*chat), "--lora-modules is for --prompt and --prompt-file")
+    assert is_one_line(engine_cli(*chat), "--lora-modules needs --prompt or --prompt-file")
     model = save_speaking(tiny_llama, tmp_path)
     head = save_adapter(tmp_path / "a", random_tensors(load_model(model), ("lm_head",)))
     result = engine_cli("--model", model, "--prompt", "Tom", "--lora-modules", f"x={head}")
-    assert is_one_line(result, "adapter 'x' changes lm_head, so it can only be merged")
+    assert is_one_line(result, "adapter 'x' changes lm_head: merge it")
 
 
 def test_several_processes_take_merged_ones_only(tmp_path, monkeypatch):
@@ -266,5 +266,5 @@ def test_several_processes_take_merged_ones_only(tmp_path, monkeypatch):
     assert 2 in codes
     (out, err), _ = written(tmp_path, 2)
     assert out == "" and err.endswith(
-        "error: --lora-modules is for one process; --adapter is for several, too\n"
+        "error: --lora-modules needs a single process; with several use --adapter\n"
     )

@@ -329,6 +329,6 @@ def test_a_salt_is_a_string(tiny):
     from errors import UserError
 
     engine = engine_of(tiny())
-    with pytest.raises(UserError, match="cache_salt is None; it must be a string"):
+    with pytest.raises(UserError, match="cache_salt None: must be a string"):
         add(engine, [1], 2, None)
     assert not engine.busy

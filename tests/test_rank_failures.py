@@ -19,7 +19,7 @@ from parallel.ranks import TensorParallelGroup, TensorParallelRunner
 ARGUMENTS = [*SMALL, "--prompt", "Tom", "--ignore-eos"]
 ENDLESS = [*ARGUMENTS, "--max-new-tokens", 10**9]
 STREAM = {"prompt": "Tom", "ignore_eos": True, "stream": True}
-RANK_LOST = "another of the processes has ended or does not answer"
+RANK_LOST = "another process has ended or does not respond"
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 
 
@@ -100,7 +100,7 @@ def test_one_has_no_memory(tmp_path, monkeypatch, victim, place):
     monkeypatch.setattr(owner, place, failing)
     processes = start(2, script, tmp_path, infer_engine.main, [*ARGUMENTS, "--max-new-tokens", 9])
     assert wait(processes) == [2, 2]
-    what = "texts of this step" if owner is TorchRunner else "model and its texts"
+    what = "sequences of this step" if owner is TorchRunner else "model and its texts"
     name = "rank 1: " if victim else ""
     check_line(tmp_path, f"{name}the {what} do not fit in memory")
 
@@ -222,7 +222,7 @@ def test_a_server_has_no_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(TorchRunner, "logits", failing)
     with serving(tmp_path) as (processes, client):
         status, answer = client.post("/v1/completions", {"prompt": "Tom"})
-        error = "the texts of this step do not fit in memory"
+        error = "the sequences of this step do not fit in memory"
         assert (status, answer["error"]["message"]) == (503, error)
         assert wait(processes) == [2, 2]
     check_line(tmp_path, error)

@@ -309,7 +309,7 @@ def test_an_engine_without_an_encoding_has_tokens_and_no_text(ending, ignore_eos
     params = {"max_new_tokens": 30, "ignore_eos": ignore_eos}
     with pytest.raises(UserError) as error:
         add(engine, prompt, ["a"], **params)
-    assert str(error.value) == "an engine without an encoding does not know stop strings"
+    assert str(error.value) == "stop: stop strings need an engine with an encoding"
     assert not engine.busy
     request = add(engine, prompt, **params)
     events_of(engine)

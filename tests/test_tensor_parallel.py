@@ -85,7 +85,7 @@ def test_other_devices_are_told_once(tmp_path, monkeypatch):
     assert wait(processes) == [2, 2]
     (out, err), other = written(tmp_path, 2)
     assert (out, other) == ("", ("", ""))
-    assert err.endswith("error: several processes compute with --device cpu; not cuda\n")
+    assert err.endswith("error: --device cuda: must be cpu with several processes\n")
 
 
 def test_splits():
