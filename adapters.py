@@ -33,11 +33,11 @@ class Adapters:
         self.rows: list[tuple[str, torch.Tensor | None]] = []
         layers = self.layers = {}  # layer path -> adapter name -> (A, B)
         for name, weights in lora_weights.items():
-            for weight, weights_ab in weights.items():
-                path = weight.removesuffix(".weight")
-                if model.role(weight) in MERGE_ONLY_ROLES:
+            for weight_name, ab in weights.items():
+                path = weight_name.removesuffix(".weight")
+                if model.role(weight_name) in MERGE_ONLY_ROLES:
                     raise UserError(f"adapter {name!r} changes {path}: merge it with --adapter")
-                layers.setdefault(path, {})[name] = weights_ab
+                layers.setdefault(path, {})[name] = ab
         self.hooks = []
         self.attach(model)
 
@@ -47,8 +47,8 @@ class Adapters:
             hook.remove()
         self.hooks = []
         for path, weights in self.layers.items():
-            for name, weights_ab in weights.items():
-                weights[name] = tuple(each.to(model.device, model.dtype) for each in weights_ab)
+            for name, ab in weights.items():
+                weights[name] = tuple(matrix.to(model.device, model.dtype) for matrix in ab)
             add_lora = functools.partial(self.add_lora, weights)
             self.hooks.append(model.get_submodule(path).register_forward_hook(add_lora))
 
@@ -62,7 +62,7 @@ class Adapters:
             for name, row_range in zip(names, row_ranges, strict=True):
                 rows.setdefault(name, []).extend(row_range)
             self.rows = [
-                (name, torch.tensor(weights, device=self.device)) for name, weights in rows.items()
+                (name, torch.tensor(indices, device=self.device)) for name, indices in rows.items()
             ]
         try:
             yield
