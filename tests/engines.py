@@ -10,6 +10,9 @@ from conftest import random_tokens
 from cache import first_visible_position
 from sampling import SamplingParams
 
+# Options of an engine that preempts and chunks: with a second KV cache group, 13 of its pages.
+SMALL_ENGINE = {"page_size": 4, "num_pages": 60, "max_num_seqs": 3, "max_num_batched_tokens": 16}
+
 
 def alone(model, prompt, params=None, stride=None, cache_dtype=None, **fields) -> list[int]:
     """The tokens that `generate` writes for one prompt, which every engine must write.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import random_tokens
-from engines import finish, make_engine, own_texts, request_params, step
+from engines import SMALL_ENGINE, finish, make_engine, own_texts, request_params, step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from natives import native, native_in_dtype
@@ -11,12 +11,6 @@ from natives import native, native_in_dtype
 from cache import Span
 
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "native", "int8"])
-SMALL = {
-    "page_size": 4,
-    "num_pages": 60,
-    "max_num_seqs": 3,
-    "max_num_batched_tokens": 16,
-}  # 13 pages for windows
 
 
 def kinds(build, backend="torch", **shape):
@@ -48,9 +42,9 @@ def cache_bytes(model, **options) -> int:
 
 def test_the_cache_takes_less_memory(tiny_gemma):
     """Five layers of six have 13 pages, not 60."""
-    whole = cache_bytes(tiny_gemma(block_size=200, sliding_windows=(None,) * 6), **SMALL)
+    whole = cache_bytes(tiny_gemma(block_size=200, sliding_windows=(None,) * 6), **SMALL_ENGINE)
     model = kinds(tiny_gemma, sliding_windows=(8,) * 5 + (None,))
-    assert cache_bytes(model, **SMALL) == whole * (60 + 5 * 13) // (6 * 60)
+    assert cache_bytes(model, **SMALL_ENGINE) == whole * (60 + 5 * 13) // (6 * 60)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +54,7 @@ def test_still_one_kind_has_all_pages(tiny_gemma, sliding_windows, pages):
     """Also of two kinds, where pages are so few that a window needs no less."""
     model = tiny_gemma(block_size=200, sliding_windows=sliding_windows)
     whole = len(sliding_windows) * 2 * pages * 2 * 4 * 6 * 8
-    assert cache_bytes(model, **SMALL | {"num_pages": pages}) == whole
+    assert cache_bytes(model, **SMALL_ENGINE | {"num_pages": pages}) == whole
 
 
 @BACKENDS
@@ -68,7 +62,7 @@ def test_still_one_kind_has_all_pages(tiny_gemma, sliding_windows, pages):
 def test_a_long_text_holds_what_each_kind_sees(tiny_gemma, compiled, backend, page_size):
     model = kinds(tiny_gemma, backend)
     params = request_params(1, max_new_tokens=60)
-    options = SMALL | {"page_size": page_size, "num_pages": 240 // page_size}
+    options = SMALL_ENGINE | {"page_size": page_size, "num_pages": 240 // page_size}
     engine, (request,) = make_engine(model, [[1, 2, 3]], params, **options)
     # The next position, p, sees p - 7 to p.
     assert run(engine) == {1: [61, 7], 4: [16, 3]}[page_size]
@@ -81,7 +75,7 @@ def test_a_long_prompt_takes_pages_of_windows_as_it_is_read(tiny_gemma, compiled
     model = kinds(tiny_gemma, backend)
     prompts = [random_tokens(180), random_tokens(20, seed=1)]
     params = request_params(2, max_new_tokens=15)
-    engine, requests = make_engine(model, prompts, params, **SMALL)
+    engine, requests = make_engine(model, prompts, params, **SMALL_ENGINE)
     step(engine)
     # A chunk of 16 positions.
     assert [len(table) for table in (requests[0].pages, requests[0].sliding_pages)] == [45, 4]
@@ -95,7 +89,7 @@ def test_a_prefix_is_shared_if_the_pages_of_both_kinds_are_there(tiny_gemma, com
     model = kinds(tiny_gemma, backend)
     prompt = random_tokens(100)
     params = request_params(1, max_new_tokens=8)
-    engine, (first,) = make_engine(model, [prompt], params, **SMALL)
+    engine, (first,) = make_engine(model, [prompt], params, **SMALL_ENGINE)
     finish(engine)
     again = engine.add(prompt + first.output, params[0])
     step(engine)

@@ -9,7 +9,15 @@ import torch
 from benches import Bench, near
 from conftest import CHECKPOINTS, is_one_line, module_with, random_tokens, record, run_rows
 from drafting import write
-from engines import check_own_runs, finish, make_engine, make_greedy, own_texts, request_params
+from engines import (
+    SMALL_ENGINE,
+    check_own_runs,
+    finish,
+    make_engine,
+    make_greedy,
+    own_texts,
+    request_params,
+)
 from natives import in_pieces, native, random_numbers, random_texts
 from ranks import SMALL, run_engine_script
 from replicas import make_engine as load_replica
@@ -199,14 +207,7 @@ def test_drafts_change_no_text(build, tiny, dtype, drafts):
 @DTYPES
 def test_layers_with_a_window_have_small_pages_too(tiny_gemma, dtype):
     model = tiny_gemma(sliding_windows=(5, None, 8), block_size=200)
-    options = {
-        "page_size": 4,
-        "num_pages": 60,
-        "max_num_seqs": 3,
-        "max_num_batched_tokens": 16,
-        "cache_dtype": dtype,
-    }
-    engine, requests = make_greedy(model, [3, 70, 9], 30, **options)
+    engine, requests = make_greedy(model, [3, 70, 9], 30, **SMALL_ENGINE, cache_dtype=dtype)
     assert [storage.dtype for storage in engine.cache.storages] == [dtype, dtype]
     finish(engine)
     prompts = [request.tokens[: request.prompt_length] for request in requests]

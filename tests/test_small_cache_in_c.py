@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from conftest import random_tokens
-from engines import finish, make_engine, make_greedy, own_texts, request_params
+from engines import SMALL_ENGINE, finish, make_engine, make_greedy, own_texts, request_params
 from natives import (
     call,
     in_pieces,
@@ -184,14 +184,7 @@ def test_texts_of_the_engine_are_their_own(request, compiled, attended, family, 
 @DTYPES
 def test_layers_with_a_window_have_pages_of_their_own(tiny_gemma, compiled, attended, dtype):
     model = native(tiny_gemma(sliding_windows=(5, None, 8), block_size=200, dtype=torch.float32))
-    options = {
-        "page_size": 4,
-        "num_pages": 60,
-        "max_num_seqs": 3,
-        "max_num_batched_tokens": 16,
-        "cache_dtype": dtype,
-    }
-    engine, requests = make_greedy(model, [3, 70, 9, 30], 40, **options)
+    engine, requests = make_greedy(model, [3, 70, 9, 30], 40, **SMALL_ENGINE, cache_dtype=dtype)
     assert len(engine.cache.storages) == 2
     finish(engine)
     prompts = [request.tokens[: request.prompt_length] for request in requests]
