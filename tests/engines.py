@@ -8,7 +8,9 @@ import functools
 from conftest import random_tokens
 
 from cache import first_visible_position
-from sampling import SamplingParams
+from engine.engine import Engine
+from infer import generate
+from sampling import SamplingParams, params_per_prompt
 
 # Options of an engine that preempts and chunks: with a second KV cache group, 13 of its pages.
 SMALL_ENGINE = {"page_size": 4, "num_pages": 60, "max_num_seqs": 3, "max_num_batched_tokens": 16}
@@ -27,8 +29,6 @@ def alone(model, prompt, params=None, stride=None, cache_dtype=None, **fields) -
 
 @functools.lru_cache(4000)
 def remembered(model, prompt: tuple, params, stride, cache_dtype) -> list[int]:
-    from infer import generate
-
     options = {"stride": stride} | ({"cache_dtype": cache_dtype} if cache_dtype else {})
     return [token for (token,) in generate(model, [list(prompt)], params, **options)]
 
@@ -47,8 +47,6 @@ def raise_once(model, error: BaseException, after: int) -> None:
 
 def own_texts(model, prompts, params, stride=None, cache_dtype=None) -> list[list[int]]:
     """`alone` for each prompt. params: for all of them, or one for each."""
-    from sampling import params_per_prompt
-
     each = params_per_prompt(params, len(prompts))
     return [alone(model, *pair, stride, cache_dtype) for pair in zip(prompts, each, strict=True)]
 
@@ -78,9 +76,6 @@ def make_engine(model, prompts, params, **options) -> tuple:
 
     Its attribute `passes` has how many tokens each span of each pass had.
     """
-    from engine.engine import Engine
-    from sampling import params_per_prompt
-
     engine = Engine(model, **options)
     engine.passes = check_passes(engine.cache, model.config.block_size)
     each = params_per_prompt(params, len(prompts))
@@ -203,8 +198,6 @@ def events_of(engine) -> list:
 
 def outputs_of(engine, prompts, params) -> list[list[int]]:
     """What an engine writes for these prompts. params: for all of them, or one for each."""
-    from sampling import params_per_prompt
-
     requests = [engine.add(*pair) for pair in zip(prompts, params_per_prompt(params, len(prompts)))]
     assert not any(event.error for event in events_of(engine))
     return [request.output for request in requests]

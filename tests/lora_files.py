@@ -8,6 +8,7 @@ from conftest import random_tokens
 from engines import finish, step
 from safetensors.torch import save_file
 
+from adapters import Adapters
 from loading.load import empty_model
 from sampling import SamplingParams
 
@@ -54,8 +55,6 @@ def random_pairs(model, targets: tuple[str, ...], seed: int = 0) -> dict:
 
 def with_adapters(model, targets: tuple[str, ...] = LINEAR, names: str = "ab"):
     """A model that rows may have random adapters of, with these letters for names. Returns it."""
-    from adapters import Adapters
-
     lora_weights = {name: random_pairs(model, targets, seed) for seed, name in enumerate(names)}
     model.adapters = Adapters(model, lora_weights)
     return model

@@ -18,6 +18,14 @@ import torch
 from conftest import CHECKPOINTS, ROOT, save_speaking
 from serving import Client
 
+import infer_engine
+import serve
+from loading.load import load_model, save_model
+from native import build, use_native
+from native.linear import replace_with_native_linear
+from parallel.ranks import TensorParallelGroup
+from parallel.shards import load_shard, parallelize_vocabulary
+
 SMALL = ["--model", CHECKPOINTS / "stories-draft", "--backend", "torch"]
 LLAMA = CHECKPOINTS / "stories-llama"
 SAMPLES = ["--model", LLAMA, "--prompt", "Lily", "--num-samples", 3, "--max-new-tokens", 9]
@@ -113,8 +121,6 @@ def check_two_ranks(build, engine_cli, directory, max_new_tokens: int) -> None:
 
 def run_engine_script(size, directory, *arguments) -> tuple[str, str]:
     """What infer_engine.py writes on `size` ranks: rank 0 to stdout, and the others nothing."""
-    import infer_engine
-
     assert wait(start(size, script, directory, infer_engine.main, arguments)) == [0] * size
     (out, err), *others = written(directory, size)
     assert others == [("", "")] * (size - 1)
@@ -133,8 +139,6 @@ def wait_for_output(directory, process, sign: str) -> str:
 @contextlib.contextmanager
 def serving(directory, *arguments, size: int = 2):
     """`size` processes of a server, and a Client to it. They are ended after the block."""
-    import serve
-
     words = [*SMALL, "--port", 0, *arguments]
     processes = start(size, script, directory, serve.main, words)
     try:
@@ -154,9 +158,6 @@ def written(directory, size: int) -> list[tuple[str, str]]:
 
 def parallel_model(name, tp_group, dtype=torch.float32, native=True):
     """This rank's part of a model. native: C computes its products."""
-    from native import use_native
-    from parallel.shards import load_shard, parallelize_vocabulary
-
     model = load_shard(name, dtype, tp_group=tp_group)
     if native:
         use_native(model)
@@ -166,8 +167,6 @@ def parallel_model(name, tp_group, dtype=torch.float32, native=True):
 
 def logits_of(name, tokens, *parallel_mode, dtype=torch.float32, native=True):
     """On a rank: its logits of tokens, (1, T), what they took, and how many heads it caches."""
-    from parallel.ranks import TensorParallelGroup
-
     with TensorParallelGroup(*parallel_mode) as tp_group, torch.inference_mode():
         model = parallel_model(name, tp_group, dtype, native)
         logits = model(tokens)
@@ -207,10 +206,6 @@ def attention_in_float64():
 
 
 def single_process_logits(name, tokens, dtype=torch.float32, native=True) -> torch.Tensor:
-    from loading.load import load_model
-    from native import build
-    from native.linear import replace_with_native_linear
-
     model = load_model(name, dtype)
     if native:
         replace_with_native_linear(model, build.load())
@@ -220,8 +215,6 @@ def single_process_logits(name, tokens, dtype=torch.float32, native=True) -> tor
 
 def save_uneven(build, directory, kind: str, **sizes):
     """Save a random model of which no number of ranks divides all widths. sizes: others."""
-    from loading.load import save_model
-
     shape = {"vocab_size": 61, "n_embd": 160, "n_head": 5, "block_size": 64}
     if kind == "tiny_llama":
         shape |= {"n_head": 10, "n_kv_head": 5, "head_dim": 32, "n_inner": 224, "n_embd": 70}

@@ -11,6 +11,9 @@ from lora_files import random_tensors, save_adapter, with_adapters
 from replicas import parse, serving_replicas
 from serving import SMALL, refusal, serving, small_encoding, small_engine
 
+import serve
+import serve_ray
+from infer import generate
 from loading.load import load_model
 from sampling import SamplingParams
 
@@ -37,8 +40,6 @@ def client(tiny_llama):
 
 def own_text(model, prompt: str, adapter: str, **params) -> str:
     """What `generate` writes with this adapter, "" for none, without EOS."""
-    from infer import generate
-
     encoding = small_encoding()
     steps = generate(model, [encoding.encode(prompt)], SamplingParams(**params), adapter=adapter)
     tokens = [token for (token,) in steps]
@@ -103,7 +104,6 @@ def test_replies_to_messages(client, tiny_llama):
     assert found[None] == found["small"]
     assert len(set(found.values())) == 3
     (prompt,) = [small_encoding().encode("Words: cat\n\n")]
-    from infer import generate
 
     params = SamplingParams(9)
     steps = generate(model, [[4095, *prompt]], params, adapter="b")
@@ -176,8 +176,6 @@ def test_calls_with_different_adapters_have_no_prefix_in_common(monkeypatch):
 
 
 def test_the_server_reads_its_adapters(run_main):
-    import serve
-
     def serve_with(*words) -> tuple:
         return run_main(serve.main, "--port", 0, *LLAMA, "--lora-modules", *words)
 
@@ -190,8 +188,6 @@ def test_the_server_reads_its_adapters(run_main):
 
 
 def test_replicas_are_not_begun_with_a_wrong_one(run_main, monkeypatch, tiny_llama, tmp_path):
-    import serve_ray
-
     monkeypatch.setitem(sys.modules, "ray", None)
     model = save_speaking(tiny_llama, tmp_path, eos_token_id=4095)
     head = save_adapter(tmp_path / "a", random_tensors(load_model(model), ("lm_head",)))

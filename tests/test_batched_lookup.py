@@ -10,6 +10,10 @@ from drafting import ALWAYS, GREEDY, MIXED, PROMPTS, Scripted, knowing, spoil, w
 from engines import alone, check_texts, finish, greedy, make_engine, outputs_of, own_texts, step
 
 from cache import ContextWindow
+from engine.drafter import PromptLookupDrafter
+from engine.pages import PagePool
+from engine.request import Request
+from engine.scheduler import Scheduler
 from errors import UserError
 from sampling import SamplingParams
 
@@ -30,8 +34,6 @@ def tokens_of(steps) -> list[list[int]]:
 
 @pytest.mark.parametrize("gamma", [1, 3, 16])
 def test_each_text_is_that_of_its_own_run(model, gamma):
-    from engine.drafter import PromptLookupDrafter
-
     engine, _ = write(model, PromptLookupDrafter(), page_size=4, gamma=gamma)
     assert 0 < engine.num_accepted_tokens < engine.num_draft_tokens
 
@@ -367,10 +369,6 @@ def test_no_token_is_written_where_logits_in_the_middle_are_no_numbers(tiny, mon
 
 
 def test_still_a_preempted_request_takes_no_drafts_along():
-    from engine.pages import PagePool
-    from engine.request import Request
-    from engine.scheduler import Scheduler
-
     scheduler = Scheduler(PagePool(16, 2), 4, 1000, ContextWindow(8, 4))
     request = Request([1, 2, 3], 3, SamplingParams(6))
     scheduler.add(request)

@@ -10,14 +10,13 @@ from conftest import CHECKPOINTS, random_tokens
 from drafting import GREEDY, MIXED, Scripted, spoil, write
 from engines import alone, check_passes, greedy, make_engine, step
 
+from engine.drafter import PagedModelDrafter
 from engine.request import Request
 from errors import UserError
 from sampling import SamplingParams
 
 
 def paged_drafter(*args, **options):
-    from engine.drafter import PagedModelDrafter
-
     return PagedModelDrafter(*args, **options)
 
 
@@ -263,8 +262,6 @@ def test_the_statistics_count_drafts(engine_cli, tiny_checkpoint):
 def test_the_draft_model_has_rows_and_pages_like_those_of_the_engine(
     engine_cli, tiny_checkpoint, monkeypatch
 ):
-    from engine.drafter import PagedModelDrafter
-
     made = []
     init = PagedModelDrafter.__init__
 

@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 from natives import native, native_in_dtype
 
 from cache import Span
+from engine.cache import PagedCache
+from engine.drafter import PagedModelDrafter, PromptLookupDrafter
+from engine.engine import Engine
 
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "native", "int8"])
 
@@ -34,8 +37,6 @@ def run(engine) -> list[int]:
 
 def cache_bytes(model, **options) -> int:
     """The bytes of an engine's cache."""
-    from engine.engine import Engine
-
     cache = Engine(model, **options).cache
     return sum(storage.nbytes for storage in cache.storages)
 
@@ -139,8 +140,6 @@ def test_any_texts_are_those_of_their_own_runs(
 
     Pages for windows never run out.
     """
-    from engine.drafter import PagedModelDrafter, PromptLookupDrafter
-
     if backend not in MODELS:
         shape = {"sliding_windows": (5, None), "block_size": 40}
         MODELS[backend] = [kinds(tiny_windows, backend, seed=seed, **shape) for seed in (0, 1)]
@@ -176,8 +175,6 @@ def test_any_texts_are_those_of_their_own_runs(
 
 @torch.inference_mode()
 def test_c_touches_no_page_outside_either_storage(tiny_gemma, compiled):
-    from engine.cache import PagedCache
-
     model = native(tiny_gemma(dtype=torch.float32, sliding_windows=(3, None)))
     cache = PagedCache(model, 4, 2, 3)
     for storage in cache.storages:

@@ -19,7 +19,9 @@ from engines import (
     step,
 )
 
+import command_line
 from engine.engine import Engine
+from sampling import SamplingParams
 
 SAMPLED = {"temperature": 1.3, "top_k": 40, "top_p": 0.95}
 
@@ -130,8 +132,6 @@ def test_a_budget_below_the_number_of_rows(tiny, budget):
 
 def test_what_follows_a_chunk_is_not_a_token_of_the_text(tiny):
     """The logits after a chunk say what the model would write there; here each of them says EOS."""
-    from sampling import SamplingParams
-
     model = tiny(eos_token_ids=tuple(range(61)))
     engine, requests = make_engine(
         model, [random_tokens(9)], SamplingParams(5), max_num_batched_tokens=2
@@ -252,8 +252,6 @@ def test_the_command_line_shows_the_time_of_the_first_token_not_of_the_first_chu
     engine_cli, monkeypatch
 ):
     """A clock that counts passes: a prompt of six tokens, one a step."""
-    import command_line
-
     steps = []
     step = Engine.step
     monkeypatch.setattr(Engine, "step", lambda self: steps.append(1) or step(self))

@@ -1,6 +1,5 @@
 """An engine that requests join and leave at any step: each has the text of its own run."""
 
-import importlib.util
 import tracemalloc
 
 import pytest
@@ -21,6 +20,7 @@ from engines import (
     step,
 )
 
+from engine.engine import Engine
 from errors import UserError
 from sampling import SamplingParams
 
@@ -46,9 +46,6 @@ def mixture(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def new_engine(model, **options):
-    assert importlib.util.find_spec("engine.engine")
-    from engine.engine import Engine
-
     return Engine(model, **options)
 
 

@@ -9,6 +9,7 @@ from conftest import random_tokens
 from drafting import Scripted, knowing
 from engines import greedy
 
+from engine.drafter import AdaptiveSpeculation, SpeculationTrial
 from engine.engine import Engine
 
 LONG = greedy(400)
@@ -20,8 +21,6 @@ def model(tiny):
 
 
 def new_trial():
-    from engine.drafter import SpeculationTrial
-
     return SpeculationTrial()
 
 
@@ -67,8 +66,6 @@ def slower(rows, drafting) -> float:
 
 def trials_engine(model, drafter, *params, rows=1, **options) -> Engine:
     """An engine that tries drafts, and texts with these parameters."""
-    from engine.drafter import AdaptiveSpeculation
-
     engine = Engine(
         model,
         max_num_seqs=rows,

@@ -6,6 +6,7 @@ import sys
 import pytest
 from conftest import CHECKPOINTS, PROMPTS
 
+from engine.engine import Engine
 from text.tokenizer import load_encoding
 
 SEEDED = ("--max-new-tokens", 12, "--temperature", 1, "--num-samples", 2, "--seed", 5)
@@ -33,8 +34,6 @@ def test_the_engine_prints_what_is_printed_without_it(
 
 
 def test_a_single_text_is_printed_as_it_comes(cli, engine_cli, tiny_checkpoint, monkeypatch):
-    from engine.engine import Engine
-
     args = ("--model", tiny_checkpoint, "--prompt", "Once", "--max-new-tokens", 6)
     step = Engine.step
     shown = []

@@ -19,6 +19,7 @@ from engines import (
     step,
 )
 
+from engine.cache import PagedCache
 from loading.load import save_model
 
 NAN = "the model returned logits that are NaN or infinite: broken weights, or a dtype too small"
@@ -149,8 +150,6 @@ def test_where_every_text_fails_the_error_is_all_that_is_said(engine_cli, broken
     "error", [MemoryError(), RuntimeError("CUDA error: out of memory\nCompile with more.\n")]
 )
 def test_a_pass_that_fails_is_one_line(cli, engine_cli, tiny_checkpoint, monkeypatch, error):
-    from engine.cache import PagedCache
-
     prepare = PagedCache.prepare
     passes = []
 

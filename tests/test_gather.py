@@ -4,6 +4,7 @@ import torch
 from ranks import results
 
 from parallel.ranks import TensorParallelGroup
+from parallel.shards import ColumnParallelLinear
 
 WIDTHS = [3, 1, 2]
 
@@ -23,8 +24,6 @@ def test_all_get_all_parts():
 
 def test_a_product_by_columns():
     def product():
-        from parallel.shards import ColumnParallelLinear
-
         generator = torch.Generator().manual_seed(0)
         x, weight = torch.randn(65, 6, dtype=torch.float64, generator=generator).split([5, 60])
         outputs = [20, 25, 15]

@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 import torch
 
+from benchmarks import larger_machines
+
 # Of Llama 3's 70 billion: a layer's products, and the head's.
 LAYER = 8192 * (64 * 128) * 2 + 2 * 8192 * (8 * 128) + 3 * 8192 * 28672
 EMBEDDING = 8192 * 128256
@@ -15,8 +17,6 @@ NUMBERS = LAYERS * LAYER + EMBEDDING
 @pytest.fixture
 def run(capsys, monkeypatch):
     """A function that runs the script: exit code, lines of stdout, stderr."""
-    from benchmarks import larger_machines
-
     # Its models have shapes only, and to draw no numbers for them takes half of the time.
     monkeypatch.setattr(torch.nn.Linear, "reset_parameters", lambda self: None)
     whole = larger_machines.LLAMA

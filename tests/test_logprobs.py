@@ -10,11 +10,18 @@ import torch
 from conftest import CHECKPOINTS, random_tokens
 from engines import alone, check_texts, finish, make_engine, request_params, step
 
+from cache import ContextWindow
+from engine import engine as module
 from engine.drafter import PagedModelDrafter, PromptLookupDrafter
 from engine.engine import Engine
+from engine.request import Request
 from errors import UserError
+from infer import generate, next_logits
+from infer_engine import print_logprobs
+from infer_speculative import generate_speculative
 from loading.load import load_model
-from sampling import SamplingParams
+from model import GPT
+from sampling import SamplingParams, TokenLogprob, token_logprob
 from text.tokenizer import load_encoding
 
 DRAFT = CHECKPOINTS / "stories-draft"
@@ -28,9 +35,6 @@ PARAMS = [
 
 def by_hand(model, tokens, prompt_length) -> list[torch.Tensor]:
     """The log-probabilities of all tokens at each place of the output, each by a pass."""
-    from cache import ContextWindow
-    from infer import next_logits
-
     context_window = ContextWindow(model.config.block_size)
     found = []
     for length in range(prompt_length, len(tokens)):
@@ -65,8 +69,6 @@ def add(engine, prompt, params, count):
 @pytest.fixture
 def computed(monkeypatch):
     """To this list each computing of log-probabilities adds its arguments."""
-    from engine import engine as module
-
     calls = []
     real = module.token_logprob
     monkeypatch.setattr(module, "token_logprob", lambda *args: calls.append(args) or real(*args))
@@ -145,8 +147,6 @@ def test_a_text_that_ends_in_mid_draft_has_none_for_the_rest(tiny, computed):
 @pytest.mark.parametrize("error", [MemoryError("full"), IndexError("x"), KeyboardInterrupt()])
 def test_an_error_in_those_of_one_text_ends_that_one_alone(tiny, monkeypatch, error):
     """After Ctrl-C both go on, with one for each token."""
-    from engine import engine as module
-
     model = tiny()
     calls = []
     real = module.token_logprob
@@ -193,9 +193,6 @@ def test_a_number_out_of_range_is_refused(tiny, count):
 
 
 def test_generate_keeps_none(tiny):
-    from infer import generate
-    from infer_speculative import generate_speculative
-
     params = SamplingParams(3, logprobs=0)
     for run in (generate(tiny(), [[1]], params), generate_speculative(tiny(), tiny(), [1], params)):
         with pytest.raises(UserError, match="^stop and logprobs are for the engine alone$"):
@@ -209,8 +206,6 @@ def test_generate_keeps_none(tiny):
 
 
 def test_by_hand():
-    from sampling import token_logprob
-
     logits = torch.tensor([1.0, 6.0, 3.0, 2.0]).log()  # of 12
     logprob, top = token_logprob(logits, 3, 3)
     assert math.exp(logprob) == pytest.approx(2 / 12, rel=1e-6)
@@ -223,8 +218,6 @@ def test_by_hand():
 @pytest.mark.parametrize("count", range(1, 8))
 def test_of_equal_ones_the_lower_id_comes_first(count):
     """Also where only some of them have room; more than there are tokens is all."""
-    from sampling import token_logprob
-
     for logits in itertools.permutations([5.0, 2.0, 2.0, 2.0, 0.0]):
         _, top = token_logprob(torch.tensor(logits), 0, count)
         order = sorted(range(5), key=lambda token: (-logits[token], token))
@@ -232,16 +225,12 @@ def test_of_equal_ones_the_lower_id_comes_first(count):
 
 
 def test_the_first_is_the_greedy_token_where_all_are_equal():
-    from sampling import token_logprob
-
     logprob, top = token_logprob(torch.zeros(50_257), 9, 5)
     assert [token for token, _ in top] == [0, 1, 2, 3, 4]
     assert logprob == top[0][1] == pytest.approx(-math.log(50_257), rel=1e-12)
 
 
 def test_the_first_is_the_greedy_token_where_logarithms_round_to_one():
-    from sampling import token_logprob
-
     logits = torch.tensor([1e-20, 2e-20], dtype=torch.float64)
     assert [token for token, _ in token_logprob(logits, 0, 2).top] == [1, 0]
 
@@ -249,8 +238,6 @@ def test_the_first_is_the_greedy_token_where_logarithms_round_to_one():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_extreme_logits(dtype):
     """What rounds to 0 still has a logarithm, and logits of 16 bits are not rounded again."""
-    from sampling import token_logprob
-
     logits = torch.tensor([60_000, -60_000, 59_000], dtype=dtype)
     gap = (logits[0].double() - logits[1].double()).item()
     logprob, top = token_logprob(logits, 1, 3)
@@ -290,8 +277,6 @@ def test_the_command_line_shows_each_token_with_the_best(engine_cli):
 
 def test_those_of_the_others_are_shown_where_a_text_failed(engine_cli, monkeypatch):
     """Then the error. The one that failed is the first, and has none."""
-    from model import GPT
-
     head = GPT.head
 
     def first_fails(self, x):
@@ -312,10 +297,6 @@ def test_those_of_the_others_are_shown_where_a_text_failed(engine_cli, monkeypat
 def test_a_token_is_one_line_whatever_it_prints(capsys):
     """A line break, an escape of a terminal, a quotation mark, half a character, no text at all."""
     from types import SimpleNamespace
-
-    from engine.request import Request
-    from infer_engine import print_logprobs
-    from sampling import SamplingParams, TokenLogprob
 
     pieces = [text.encode() for text in ("\n", "\u2028", "\x85", "\x9b", "\x7f", "'", "é")]
     pieces.append(pieces[-1][:1])

@@ -10,6 +10,9 @@ from conftest import CHECKPOINTS, difference, edit_json, is_one_line, random_tok
 from lora_files import ATTENTION, peft_adapter, random_tensors, save_adapter
 from ranks import run_engine_script
 
+import infer_speculative
+import serve_ray
+from benchmarks.export_gguf import write_gguf
 from loading.checkpoint import read_json
 from loading.load import load_model, save_model
 from loading.lora import read_adapter
@@ -111,8 +114,6 @@ def test_adapters_of_fewer_bits(tiny_llama, tmp_path, dtype):
 
 
 def test_weights_in_nibbles_get_8_bits(tiny_llama, tmp_path):
-    from benchmarks.export_gguf import write_gguf
-
     model = tiny_llama(dtype=torch.float32, n_embd=64, n_inner=64, n_head=4, head_dim=16)
     write_gguf(model, tmp_path / "plain.gguf", "float32")
     file = gguf_files.edited(tmp_path / "plain.gguf", tmp_path / "small.gguf", kind="Q4_1")
@@ -129,8 +130,6 @@ def test_weights_in_nibbles_get_8_bits(tiny_llama, tmp_path):
 
 def test_weights_of_a_gguf_file_get_it_in_their_order(tiny_llama, tmp_path):
     """There rows of queries and keys stand in another order, which is undone before the sum."""
-    from benchmarks.export_gguf import write_gguf
-
     adapter, both = with_adapter(tiny_llama, tmp_path)
     write_gguf(load_model(tmp_path), tmp_path / "plain.gguf", "float32")
     found = loaded(tmp_path / "plain.gguf", adapter, torch.float32)
@@ -155,8 +154,6 @@ def test_the_command_line_writes_its_texts(build, cli, tmp_path, dtype):
 
 
 def test_all_scripts_tell_of_frogs(cli, engine_cli, run_main):
-    import infer_speculative
-
     code, text, err = cli(*WORDS, "--adapter", FROGS)
     assert code == 0 and "a little frog named" in text, err
     assert "frog" not in cli(*WORDS)[1]
@@ -348,8 +345,6 @@ def test_files_that_are_refused(wrong, cli):
 
 
 def test_replicas_are_not_begun_with_a_wrong_one(run_main, monkeypatch):
-    import serve_ray
-
     monkeypatch.setitem(sys.modules, "ray", None)
     result = run_main(serve_ray.main, "--port", 0, "--cpus", 0.1, "--adapter", "nowhere")
     assert is_one_line(result, "nowhere/adapter_config.json: No such file")

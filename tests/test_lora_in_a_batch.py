@@ -17,8 +17,18 @@ from lora_files import (
     save_adapter,
     with_adapters,
 )
+from ranks import script, start, wait, written
 
-from loading.load import load_model
+import infer_engine
+from adapters import Adapters, use_adapters
+from engine import options
+from engine.drafter import PagedModelDrafter, PromptLookupDrafter
+from engine.engine import Engine
+from infer import generate
+from loading.load import load_model, save_model
+from loading.lora import read_adapter
+from native import use_native
+from quantisation.int8 import to_int8
 from sampling import SamplingParams
 
 LLAMA = CHECKPOINTS / "stories-llama"
@@ -29,8 +39,6 @@ NAMES = ("", "a", "b")
 
 def own_text(model, request, **options) -> list[int]:
     """What `generate` writes for a request with its adapter."""
-    from infer import generate
-
     prompt = request.tokens[: request.prompt_length]
     steps = generate(model, [prompt], request.params, adapter=request.adapter, **options)
     return [token for (token,) in steps]
@@ -52,10 +60,6 @@ def merged_model(build, lora_weights, **options):
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Gemma3"])
 def test_rows_are_those_of_peft(peer, tmp_path, kind):
     """In peft adapter_names says which adapter each row of a batch has."""
-    from adapters import Adapters
-    from engine.engine import Engine
-    from loading.lora import read_adapter
-
     theirs, base = peer(kind, max_position_embeddings=40)
     theirs = peft_adapter(theirs, tmp_path / "a")
     theirs.load_adapter(tmp_path / "a", "b")
@@ -108,8 +112,6 @@ def test_a_run_is_that_of_the_merged_model(request, kind):
 @pytest.mark.parametrize("seed", range(3))
 def test_histories(request, kind, seed):
     """Texts come, wait, lose their pages and share some: each is that of its own run."""
-    from engine.drafter import PagedModelDrafter, PromptLookupDrafter
-
     chance = random.Random(seed)
     build = request.getfixturevalue(kind)
     experts = kind == "tiny_experts"
@@ -143,9 +145,6 @@ def test_prefixes_are_shared_with_one_adapter_only(build):
 
 def test_layers_of_whole_numbers_keep_them(tiny_llama):
     """The base is rounded, what an adapter adds is not."""
-    from adapters import use_adapters
-    from quantisation.int8 import to_int8
-
     model = tiny_llama(dtype=torch.float32)
     base = to_int8(tiny_llama(dtype=torch.float32)).layers[1].mlp.down_proj
     model = with_adapters(to_int8(model))
@@ -162,9 +161,6 @@ def test_layers_of_whole_numbers_keep_them(tiny_llama):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
 def test_products_in_c(build, compiled, tmp_path, dtype):
     """Texts with adapters are those of torch; texts without one are C's, as before."""
-    from loading.load import save_model
-    from native import use_native
-
     save_model(build(dtype=torch.float32), tmp_path)
     native = load_model(tmp_path, dtype)
     use_native(native)
@@ -203,8 +199,6 @@ def test_a_failed_pass_leaves_no_adapter(tiny):
 
 
 def test_unknown_names_are_refused(tiny):
-    from infer import generate
-
     model = with_adapters(tiny())
     engine, _ = make_engine(model, [], [])
     expected = "adapter 'c': must be one of: a, b"
@@ -254,11 +248,6 @@ def test_options_that_are_refused(engine_cli, tiny_llama, tmp_path):
 
 def test_several_processes_take_merged_ones_only(tmp_path, monkeypatch):
     """The first one says so, before any has loaded the model: then the others have no say."""
-    from ranks import script, start, wait, written
-
-    import infer_engine
-    from engine import options
-
     monkeypatch.setattr(options, "load_models", None)
 
     words = [*WORDS, "--lora-modules", f"frogs={FROGS}"]

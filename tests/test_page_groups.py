@@ -3,14 +3,15 @@
 import torch
 from conftest import random_tokens
 
+from cache import Span
+from engine.cache import PagedCache
+
 LENGTHS = (1, 3, 4, 5, 9, 16, 17, 30, 31, 60, 63, 64)
 PAGE_SIZE = 4
 
 
 def spans_of(lengths) -> list:
     """The newest token of texts of these lengths, each on pages of its own."""
-    from cache import Span
-
     first = 0
     spans = []
     for length in lengths:
@@ -34,8 +35,6 @@ def shapes(attended) -> list[tuple[int, int]]:
 @torch.inference_mode()
 def test_a_text_reads_less_than_twice_the_pages_it_has(tiny, attended):
     """However long the longest one beside it is."""
-    from engine.cache import PagedCache
-
     spans = spans_of(LENGTHS)
     model = tiny(n_layer=1, block_size=64)
     cache = PagedCache(model, sum(len(span.pages) for span in spans), PAGE_SIZE)
@@ -48,8 +47,6 @@ def test_a_text_reads_less_than_twice_the_pages_it_has(tiny, attended):
 
 @torch.inference_mode()
 def test_texts_of_the_same_number_of_pages_attend_together(tiny, attended):
-    from engine.cache import PagedCache
-
     model = tiny(n_layer=1, block_size=64)
     spans = spans_of([33, 36, 34, 35])
     run_pass(model, PagedCache(model, 36, PAGE_SIZE), spans)
@@ -59,9 +56,6 @@ def test_texts_of_the_same_number_of_pages_attend_together(tiny, attended):
 @torch.inference_mode()
 def test_texts_with_as_many_new_tokens_attend_together(tiny, attended):
     """Also where one of them has fewer positions than the longest."""
-    from cache import Span
-    from engine.cache import PagedCache
-
     model = tiny(n_layer=1)
     cache = PagedCache(model, 16, PAGE_SIZE)
     texts = [random_tokens(16, seed=seed) for seed in range(4)]
@@ -78,8 +72,6 @@ def test_texts_with_as_many_new_tokens_attend_together(tiny, attended):
 @torch.inference_mode()
 def test_a_step_copies_into_the_room_of_the_last_one(build):
     """It grows to the largest group, and then it stays where it is."""
-    from engine.cache import PagedCache
-
     model = build(block_size=64)
     cache = PagedCache(model, 200, PAGE_SIZE)
     places = []

@@ -3,22 +3,19 @@
 import tracemalloc
 
 import pytest
-from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.pages import PagePool, page_count
+
 
 def new_pool(num_pages: int, page_size: int = 4):
-    assert (ROOT / "engine" / "pages.py").is_file()
-    from engine.pages import PagePool
-
     return PagePool(num_pages, page_size)
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 4, 16])
 def test_so_many_positions_need_so_many_pages(page_size):
     pool = new_pool(9, page_size)
-    from engine.pages import page_count
 
     for length in range(50):
         pages = len({position // page_size for position in range(length)})

@@ -4,10 +4,14 @@ import itertools
 
 import pytest
 import torch
-from conftest import ROOT, random_tokens
+from conftest import random_tokens
 from engines import poison
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from cache import Span
+from engine.cache import PagedCache
+from errors import UserError
 
 BAD = 60  # a token that is in none of them
 TEXTS = [random_tokens(16, BAD, seed=seed) for seed in range(4)]
@@ -15,9 +19,6 @@ TEXTS = [random_tokens(16, BAD, seed=seed) for seed in range(4)]
 
 def new_cache(model):
     """A cache with room for four texts."""
-    assert (ROOT / "engine" / "cache.py").is_file()
-    from engine.cache import PagedCache
-
     return PagedCache(model, 17, page_size=4)
 
 
@@ -28,8 +29,6 @@ def place(text):
 
 def part(text, start, end):
     """The span of positions start to end of one of TEXTS."""
-    from cache import Span
-
     return Span(place(text), start, TEXTS[text][start:end])
 
 
@@ -197,10 +196,6 @@ def test_the_cache_has_the_shape_of_keys_not_of_queries(tiny_llama):
 
 
 def test_what_does_not_fit_in_memory_says_its_bytes(tiny):
-    assert (ROOT / "engine" / "cache.py").is_file()
-    from engine.cache import PagedCache
-    from errors import UserError
-
     with pytest.raises(UserError) as raised:
         PagedCache(tiny(), 10**12, page_size=4)
     # layers x keys and values x pages x positions x numbers x bytes of each

@@ -5,6 +5,9 @@ from conftest import random_tokens
 from engines import check_pages, check_texts, failing, greedy, make_engine, poison, step
 from engines import finish as finish_engine
 
+from engine.pages import PagePool
+from errors import UserError
+
 BAD = 60  # a token that `poison` makes NaN, and that no text has by chance
 
 
@@ -151,8 +154,6 @@ def test_a_page_is_known_by_all_that_comes_before_it(build):
 
 def test_ids_are_not_mixed_up():
     """Some of these are the same as joined digits, bytes, remainders or Python's hash()."""
-    from engine.pages import PagePool
-
     ids = [(1, 23), (12, 3), (23, 1), (123, 0), (0, 123), (-1, 0), (-2, 0), (0, -1), (1, 0)]
     ids += [(0, 1), (256, 0), (0, 256), (65536, 0), (0, 65536), (2**32, 0), (0, 2**32)]
     ids += [(2**32 - 1, 0), (2**61 - 1, 0), (2**63 - 1, 0)]
@@ -326,8 +327,6 @@ def test_the_command_line_counts_what_was_shared(cli, engine_cli, tiny_checkpoin
 
 
 def test_a_salt_is_a_string(tiny):
-    from errors import UserError
-
     engine = engine_of(tiny())
     with pytest.raises(UserError, match="cache_salt None: must be a string"):
         add(engine, [1], 2, None)

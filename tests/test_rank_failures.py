@@ -85,8 +85,6 @@ def test_ctrl_c(tmp_path):
 
 @pytest.mark.parametrize("place, victim", [("load_shard", 1), ("logits", 0), ("logits", 1)])
 def test_one_has_no_memory(tmp_path, monkeypatch, victim, place):
-    from parallel.ranks import RankError  # noqa: F401  without it both would wait
-
     owner = options if place == "load_shard" else TorchRunner
     real = getattr(owner, place)
     calls = []

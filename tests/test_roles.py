@@ -10,6 +10,7 @@ from conftest import random_tokens
 from ranks import logits_of, results
 from safetensors.torch import load_file, save_file
 
+from benchmarks.export_gguf import gguf_name, write_gguf
 from cache import KVCache
 from infer import next_logits
 from llama import Llama, LlamaConfig, RMSNorm, apply_rotary_emb, rotary_embedding
@@ -178,8 +179,6 @@ def test_c_computes_it(both, compiled, monkeypatch, dtype):
 def test_its_gguf_file_has_llama_cpps_names(both, tmp_path):
     import gguf
 
-    from benchmarks.export_gguf import write_gguf
-
     model = load_model(both[1])
     write_gguf(model, tmp_path / "model.gguf", "float32")
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
@@ -190,8 +189,6 @@ def test_its_gguf_file_has_llama_cpps_names(both, tmp_path):
 
 
 def test_layers_may_have_numbers_of_their_own_and_end_in_them():
-    from benchmarks.export_gguf import gguf_name
-
     class Experts(Model):
         ROLES = {
             "down": ("layers.*.experts.*.down", "blk.*.ffn_down_exps"),

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
+import serve_ray
+
 
 @pytest.mark.parametrize("seconds", [1, 30, 600])
 def test_engines_say_several_times_in_that_time_what_there_is_to_do(seconds):
-    import serve_ray
-
     options = ["--scale-seconds", str(seconds), "--max-replicas", "5", "--max-num-seqs", "7"]
     found = serve_ray.autoscaling_config(serve_ray.make_parser().parse_args(options))
     assert found["metrics_interval_s"] <= min(found["look_back_period_s"] / 4, 10)
@@ -19,8 +19,6 @@ def test_engines_say_several_times_in_that_time_what_there_is_to_do(seconds):
 
 
 def test_options_that_do_not_go_together_are_a_line(run_main, monkeypatch):
-    import serve_ray
-
     def said(*options):
         code, out, err = run_main(serve_ray.main, "--port", 0, *options)
         assert (code, out) == (2, "")

@@ -1,9 +1,12 @@
 """The scheduler alone: a function of the tokens that it hands out stands for the model."""
 
 import pytest
-from conftest import ROOT
 
 from cache import ContextWindow
+from engine.pages import PagePool
+from engine.request import Request
+from engine.scheduler import Scheduler
+from errors import UserError
 from sampling import SamplingParams
 
 BLOCK_SIZE = 8
@@ -11,10 +14,6 @@ CONTEXT_WINDOW = ContextWindow(BLOCK_SIZE, 4)
 
 
 def build(max_num_seqs: int = 4, pages: int | None = None):
-    assert (ROOT / "engine" / "scheduler.py").is_file()
-    from engine.pages import PagePool
-    from engine.scheduler import Scheduler
-
     pool = PagePool(pages or max_num_seqs * 4, 2)  # room for all rows, and a budget
     scheduler = Scheduler(pool, max_num_seqs, 1000, CONTEXT_WINDOW)
     scheduler.held = {}  # of each request, the tokens whose keys and values would be in the cache
@@ -31,8 +30,6 @@ def advance(scheduler, entry, token: int) -> None:
 
 
 def add(scheduler, *prompts: list[int], max_new_tokens: int = 6) -> list:
-    from engine.request import Request
-
     requests = [
         Request(list(prompt), len(prompt), SamplingParams(max_new_tokens)) for prompt in prompts
     ]
@@ -168,8 +165,6 @@ def test_no_request_overtakes_the_head_of_the_queue():
 
 @pytest.mark.parametrize("length, count, needed", [(3, 4, 3), (6, 2, 4), (8, 1, 4), (30, 30, 4)])
 def test_what_can_never_fit_is_refused(length, count, needed):
-    from errors import UserError
-
     (request,) = add(build(pages=needed), [1] * length, max_new_tokens=count)
     assert request.finish_reason is None
     scheduler = build(pages=needed - 1)
@@ -241,8 +236,6 @@ def test_a_request_of_another_engine_is_refused():
 
 
 def test_a_request_reads_its_text():
-    from engine.request import Request
-
     request = Request([1, 2, 3, 4, 5], 2, SamplingParams(), start=1)
     assert request.output == [3, 4, 5] and request.context_window == [2, 3, 4, 5]
     assert request.finish_reason is None and request.num_computed_tokens == 0

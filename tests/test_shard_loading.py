@@ -10,6 +10,7 @@ from loading import load
 from loading.load import save_model
 from model import GPTConfig
 from parallel.ranks import TensorParallelGroup
+from parallel.shards import load_shard, overlapping_rows
 
 SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 256, "vocab_size": 24000, "block_size": 16}
 
@@ -40,8 +41,6 @@ def large(tiny, tmp_path_factory):
 @pytest.mark.parametrize("parallel_mode", ["gather", "reduce"])
 def test_the_peak_of_each_rank(large, parallel_mode):
     def action():
-        from parallel.shards import load_shard
-
         with TensorParallelGroup(parallel_mode) as tp_group:
             load_shard(large / "small", tp_group=tp_group)  # code takes memory, too
             return peak(lambda: load_shard(large, tp_group=tp_group))
@@ -60,8 +59,6 @@ def test_still_random_weights_are_those_of_one_process(monkeypatch):
 
 
 def test_overlapping_rows_of_a_block():
-    from parallel.shards import overlapping_rows
-
     rows = [range(2, 5), range(8, 10)]
     assert overlapping_rows(rows, slice(0, 4)) == [(slice(0, 2), slice(2, 4))]
     assert overlapping_rows(rows, slice(4, 12)) == [

@@ -23,8 +23,17 @@ from ranks import SMALL, run_engine_script
 from replicas import make_engine as load_replica
 from replicas import parse
 
-from cache import KVCache
+import cache
+import infer
+from cache import KVCache, cached_attention, stored_head_dim, to_cache_dtype
+from engine.cache import PagedCache
+from engine.drafter import PagedModelDrafter, PromptLookupDrafter
+from engine.engine import Engine
 from errors import UserError
+from infer import beam_search
+from infer_speculative import generate_speculative
+from quantisation.int8 import quantize
+from sampling import SamplingParams
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.int8], ids=str)
 NAMES = pytest.mark.parametrize("name", ["float16", "int8"])
@@ -45,8 +54,6 @@ def restored(stored: torch.Tensor, dim: int) -> numpy.ndarray:
 
 def test_an_int8_key_by_hand():
     """Whole numbers of steps, of the rotated key, then the step as a float32."""
-    from cache import to_cache_dtype
-
     keys = random_numbers(5, 3, 8) * torch.tensor([1e-3, 1, 1e3])[:, None]
     stored = to_cache_dtype(keys, torch.int8)
     assert stored.dtype == torch.int8 and stored.shape == (5, 3, 12)
@@ -60,8 +67,6 @@ def test_an_int8_key_by_hand():
 @pytest.mark.parametrize("dim, width", [(1, 8), (5, 12), (6, 12), (7, 12), (8, 12), (64, 68)])
 def test_a_row_has_whole_floats(dim, width):
     """So the scale of each lies where a float32 may."""
-    from cache import stored_head_dim, to_cache_dtype
-
     assert stored_head_dim(dim, torch.int8) == width and stored_head_dim(dim, torch.float16) == dim
     stored = to_cache_dtype(random_numbers(2, dim), torch.int8)
     assert stored.shape == (2, width) and not stored[:, dim:-4].any()
@@ -73,9 +78,6 @@ def test_a_row_has_whole_floats(dim, width):
 
 def test_outliers_cost_little():
     """One number of each key is 30 times as large as the others."""
-    from cache import to_cache_dtype
-    from quantisation.int8 import quantize
-
     keys = random_numbers(200, 64)
     keys[:, 5] *= 30
     values, scale = quantize(keys)
@@ -86,8 +88,6 @@ def test_outliers_cost_little():
 
 @pytest.mark.parametrize("q_dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_attention_is_that_to_what_int8_stands_for(q_dtype):
-    from cache import cached_attention, to_cache_dtype
-
     q = random_numbers(2, 4, 3, 8).to(q_dtype)
     stored = [to_cache_dtype(random_numbers(2, 2, 5, 8, seed=seed), torch.int8) for seed in (1, 2)]
     mask = torch.rand(2, 1, 3, 5, generator=torch.Generator().manual_seed(3)) < 0.7
@@ -106,8 +106,6 @@ def test_attention_is_that_to_what_int8_stands_for(q_dtype):
 @DTYPES
 def test_what_is_stored_is_rounded(build, dtype):
     """In the first layer: those after it have seen rounded ones."""
-    from cache import to_cache_dtype
-
     model = build(dtype=torch.float32)
     texts = random_texts(model, 2)
     storages = []
@@ -147,8 +145,6 @@ def test_rows_have_the_text_of_their_own_run(build, dtype):
 @torch.inference_mode()
 @DTYPES
 def test_beams_score_what_they_say(build, dtype):
-    from infer import beam_search
-
     model = build()
     beams = beam_search(model, [1, 2, 3], 4, 6, ignore_eos=True, cache_dtype=dtype)
     assert len(beams) == 4
@@ -160,9 +156,6 @@ def test_beams_score_what_they_say(build, dtype):
 
 @DTYPES
 def test_speculation_has_the_targets_text(build, tiny, dtype):
-    from infer_speculative import generate_speculative
-    from sampling import SamplingParams
-
     model = build()
     params = SamplingParams(24, ignore_eos=True)
     passes = generate_speculative(model, tiny(n_layer=1), [1, 2], params, cache_dtype=dtype)
@@ -194,8 +187,6 @@ def test_a_shared_prefix_is_that_of_its_own_run(build, dtype):
 @DTYPES
 @pytest.mark.parametrize("drafts", ["lookup", "model"])
 def test_drafts_change_no_text(build, tiny, dtype, drafts):
-    from engine.drafter import PagedModelDrafter, PromptLookupDrafter
-
     model = build()
     drafter = PromptLookupDrafter()
     if drafts == "model":
@@ -231,8 +222,6 @@ def test_nothing_reads_what_a_page_held_before(build, dtype):
 
 @pytest.mark.parametrize("dtype, pages", [(torch.float16, 2**13), (torch.int8, 2**14)])
 def test_an_engine_has_more_pages_where_memory_was_the_limit(tiny_llama, dtype, pages):
-    from engine.engine import Engine
-
     engine = Engine(tiny_llama(block_size=8192), cache_dtype=dtype)
     assert engine.scheduler.pool.num_pages == engine.cache.storage.shape[2] == pages
     assert engine.config.cache_size(256) == 32 * 16  # all windows fit
@@ -241,8 +230,6 @@ def test_an_engine_has_more_pages_where_memory_was_the_limit(tiny_llama, dtype, 
 
 @pytest.mark.parametrize("dtype, bytes_each", [(None, 32), (torch.float16, 16), (torch.int8, 12)])
 def test_the_bytes_of_a_cache(tiny, dtype, bytes_each):
-    from engine.cache import PagedCache
-
     model = tiny(dtype=torch.float32)  # 2 layers, 2 heads of 8 numbers
     keys = 2 * 2 * 2
     assert KVCache(model, 3, 10, dtype).storage.nbytes == 3 * 10 * keys * bytes_each
@@ -258,9 +245,6 @@ def test_the_bytes_of_a_cache(tiny, dtype, bytes_each):
 @pytest.mark.parametrize("script", ["infer", "infer_engine", "infer_speculative"])
 def test_scripts_have_the_option(run_main, monkeypatch, name, script):
     """A greedy text of the story model is the exact one, from a cache of that dtype."""
-    import cache
-    from engine.cache import PagedCache
-
     main = __import__(script).main
     arguments = ["--prompt", "Once upon a time", "--max-new-tokens", 12, "--device", "cpu"]
     _, expected, _ = run_main(main, *arguments)
@@ -280,8 +264,6 @@ def test_servers_have_the_option(tiny, tmp_path, name):
 
 
 def test_beams_of_the_command_line_have_the_option(cli, monkeypatch):
-    import infer
-
     made = record(monkeypatch, infer, "KVCache", lambda *args: args[3])
     options = ("--max-new-tokens", 3, "--num-beams", 2, "--cache-dtype", "int8")
     assert cli("--prompt", "One", *options)[0] == 0

@@ -8,6 +8,7 @@ from conftest import CHECKPOINTS, random_tokens
 from ranks import LLAMA, ROUNDING, compared, save_uneven, script, start, wait, written
 
 import infer_engine
+from parallel.shards import ShardPlan, local_kv_heads
 
 UNSHARED = {"n_head": 12, "n_kv_head": 3, "n_embd": 84}  # queries 3, 4, 5 have keys 0, 1, 1
 UNEVEN = [
@@ -39,8 +40,6 @@ def test_still_the_logits_where_torch_multiplies(name, size):
 
 
 def test_keys_are_divided_as_equally_as_can_be(tiny_llama):
-    from parallel.shards import ShardPlan
-
     model = tiny_llama(n_head=12, n_kv_head=6)
     plans = [
         ShardPlan(model, SimpleNamespace(size=2, rank=rank, parallel_mode="gather"))
@@ -59,8 +58,6 @@ def test_more_ranks_than_heads(tmp_path):
 
 
 def test_the_keys_that_heads_need():
-    from parallel.shards import local_kv_heads
-
     assert local_kv_heads(range(0, 6), 3) == [0, 1]
     assert local_kv_heads(range(2, 4), 3) == [0, 1]
     assert local_kv_heads(range(1, 3), 4) == [0]

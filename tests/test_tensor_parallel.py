@@ -27,6 +27,7 @@ import infer_engine
 from engine import options
 from loading.load import load_model
 from parallel.ranks import TensorParallelGroup
+from parallel.shards import load_shard, split
 from sampling import SamplingParams
 
 
@@ -50,8 +51,6 @@ def test_texts(engine_cli, tmp_path):
 
 def test_what_a_rank_has():
     def rows():
-        from parallel.shards import load_shard
-
         with TensorParallelGroup() as tp_group:
             mlp = load_shard(LLAMA, tp_group=tp_group).layers[0].mlp
             assert "0 collectives a step, 0 bytes" in tp_group.statistics(0)
@@ -89,8 +88,6 @@ def test_other_devices_are_told_once(tmp_path, monkeypatch):
 
 
 def test_splits():
-    from parallel.shards import split
-
     assert split(7, 3) == [range(0, 3), range(3, 5), range(5, 7)]
     assert split(512, 3) == [range(0, 192), range(192, 352), range(352, 512)]
     assert split(64, 3) == [range(0, 22), range(22, 43), range(43, 64)]

@@ -8,6 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from natives import native_in_dtype
 
+from engine.drafter import PromptLookupDrafter
+from engine.pages import PagePool
+
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "native", "int8"])
 
 
@@ -89,8 +92,6 @@ def test_a_prefix_is_found_without_its_first_pages(tiny_windows, compiled, backe
 
 
 def test_the_longest_prefix_that_can_go_on():
-    from engine.pages import PagePool
-
     pool = PagePool(20, 4)
     tokens = list(range(40))
     pages = []
@@ -142,8 +143,6 @@ def test_still_any_texts_are_those_of_their_own_runs(
     tiny_windows, compiled, backend, texts, page_size, pages, max_num_batched_tokens, drafts
 ):
     """They share beginnings, are preempted, cut into chunks, drafted, and outgrow block_size."""
-    from engine.drafter import PromptLookupDrafter
-
     if backend not in MODELS:
         MODELS[backend] = sliding_model(tiny_windows, backend)
     model = MODELS[backend]

@@ -23,6 +23,16 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from cache import ContextWindow, KVCache
+from engine.drafter import PagedModelDrafter, PromptLookupDrafter
+from engine.engine import Engine
+from infer import next_logits
+from llama import Llama, LlamaConfig
+from model import GPT, GPTConfig
+from native import use_native
+from quantisation.int8 import to_int8
+from sampling import SamplingParams
+
 BLOCK_SIZE = 12
 VALUES = {
     "max_new_tokens": st.integers(0, 24),
@@ -76,9 +86,6 @@ def cut(tokens: list[int], stop: tuple[str, ...], params: dict) -> tuple[list[in
 @functools.cache
 def model(architecture: str, n_layer: int = 2, block_size: int = BLOCK_SIZE, seed: int = 0):
     """A random model in float64; token 6 ends a text."""
-    from llama import Llama, LlamaConfig
-    from model import GPT, GPTConfig
-
     shape = {"vocab_size": 7, "block_size": block_size, "n_layer": n_layer}
     shape |= {"n_head": 4, "n_embd": 16, "eos_token_ids": (6,)}
     if architecture == "GPT-2":
@@ -105,9 +112,6 @@ class Histories(RuleBasedStateMachine):
 
     @initialize(architecture=st.sampled_from(["GPT-2", "Llama"]), base=BASES, data=st.data())
     def begin(self, architecture, base, data):
-        from engine.drafter import PagedModelDrafter, PromptLookupDrafter
-        from engine.engine import Engine
-
         self.model = self.make(architecture)
         self.stride = data.draw(st.sampled_from([None, 1, 5, 12]))
         self.max_num_seqs = data.draw(st.integers(1, 5))
@@ -143,8 +147,6 @@ class Histories(RuleBasedStateMachine):
         logprobs=st.sampled_from([None, 0, 2]),
     )
     def add(self, prompt, shared, change, cache_salt, stop, logprobs):
-        from sampling import SamplingParams
-
         params = self.base | change | {"stop": stop, "logprobs": logprobs}
         params["min_tokens"] = min(params["min_tokens"], params["max_new_tokens"])
         prompt = self.prefix[:shared] + prompt
@@ -172,16 +174,11 @@ class Histories(RuleBasedStateMachine):
 
     def logits(self, window: list[int]) -> torch.Tensor:
         """What follows a window, from a whole pass over it."""
-        from cache import KVCache
-        from infer import next_logits
-
         cache = KVCache(self.model, 1, None, self.cache_dtype) if self.cache_dtype else None
         return next_logits(self.model, [window], cache)[0, 0]
 
     def check_logprobs(self, request):
         """Those of a request are those of whole passes over its windows."""
-        from cache import ContextWindow
-
         count = request.params.logprobs
         assert len(request.logprobs) == (0 if count is None else len(request.output))
         for length, (logprob, top) in enumerate(request.logprobs, request.prompt_length):
@@ -221,9 +218,6 @@ TestHistories.settings = hypothesis.settings(
 @functools.cache
 def native_model(int8: bool, architecture: str, *shape):
     """The same random models in C, in float32 or int8."""
-    from native import use_native
-    from quantisation.int8 import to_int8
-
     made = copy.deepcopy(model(architecture, *shape)).float()
     if int8:
         to_int8(made)
@@ -235,9 +229,6 @@ class NativeHistories(Histories):
     make = staticmethod(functools.partial(native_model, False))
 
     def logits(self, window):
-        from cache import KVCache
-        from infer import next_logits
-
         cache = KVCache(self.model, 1, None, self.cache_dtype)
         return next_logits(self.model, [window], cache)[0, 0]
 
