@@ -82,6 +82,12 @@ def make_engine(model, prompts, params, **options) -> tuple:
     return engine, [engine.add(*pair) for pair in zip(prompts, each, strict=True)]
 
 
+def numbered(model, counts, **options) -> tuple:
+    """An engine with greedy requests. counts: the tokens of each."""
+    prompts = [[row + 1] for row in range(len(counts))]
+    return make_engine(model, prompts, [greedy(count) for count in counts], **options)
+
+
 def make_greedy(model, lengths, max_new_tokens: int, **options) -> tuple:
     """An engine with greedy requests for random prompts of these lengths."""
     prompts = [random_tokens(length, seed=row) for row, length in enumerate(lengths)]

@@ -47,7 +47,6 @@ def own_text(model, prompt: str, adapter: str, **params) -> str:
 
 
 def test_each_model_writes_its_own_texts(client, tiny_llama):
-    """Many clients at once, whose texts are in the same passes."""
     model = adapted_engine(tiny_llama).model
     bodies = [
         {"prompt": prompt, "model": name, "max_tokens": 12, "seed": seed, "stream": stream}
@@ -132,22 +131,7 @@ def test_models_are_listed(client):
     assert client.post(PATH, {"model": ["a"]})[0] == 400
 
 
-def test_with_the_client_of_openai(client):
-    import openai
-
-    openai_client = openai.OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key="none")
-    assert [model.id for model in openai_client.models.list()] == ["small", "a", "b"]
-    options = {"prompt": "Tom", "max_tokens": 8, "temperature": 0}
-    texts = {
-        name: openai_client.completions.create(model=name, **options) for name in ("small", "a")
-    }
-    assert texts["small"].choices[0].text != texts["a"].choices[0].text
-    with pytest.raises(openai.NotFoundError):
-        openai_client.completions.create(model="c", **options)
-
-
 def test_engines_in_other_processes(compiled):
-    """The name goes with each call, by pickle."""
     args = parse(SMALL, "--lora-modules", f"frogs={FROGS}", "again=" + str(FROGS))
     body = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
     with serving_replicas(args, 2) as (client, _):
@@ -194,6 +178,6 @@ def test_replicas_are_not_begun_with_a_wrong_one(run_main, monkeypatch, tiny_lla
     words = ["--port", 0, "--cpus", 0.1, "--model", model, "--lora-modules", f"x={head}"]
     result = run_main(serve_ray.main, *words)
     assert is_one_line(result, "adapter 'x' changes lm_head: merge it")
-    words = ["--port", 0, "--cpus", 0.1, *LLAMA, "--lora-modules", f"a={FROGS}", "b=nowhere"]
-    result = run_main(serve_ray.main, *words)
-    assert is_one_line(result, "nowhere/adapter_config.json: No such file")
+    for words in (["--adapter", "nowhere"], ["--lora-modules", f"a={FROGS}", "b=nowhere"]):
+        result = run_main(serve_ray.main, "--port", 0, "--cpus", 0.1, *LLAMA, *words)
+        assert is_one_line(result, "nowhere/adapter_config.json: No such file")

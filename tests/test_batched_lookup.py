@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 from conftest import random_tokens
-from drafting import ALWAYS, GREEDY, MIXED, PROMPTS, Scripted, knowing, spoil, write
-from engines import alone, check_texts, finish, greedy, make_engine, outputs_of, own_texts, step
+from drafting import ALWAYS, GREEDY, MIXED, PROMPTS, knowing, spoil, write
+from engines import alone, check_texts, finish, greedy, make_engine, step
 
 from cache import ContextWindow
 from engine.drafter import PromptLookupDrafter
@@ -33,32 +33,9 @@ def tokens_of(steps) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("gamma", [1, 3, 16])
-def test_each_text_is_that_of_its_own_run(model, gamma):
+def test_outputs_equal_generate(model, gamma):
     engine, _ = write(model, PromptLookupDrafter(), page_size=4, gamma=gamma)
     assert 0 < engine.num_accepted_tokens < engine.num_draft_tokens
-
-
-@pytest.mark.parametrize(("page_size", "stride"), [(1, 3), (3, 16)])
-@pytest.mark.parametrize("budget", [2, 5, 64])
-def test_in_tiny_pools_under_small_budgets(model, page_size, stride, budget):
-    pool = {
-        "num_pages": -(-16 // page_size) + 2,
-        "page_size": page_size,
-        "max_num_batched_tokens": budget,
-    }
-    drafter = knowing(model, wrong=range(0, 24, 5))
-    engine, _ = write(model, drafter, stride=stride, max_num_seqs=3, **pool, gamma=5)
-    assert max(sum(tokens) for tokens in engine.passes) <= budget
-
-
-def test_prefixes_are_shared_with_texts_that_drafts_wrote(tiny):
-    model = tiny(block_size=64)
-    right = knowing(model, wrong=range(0, 20, 3))
-    engine, (first,) = make_engine(model, PROMPTS[:1], greedy(20), page_size=2, drafter=right)
-    finish(engine)
-    prompts = [first.tokens[: 3 + 17], first.tokens[: 3 + 12] + PROMPTS[1]]
-    assert outputs_of(engine, prompts, greedy(20)) == own_texts(model, prompts, greedy(20))
-    assert engine.scheduler.prefix_cache_hits == (3 + 17 - 1) // 2 * 2 + (3 + 12) // 2 * 2
 
 
 # Drafters that are wrong, right, or strange
@@ -94,30 +71,18 @@ def test_drafts_behind_a_wrong_one_are_refused_even_where_they_are_right(model):
 @pytest.mark.parametrize(
     "wrong", [(), ALWAYS, range(0, 24, 2), range(0, 24, 5)], ids=["no", "all", "every 2nd", "5th"]
 )
-def test_no_drafts_change_a_text(model, wrong):
+def test_wrong_drafts_change_no_output(model, wrong):
     write(model, knowing(model, wrong), num_pages=20, page_size=2, gamma=6)
 
 
-def test_no_drafts_at_all_are_a_plain_step(model):
-    engine, _ = write(model, Scripted(lambda request, count: []), params=GREEDY)
-    assert (engine.num_draft_tokens, engine.steps) == (0, 24)
-
-
-def test_more_drafts_than_asked_for_do_not_lengthen_a_text(tiny):
+def test_excess_drafts_are_cut(tiny):
     model = tiny(block_size=64)
     knows = knowing(model, more=20)  # also what comes after the end
     _, steps = write(model, knows, params=greedy(9), gamma=3)
     assert {event.finish_reason for events in steps for event in events} == {None, "length"}
 
 
-def test_more_drafts_than_asked_for_cross_no_hop(model):
-    engine, _ = write(model, knowing(model, more=20), gamma=3)
-    tokens = [tokens for spans in engine.passes[1:] for tokens in spans]
-    assert max(count for count in tokens if count != 9) <= 4  # 9 in a hop
-
-
 def test_no_more_drafts_are_asked_for_than_can_be_used(model):
-    """Not past the window, as a hop comes then, and not for the last token."""
     drafter = knowing(model, wrong=ALWAYS)
     write(model, drafter, [random_tokens(12)], greedy(12), gamma=5)
     # The lengths of the window, from the first generated token on.
@@ -130,7 +95,6 @@ def test_no_more_drafts_are_asked_for_than_can_be_used(model):
 
 
 def test_no_more_drafts_are_asked_for_than_the_budget_leaves_beside_the_texts(model):
-    """Each running request takes one token of it. To write the others would be for nothing."""
     drafter = knowing(model, wrong=ALWAYS)
     options = {"max_num_batched_tokens": 6, "drafter": drafter, "gamma": 16}
     engine, requests = make_engine(model, [[5, 6], [7, 8]], greedy(9), **options)
@@ -142,29 +106,9 @@ def test_no_more_drafts_are_asked_for_than_the_budget_leaves_beside_the_texts(mo
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()], ids=repr
-)
-def test_where_a_drafter_has_no_memory_there_are_no_drafts(model, error):
-    """The texts go on, and so do the drafts of later steps."""
-    drafter = knowing(model)
-    propose = drafter.propose
-
-    def sometimes(requests, counts):
-        if len(drafter.counts) % 3 == 1:
-            drafter.counts.append([])
-            raise error
-        return propose(requests, counts)
-
-    drafter.propose = sometimes
-    engine, _ = write(model, drafter, page_size=4, gamma=3)
-    assert engine.num_accepted_tokens == engine.num_draft_tokens > 0
-
-
-@pytest.mark.parametrize(
     "error", [RuntimeError("shapes differ"), UserError("no word"), KeyboardInterrupt()], ids=repr
 )
-def test_any_other_error_of_a_drafter_is_seen(model, error):
-    """It is a mistake in the code. No text has changed, and the next step goes on from there."""
+def test_other_errors_of_a_drafter_propagate(model, error):
     drafter = knowing(model)
     propose = drafter.propose
     engine, requests = make_engine(model, PROMPTS, MIXED, drafter=drafter)
@@ -207,8 +151,7 @@ def test_drafts_of_a_step_that_failed_are_not_tried_again(model, memory):
     )
 
 
-def test_a_drafter_that_leaves_out_a_text_is_seen(model):
-    """Its other drafts might be those of another text."""
+def test_a_missing_list_of_drafts_is_an_error(model):
     engine, _ = make_engine(model, PROMPTS[:2], GREEDY, drafter=knowing(model))
     engine.drafter.propose = lambda requests, counts: [[] for _ in requests[1:]]
     engine.step()
@@ -232,19 +175,11 @@ def ending(model, tiny):
 
 
 def test_nothing_follows_an_eos_that_was_drafted(ending):
-    """It is counted, and so is what follows it: how many the target accepts."""
     model, text = ending
     engine, steps = write(model, knowing(model), [[5, 6]], ENDED, gamma=10)
     events = [event[1:3] for events in steps for event in events]
     assert events == [(text[:1], None), (text[1:5], "stop")]
     assert (engine.steps, engine.num_draft_tokens, engine.num_accepted_tokens) == (2, 10, 10)
-
-
-def test_an_eos_that_follows_the_drafts_ends_the_text(ending):
-    model, text = ending
-    engine, steps = write(model, knowing(model), [[5, 6]], ENDED, gamma=3)
-    assert tokens_of(steps) == [[1], [4]]
-    assert (engine.steps, engine.num_draft_tokens, engine.num_accepted_tokens) == (2, 3, 3)
 
 
 def test_a_drafted_eos_is_ignored_if_that_is_asked_for(ending):
@@ -253,23 +188,7 @@ def test_a_drafted_eos_is_ignored_if_that_is_asked_for(ending):
     assert tokens_of(steps) == [[1], [13]]
 
 
-def test_a_refused_eos_ends_nothing(ending):
-    model, text = ending
-    drafter = Scripted(lambda request, count: [text[4]] * count)
-    _, steps = write(model, drafter, [[5, 6]], ENDED, gamma=3)
-    assert steps[-1][0].finish_reason == "stop"
-
-
 # Pages, keys and the budget
-
-
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_refused_drafts_give_their_pages_back(tiny, page_size):
-    """After each step a text has no more pages than its tokens need."""
-    model = tiny(block_size=64)
-    drafter = knowing(model, wrong=ALWAYS)
-    engine, _ = write(model, drafter, [[5, 6, 7]], greedy(12), page_size=page_size, gamma=16)
-    assert max(tokens for (tokens,) in engine.passes) == 11
 
 
 def test_refused_drafts_evict_nothing_that_can_be_found(model):
@@ -294,7 +213,6 @@ def test_keys_of_refused_drafts_are_never_seen_again(build):
 
 
 def test_drafts_preempt_no_request(model):
-    """Both texts just fit side by side, without drafts."""
     drafter = knowing(model, wrong=ALWAYS)
     pool = {"num_pages": 2 * (3 + 8 - 1), "page_size": 1}
     prompts = [[5, 6, 7], [8, 9, 10]]
@@ -306,7 +224,7 @@ def test_drafts_preempt_no_request(model):
 THREE = [[5, 6], [7, 8], [9, 10]]
 
 
-def test_drafts_leave_each_younger_text_a_page(model):
+def test_drafts_leave_each_younger_request_a_page(model):
     options = {"num_pages": 12, "page_size": 1, "gamma": 6, "drafter": knowing(model, ALWAYS)}
     engine, _ = make_engine(model, THREE, greedy(8), **options)
     step(engine)
@@ -315,29 +233,14 @@ def test_drafts_leave_each_younger_text_a_page(model):
     assert engine.passes[1] == [4, 1, 1] and engine.scheduler.num_preemptions == 0
 
 
-def test_drafts_leave_a_text_that_hops_the_pages_of_its_window(model):
-    """Without drafts both fit: the younger text, whose window hops in each step, and the older."""
-    options = {"num_pages": 16 + 6, "page_size": 1, "stride": 1, "gamma": 16}
-    params = [greedy(12), greedy(5)]
-    drafter = knowing(model, wrong=ALWAYS)
-    engine, _ = write(model, drafter, [[1, 2], random_tokens(16)], params, **options)
-    assert engine.scheduler.num_preemptions == 0 and engine.num_draft_tokens > 0
-
-
-def test_drafts_need_no_free_page_where_they_have_room(model):
-    pool = {"num_pages": 2, "page_size": 16}
-    engine, _ = write(model, knowing(model), THREE[:2], greedy(8), gamma=3, **pool)
-    assert (engine.steps, engine.num_draft_tokens) == (3, 10)
-
-
-def test_drafts_leave_each_younger_text_its_token_of_the_budget(model):
+def test_drafts_leave_each_younger_request_a_token(model):
     options = {"max_num_batched_tokens": 6, "drafter": knowing(model, wrong=ALWAYS)}
     engine, _ = make_engine(model, THREE, greedy(8), **options)
     assert [len(step(engine)) for _ in range(4)] == [3] * 4
     assert engine.passes == [[2, 2, 2], [4, 1, 1], [4, 1, 1], [4, 1, 1]]
 
 
-def test_drafts_keep_no_waiting_text_from_its_first_token(model):
+def test_drafts_do_not_delay_waiting_requests(model):
     options = {"max_num_batched_tokens": 4, "drafter": knowing(model, wrong=ALWAYS)}
     engine, _ = make_engine(model, [[1]], greedy(12), **options)
     step(engine)
@@ -368,7 +271,7 @@ def test_no_token_is_written_where_logits_in_the_middle_are_no_numbers(tiny, mon
 # The scheduler
 
 
-def test_still_a_preempted_request_takes_no_drafts_along():
+def test_preemption_drops_drafts():
     scheduler = Scheduler(PagePool(16, 2), 4, 1000, ContextWindow(8, 4))
     request = Request([1, 2, 3], 3, SamplingParams(6))
     scheduler.add(request)
@@ -389,7 +292,7 @@ SMALL = ["--num-pages", 24, "--page-size", 4, "--max-num-batched-tokens", 9]
 
 
 @pytest.mark.parametrize("options", [[], DRAWN + SMALL], ids=["greedy", "drawn, in little room"])
-def test_the_text_is_that_without_drafts(engine_cli, tiny_checkpoint, options):
+def test_drafts_do_not_change_the_command_lines_output(engine_cli, tiny_checkpoint, options):
     args = ["--model", tiny_checkpoint, *WRITE, *options]
     code, out, err = engine_cli(*args, "--draft", "lookup", "--gamma", 5)
     assert (code, out) == (0, engine_cli(*args)[1])
@@ -398,6 +301,6 @@ def test_the_text_is_that_without_drafts(engine_cli, tiny_checkpoint, options):
     assert drafted > 0 and accepted <= drafted
 
 
-def test_still_no_drafts_in_the_statistics_of_a_plain_run(engine_cli, tiny_checkpoint):
+def test_statistics_without_a_drafter(engine_cli, tiny_checkpoint):
     _, _, err = engine_cli("--model", tiny_checkpoint, "--prompt", "Once", "--max-new-tokens", 3)
     assert err.endswith(" preemptions\n")

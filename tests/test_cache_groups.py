@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import random_tokens
-from engines import SMALL_ENGINE, finish, make_engine, own_texts, request_params, step
+from engines import SMALL_ENGINE, check_texts, finish, make_engine, own_texts, request_params, step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from natives import native, native_in_dtype
@@ -41,8 +41,7 @@ def cache_bytes(model, **options) -> int:
     return sum(storage.nbytes for storage in cache.storages)
 
 
-def test_the_cache_takes_less_memory(tiny_gemma):
-    """Five layers of six have 13 pages, not 60."""
+def test_sliding_window_layers_take_less_memory(tiny_gemma):
     whole = cache_bytes(tiny_gemma(block_size=200, sliding_windows=(None,) * 6), **SMALL_ENGINE)
     model = kinds(tiny_gemma, sliding_windows=(8,) * 5 + (None,))
     assert cache_bytes(model, **SMALL_ENGINE) == whole * (60 + 5 * 13) // (6 * 60)
@@ -51,8 +50,7 @@ def test_the_cache_takes_less_memory(tiny_gemma):
 @pytest.mark.parametrize(
     "sliding_windows, pages", [((None,) * 6, 240), ((8,) * 6, 240), ((8, None), 10)]
 )
-def test_still_one_kind_has_all_pages(tiny_gemma, sliding_windows, pages):
-    """Also of two kinds, where pages are so few that a window needs no less."""
+def test_a_single_group_has_all_pages(tiny_gemma, sliding_windows, pages):
     model = tiny_gemma(block_size=200, sliding_windows=sliding_windows)
     whole = len(sliding_windows) * 2 * pages * 2 * 4 * 6 * 8
     assert cache_bytes(model, **SMALL_ENGINE | {"num_pages": pages}) == whole
@@ -60,7 +58,9 @@ def test_still_one_kind_has_all_pages(tiny_gemma, sliding_windows, pages):
 
 @BACKENDS
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_a_long_text_holds_what_each_kind_sees(tiny_gemma, compiled, backend, page_size):
+def test_a_long_sequence_holds_the_pages_that_each_group_sees(
+    tiny_gemma, compiled, backend, page_size
+):
     model = kinds(tiny_gemma, backend)
     params = request_params(1, max_new_tokens=60)
     options = SMALL_ENGINE | {"page_size": page_size, "num_pages": 240 // page_size}
@@ -71,8 +71,7 @@ def test_a_long_text_holds_what_each_kind_sees(tiny_gemma, compiled, backend, pa
 
 
 @BACKENDS
-def test_a_long_prompt_takes_pages_of_windows_as_it_is_read(tiny_gemma, compiled, backend):
-    """It needs 45 pages, and there are 13 for layers with a window."""
+def test_sliding_pages_are_allocated_chunk_by_chunk(tiny_gemma, compiled, backend):
     model = kinds(tiny_gemma, backend)
     prompts = [random_tokens(180), random_tokens(20, seed=1)]
     params = request_params(2, max_new_tokens=15)
@@ -86,7 +85,7 @@ def test_a_long_prompt_takes_pages_of_windows_as_it_is_read(tiny_gemma, compiled
 
 
 @BACKENDS
-def test_a_prefix_is_shared_if_the_pages_of_both_kinds_are_there(tiny_gemma, compiled, backend):
+def test_a_prefix_is_cached_if_both_groups_have_its_pages(tiny_gemma, compiled, backend):
     model = kinds(tiny_gemma, backend)
     prompt = random_tokens(100)
     params = request_params(1, max_new_tokens=8)
@@ -111,66 +110,65 @@ def test_a_prefix_is_shared_if_the_pages_of_both_kinds_are_there(tiny_gemma, com
     assert outputs == own_texts(model, [prompt, prompt + first.output, prompt], params * 3)
 
 
-TEXT = st.tuples(st.integers(0, 2), st.integers(1, 50), st.integers(1, 30))
+REQUEST = st.tuples(st.integers(0, 2), st.integers(1, 50), st.integers(1, 30))
 MODELS = {}
 
 
 @BACKENDS
 @given(
-    texts=st.lists(TEXT, min_size=1, max_size=5),
+    requests=st.lists(REQUEST, min_size=1, max_size=5),
+    sliding_windows=st.sampled_from([(5, None), (5, 9)]),
     page_size=st.sampled_from([1, 3, 4]),
     positions=st.integers(50, 100),
-    max_num_batched_tokens=st.sampled_from([3, 8, 16]),
+    budget=st.sampled_from([3, 8, 16]),
     drafts=st.sampled_from(["", "lookup", "model"]),
     aborted=st.integers(0, 20),
 )
-@settings(max_examples=8)
-def test_any_texts_are_those_of_their_own_runs(
+@settings(max_examples=10)
+def test_outputs_equal_generate(
     tiny_windows,
     compiled,
     backend,
-    texts,
+    requests,
+    sliding_windows,
     page_size,
     positions,
-    max_num_batched_tokens,
+    budget,
     drafts,
     aborted,
 ):
-    """They share beginnings, are preempted, cut into chunks, drafted, and outgrow block_size.
+    """With prefix caching, preemption, chunks, drafts and context shifts.
 
-    Pages for windows never run out.
+    Pages of the sliding-window group never run out.
     """
-    if backend not in MODELS:
-        shape = {"sliding_windows": (5, None), "block_size": 40}
-        MODELS[backend] = [kinds(tiny_windows, backend, seed=seed, **shape) for seed in (0, 1)]
-    model, draft = MODELS[backend]
-    prompts = [random_tokens(length, 5, seed=seed) for seed, length, _ in texts]
-    params = [request_params(1, max_new_tokens=count)[0] for _, _, count in texts]
-    options = {
-        "num_pages": positions // page_size,
-        "page_size": page_size,
-        "max_num_batched_tokens": max_num_batched_tokens,
-    }
-    options |= {"max_num_seqs": 3}
+    if (backend, sliding_windows) not in MODELS:
+        shape = {"sliding_windows": sliding_windows, "block_size": 40}
+        made = [kinds(tiny_windows, backend, seed=seed, **shape) for seed in (0, 1)]
+        MODELS[backend, sliding_windows] = made
+    model, draft = MODELS[backend, sliding_windows]
+    prompts = [random_tokens(length, 5, seed=seed) for seed, length, _ in requests]
+    params = [request_params(1, max_new_tokens=count)[0] for _, _, count in requests]
+    options = {"page_size": page_size, "num_pages": positions // page_size, "max_num_seqs": 3}
     if drafts:
-        options["drafter"] = (
-            PromptLookupDrafter() if drafts == "lookup" else PagedModelDrafter(draft, model)
-        )
-    engine, requests = make_engine(model, prompts, params, **options)
-    (_, _), (sliding_pool, _) = engine.scheduler.kv_cache_groups
-    allocate = sliding_pool.allocate
+        lookup = drafts == "lookup"
+        options["drafter"] = PromptLookupDrafter() if lookup else PagedModelDrafter(draft, model)
+    engine, added = make_engine(model, prompts, params, max_num_batched_tokens=budget, **options)
     refused = []
-    sliding_pool.allocate = lambda *arguments: allocate(*arguments) or refused.append(arguments)
+    for pool, _ in engine.scheduler.kv_cache_groups[1:]:
+        watch_refusals(pool, refused)
     for _ in range(aborted):
         if engine.busy:
             step(engine)
-    if aborted and not requests[0].finish_reason:
-        engine.abort(requests[0])
+    if aborted and not added[0].finish_reason:
+        engine.abort(added[0])
     finish(engine)
     assert not refused
-    for request, text in zip(requests, own_texts(model, prompts, params)):
-        early = request.finish_reason == "abort"
-        assert request.output == (text[: len(request.output)] if early else text)
+    check_texts(model, added)
+
+
+def watch_refusals(pool, refused: list) -> None:
+    allocate = pool.allocate
+    pool.allocate = lambda *args: allocate(*args) or refused.append(args)
 
 
 @torch.inference_mode()

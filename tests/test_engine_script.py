@@ -33,7 +33,7 @@ def test_the_engine_prints_what_is_printed_without_it(
     assert (code, out) == cli(*args)[:2]
 
 
-def test_a_single_text_is_printed_as_it_comes(cli, engine_cli, tiny_checkpoint, monkeypatch):
+def test_a_single_sequence_is_streamed(cli, engine_cli, tiny_checkpoint, monkeypatch):
     args = ("--model", tiny_checkpoint, "--prompt", "Once", "--max-new-tokens", 6)
     step = Engine.step
     shown = []
@@ -74,16 +74,3 @@ def test_statistics(engine_cli, tiny_checkpoint, prompts_file, max_num_seqs, ste
     first, second = err.splitlines()
     assert code == 0 and first.startswith("35 tokens, ") and first.endswith(", seed 3")
     assert f"{second},".startswith(f"{steps} steps, {tokens + 5 * 6} positions computed,")
-
-
-ARGS = ["--max-new-tokens", 9, "--ignore-eos"]
-ARGS += ["--prompt", "Once upon a time", "--prompt", "Tom", "--prompt", "A big"]
-
-
-@pytest.mark.parametrize(
-    "options", [("--page-size", 1), ("--num-pages", 3), ("--page-size", 3, "--num-pages", 9)]
-)
-def test_the_command_line_takes_pages(cli, engine_cli, tiny_checkpoint, options):
-    code, out, err = engine_cli("--model", tiny_checkpoint, *ARGS, *options)
-    assert (code, out) == (0, cli("--model", tiny_checkpoint, *ARGS)[1])
-    assert "27 tokens" in err and " steps, " in err

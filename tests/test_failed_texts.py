@@ -8,11 +8,10 @@ from conftest import PROMPTS, random_tokens
 from engines import (
     check_texts,
     events_of,
-    failing,
     finish,
     greedy,
     make_engine,
-    outputs_of,
+    numbered,
     own_texts,
     poison,
     raise_once,
@@ -31,14 +30,7 @@ def sampled(count: int, seed: int = 1):
     return greedy(count, temperature=1.0, seed=seed)
 
 
-def numbered(model, counts, **options) -> tuple:
-    """An engine with greedy requests. counts: the tokens of each."""
-    prompts = [[row + 1] for row in range(len(counts))]
-    return make_engine(model, prompts, [greedy(count) for count in counts], **options)
-
-
-def test_nan_ends_its_own_text_only(build):
-    """Neither its mates nor the next text in its row see it, which see as many positions."""
+def test_nan_fails_its_own_request_only(build):
     prompts = [random_tokens(10, 20), random_tokens(8, 20, seed=1), [1], [2, 3]]
     params = [sampled(20), sampled(20, 2), sampled(9, 3), sampled(9, 4)]
     texts = own_texts(build(seed=8), prompts, params)
@@ -82,25 +74,8 @@ def test_a_pass_without_memory_ends_its_requests_and_the_waiting_ones_go_on(tiny
     assert [len(request.output) for request in requests] == [after, after, 5, 5, 5]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=repr)
-def test_still_nothing_is_left_of_what_a_failed_pass_wrote(tiny, error):
-    """It may be NaN, which a mask does not hide. An interrupted request is aborted."""
-    model = poison(tiny(), 13)
-    engine, requests = make_engine(model, [[13] * 14] * 2, greedy(3), max_num_seqs=2)
-    with failing(model, error):
-        if isinstance(error, KeyboardInterrupt):
-            with pytest.raises(KeyboardInterrupt):
-                engine.step()
-            for request in requests:
-                engine.abort(request)
-        else:
-            assert [event.finish_reason for event in step(engine)] == ["error"] * 2
-    prompts = [[1], [5] * 12]
-    assert outputs_of(engine, prompts, greedy(4)) == own_texts(tiny(), prompts, greedy(4))
-
-
 @pytest.mark.parametrize("page_size", [1, 3, 4, 16])
-def test_nan_in_a_page_does_not_reach_the_next_text_that_gets_it(build, page_size):
+def test_nan_in_a_page_does_not_reach_its_next_owner(build, page_size):
     model = poison(build(seed=1), BAD)
     options = {"page_size": page_size, "num_pages": -(-16 // page_size)}
     prompt = [*random_tokens(4, BAD), BAD, *random_tokens(9, BAD)]
@@ -126,9 +101,7 @@ def broken(tiny, tiny_checkpoint):
     return tiny_checkpoint
 
 
-def test_a_text_that_fails_is_said_after_the_others_are_written(
-    cli, engine_cli, broken, prompts_file
-):
+def test_errors_follow_the_output_of_other_requests(cli, engine_cli, broken, prompts_file):
     args = ("--model", broken, "--prompt-file", prompts_file, "--max-new-tokens", 5)
     code, out, err = engine_cli(*args, "--max-num-seqs", 2)
     assert code == 2 and err.endswith(f": error: sequence 3: {NAN}\n") and err.count("\n") == 3
@@ -139,7 +112,7 @@ def test_a_text_that_fails_is_said_after_the_others_are_written(
     assert cli(*args)[:2] == (2, "")  # without the engine, it ends all of them
 
 
-def test_where_every_text_fails_the_error_is_all_that_is_said(engine_cli, broken):
+def test_only_errors_if_every_request_fails(engine_cli, broken):
     long = "A dog and a cat and a bird and a fish and a frog"
     code, out, err = engine_cli("--model", broken, "--prompt", long, "--prompt", long)
     assert (code, out) == (2, "")

@@ -60,8 +60,7 @@ def test_at_first_it_says_what_the_engine_is_and_how_it_stands(start):
 
 
 @pytest.mark.parametrize("sliding_windows", [(), (3, 5)], ids=str)
-def test_each_page_is_where_the_pool_has_it(start, tiny, tiny_windows, sliding_windows):
-    """A page that went back keeps its place, so that each page tells which positions it has."""
+def test_frames_show_the_pools_pages(start, tiny, tiny_windows, sliding_windows):
     model = (
         tiny_windows(sliding_windows=sliding_windows, block_size=16) if sliding_windows else tiny()
     )
@@ -145,8 +144,7 @@ def test_accepted_drafts_are_named_by_their_places(start, tiny):
         assert all(isinstance(row[name], int) for name in counts)
 
 
-def test_who_is_preempted_and_runs_again_in_the_same_step_is_told(start, each_step):
-    """The second text has two pages and nothing in them, which the first has computed meanwhile."""
+def test_frames_show_preemption_and_readmission_in_one_step(start, each_step):
     client = start(num_pages=4, page_size=4, max_num_batched_tokens=9)
     frames = watch(client)
     prompt = random_tokens(8)
@@ -157,7 +155,7 @@ def test_who_is_preempted_and_runs_again_in_the_same_step_is_told(start, each_st
     assert len(told) == client.thread.engine.scheduler.num_preemptions
 
 
-def test_a_client_that_leaves_is_seen_to(start):
+def test_frames_show_aborted_requests(start):
     client = start()
     frames = watch(client)
     body = {"prompt": [[1, 2], [3]], "max_tokens": 2**16, "ignore_eos": True, "stream": True}
@@ -169,7 +167,7 @@ def test_a_client_that_leaves_is_seen_to(start):
 
 
 @pytest.mark.parametrize("limits", [{"PERIOD": 1e6}, {"PERIOD": 0.0, "MAX_TIME_SHARE": 1e-12}])
-def test_frames_are_so_far_apart_but_for_the_last(start, monkeypatch, limits):
+def test_frames_are_limited_but_for_the_last(start, monkeypatch, limits):
     for name, value in limits.items():
         monkeypatch.setattr(f"server.live.{name}", value)
     client = start()

@@ -25,7 +25,6 @@ import errors
 from errors import UserError
 from loading.config import read_gemma_config
 from loading.load import load_config, save_model
-from quantisation.int8 import to_int8
 
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0}
 

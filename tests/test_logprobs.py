@@ -13,12 +13,9 @@ from engines import alone, check_texts, finish, make_engine, request_params, ste
 from cache import ContextWindow
 from engine import engine as module
 from engine.drafter import PagedModelDrafter, PromptLookupDrafter
-from engine.engine import Engine
 from engine.request import Request
-from errors import UserError
-from infer import generate, next_logits
+from infer import next_logits
 from infer_engine import print_logprobs
-from infer_speculative import generate_speculative
 from loading.load import load_model
 from model import GPT
 from sampling import SamplingParams, TokenLogprob, token_logprob
@@ -79,8 +76,7 @@ def computed(monkeypatch):
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled", "penalties"])
-def test_they_are_the_models_own(build, params):
-    """Whatever the temperature, the filters and the penalties are. The window moves."""
+def test_logprobs_are_of_unprocessed_logits(build, params):
     model = build(seed=3)
     prompts = [random_tokens(length, seed=length) for length in (1, 14, 30)]
     engine, requests = ask(model, prompts, request_params(3, max_new_tokens=20, **params), [4] * 3)
@@ -95,8 +91,7 @@ OPTIONS += [{"drafter": "lookup"}, {"drafter": "model", "gamma": 5}]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_pages_chunks_and_drafts_change_nothing(tiny, options):
-    """One for each token, also of a text that was preempted; none for a draft that was refused."""
+def test_logprobs_with_preemption_chunks_and_drafts(tiny, options):
     model = tiny(seed=8)
     same = random_tokens(3, seed=1) * 3
     drafters = {"lookup": PromptLookupDrafter()}
@@ -118,7 +113,7 @@ def test_pages_chunks_and_drafts_change_nothing(tiny, options):
         check(model, request, 2)
 
 
-def test_each_request_has_as_many_as_it_asked_for(tiny):
+def test_each_request_has_its_number_of_top_tokens(tiny):
     model = tiny(seed=5)
     each = request_params(4, max_new_tokens=6)
     engine, requests = ask(model, [[9]] * 4, each, (None, 0, 1, 20))
@@ -131,8 +126,7 @@ def test_each_request_has_as_many_as_it_asked_for(tiny):
         assert top == [(token, logprob)]
 
 
-def test_a_text_that_ends_in_mid_draft_has_none_for_the_rest(tiny, computed):
-    """At EOS, and that has one too. None is computed for what is not kept."""
+def test_no_logprobs_after_a_drafted_eos(tiny, computed):
     params = SamplingParams(12, temperature=1.0, seed=3)
     text = alone(tiny(seed=2), [4], dataclasses.replace(params, ignore_eos=True))
     model = tiny(seed=2, eos_token_id=text[6])
@@ -145,8 +139,7 @@ def test_a_text_that_ends_in_mid_draft_has_none_for_the_rest(tiny, computed):
 
 
 @pytest.mark.parametrize("error", [MemoryError("full"), IndexError("x"), KeyboardInterrupt()])
-def test_an_error_in_those_of_one_text_ends_that_one_alone(tiny, monkeypatch, error):
-    """After Ctrl-C both go on, with one for each token."""
+def test_an_error_in_logprobs_fails_its_request_only(tiny, monkeypatch, error):
     model = tiny()
     calls = []
     real = module.token_logprob
@@ -174,31 +167,6 @@ def test_an_error_in_those_of_one_text_ends_that_one_alone(tiny, monkeypatch, er
         check(model, request, 1)
 
 
-def test_nothing_is_computed_where_no_request_asked(tiny, computed):
-    engine, requests = make_engine(tiny(), [[1], [2]], request_params(2, max_new_tokens=4))
-    finish(engine)
-    assert computed == [] and all(request.logprobs == [] for request in requests)
-    add(engine, [1], request_params(1, max_new_tokens=4)[0], 0)
-    finish(engine)
-    assert len(computed) == 4
-
-
-@pytest.mark.parametrize("count", [-1, 21, 1.0, True, "3"])
-def test_a_number_out_of_range_is_refused(tiny, count):
-    engine = Engine(tiny())
-    with pytest.raises(UserError) as raised:
-        add(engine, [1], request_params(1, max_new_tokens=3)[0], count)
-    assert str(raised.value) == f"logprobs is {count!r}; it must be None or an integer from 0 to 20"
-    assert not engine.busy
-
-
-def test_generate_keeps_none(tiny):
-    params = SamplingParams(3, logprobs=0)
-    for run in (generate(tiny(), [[1]], params), generate_speculative(tiny(), tiny(), [1], params)):
-        with pytest.raises(UserError, match="^stop and logprobs are for the engine alone$"):
-            next(run)
-
-
 # Other ways to the same numbers
 
 
@@ -216,18 +184,11 @@ def test_by_hand():
 
 
 @pytest.mark.parametrize("count", range(1, 8))
-def test_of_equal_ones_the_lower_id_comes_first(count):
-    """Also where only some of them have room; more than there are tokens is all."""
+def test_ties_are_broken_by_token_id(count):
     for logits in itertools.permutations([5.0, 2.0, 2.0, 2.0, 0.0]):
         _, top = token_logprob(torch.tensor(logits), 0, count)
         order = sorted(range(5), key=lambda token: (-logits[token], token))
         assert [token for token, _ in top] == order[:count]
-
-
-def test_the_first_is_the_greedy_token_where_all_are_equal():
-    logprob, top = token_logprob(torch.zeros(50_257), 9, 5)
-    assert [token for token, _ in top] == [0, 1, 2, 3, 4]
-    assert logprob == top[0][1] == pytest.approx(-math.log(50_257), rel=1e-12)
 
 
 def test_the_first_is_the_greedy_token_where_logarithms_round_to_one():
@@ -237,7 +198,6 @@ def test_the_first_is_the_greedy_token_where_logarithms_round_to_one():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_extreme_logits(dtype):
-    """What rounds to 0 still has a logarithm, and logits of 16 bits are not rounded again."""
     logits = torch.tensor([60_000, -60_000, 59_000], dtype=dtype)
     gap = (logits[0].double() - logits[1].double()).item()
     logprob, top = token_logprob(logits, 1, 3)
@@ -248,7 +208,6 @@ def test_extreme_logits(dtype):
 
 
 def test_the_command_line_shows_each_token_with_the_best(engine_cli):
-    """After the line of steps. The end of the text is a token too."""
     model = load_model(DRAFT, torch.float32, "cpu")
     encoding = load_encoding(DRAFT, 4096)
     args = [*STORY, "--max-new-tokens", 300, "--temperature", 1, "--seed", 3]
@@ -275,8 +234,7 @@ def test_the_command_line_shows_each_token_with_the_best(engine_cli):
     assert "'<|endoftext|>'" in lines[-1]
 
 
-def test_those_of_the_others_are_shown_where_a_text_failed(engine_cli, monkeypatch):
-    """Then the error. The one that failed is the first, and has none."""
+def test_logprobs_are_shown_beside_failed_requests(engine_cli, monkeypatch):
     head = GPT.head
 
     def first_fails(self, x):
@@ -295,7 +253,6 @@ def test_those_of_the_others_are_shown_where_a_text_failed(engine_cli, monkeypat
 
 
 def test_a_token_is_one_line_whatever_it_prints(capsys):
-    """A line break, an escape of a terminal, a quotation mark, half a character, no text at all."""
     from types import SimpleNamespace
 
     pieces = [text.encode() for text in ("\n", "\u2028", "\x85", "\x9b", "\x7f", "'", "é")]

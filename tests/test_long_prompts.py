@@ -26,7 +26,6 @@ def test_a_prompt_longer_than_the_window_is_refused(client, prompt):
     [(1, 5, 1), (63, 5, 63), (64, 5, 64), (-1, 5, 59), (-1, 63, 1), (-1, 64, 64), (-1, None, 48)],
 )
 def test_a_prompt_is_cut_where_that_is_asked_for(client, keep, max_tokens, kept):
-    """To its last tokens, which alone are counted, and shown by echo."""
     ids = [7 * row for row in range(70)]
     asked = {"max_tokens": max_tokens, "temperature": 0, "echo": True}
     status, found = client.post(PATH, asked | {"prompt": ids, KEEP: keep})
@@ -72,7 +71,6 @@ def test_messages_longer_than_the_window_are_refused(client):
     [({}, 32, 32), ({"max_tokens": 10}, 54, 10), ({"max_completion_tokens": 100}, 64, 100)],
 )
 def test_messages_that_are_cut_leave_room_for_the_reply(client, limits, kept, new):
-    """Half of the window where nothing is said."""
     long = [{"role": "user", "content": "x " * 90}]
     body = {"messages": long, "truncate_prompt_tokens": -1, "seed": 4, "ignore_eos": True}
     status, found = client.post(CHAT, body | limits)

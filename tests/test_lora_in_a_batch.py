@@ -108,10 +108,10 @@ def test_a_run_is_that_of_the_merged_model(request, kind):
     assert base not in texts and texts[0] == texts[1] != texts[2]
 
 
-@pytest.mark.parametrize("kind", ["tiny", "tiny_llama", "tiny_gemma", "tiny_experts"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "kind, seed", [("tiny", 0), ("tiny_gemma", 1), ("tiny_llama", 2), ("tiny_experts", 0)]
+)
 def test_histories(request, kind, seed):
-    """Texts come, wait, lose their pages and share some: each is that of its own run."""
     chance = random.Random(seed)
     build = request.getfixturevalue(kind)
     experts = kind == "tiny_experts"
@@ -126,13 +126,13 @@ def test_histories(request, kind, seed):
     check_own(model, requests)
 
 
-def test_prefixes_are_shared_with_one_adapter_only(build):
-    model = with_adapters(build(), names=("a", "b", "ab"))
+def test_prefixes_are_shared_with_one_adapter_only(tiny):
+    model = with_adapters(tiny(), names=("a", "b", "ab"))
     engine, _ = make_engine(model, [], [], page_size=4)
     prompt = random_tokens(12)
     seen = set()
     for adapter in ("", "a", "b", "ab"):
-        for cache_salt in ("", "a", "b", "\0", "\0a\0", "\0\0", "\0a\0b"):
+        for cache_salt in ("", "a", "\0a\0", "\0a\0b"):
             for again in (False, True):
                 before = engine.scheduler.prefix_cache_hits
                 request = engine.add(prompt, params_of(9, 1), cache_salt, adapter)
@@ -144,7 +144,6 @@ def test_prefixes_are_shared_with_one_adapter_only(build):
 
 
 def test_layers_of_whole_numbers_keep_them(tiny_llama):
-    """The base is rounded, what an adapter adds is not."""
     model = tiny_llama(dtype=torch.float32)
     base = to_int8(tiny_llama(dtype=torch.float32)).layers[1].mlp.down_proj
     model = with_adapters(to_int8(model))
@@ -160,7 +159,6 @@ def test_layers_of_whole_numbers_keep_them(tiny_llama):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
 def test_products_in_c(build, compiled, tmp_path, dtype):
-    """Texts with adapters are those of torch; texts without one are C's, as before."""
     save_model(build(dtype=torch.float32), tmp_path)
     native = load_model(tmp_path, dtype)
     use_native(native)
@@ -247,7 +245,6 @@ def test_options_that_are_refused(engine_cli, tiny_llama, tmp_path):
 
 
 def test_several_processes_take_merged_ones_only(tmp_path, monkeypatch):
-    """The first one says so, before any has loaded the model: then the others have no say."""
     monkeypatch.setattr(options, "load_models", None)
 
     words = [*WORDS, "--lora-modules", f"frogs={FROGS}"]

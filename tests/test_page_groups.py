@@ -33,8 +33,7 @@ def shapes(attended) -> list[tuple[int, int]]:
 
 
 @torch.inference_mode()
-def test_a_text_reads_less_than_twice_the_pages_it_has(tiny, attended):
-    """However long the longest one beside it is."""
+def test_a_sequence_reads_less_than_twice_its_pages(tiny, attended):
     spans = spans_of(LENGTHS)
     model = tiny(n_layer=1, block_size=64)
     cache = PagedCache(model, sum(len(span.pages) for span in spans), PAGE_SIZE)
@@ -46,16 +45,7 @@ def test_a_text_reads_less_than_twice_the_pages_it_has(tiny, attended):
 
 
 @torch.inference_mode()
-def test_texts_of_the_same_number_of_pages_attend_together(tiny, attended):
-    model = tiny(n_layer=1, block_size=64)
-    spans = spans_of([33, 36, 34, 35])
-    run_pass(model, PagedCache(model, 36, PAGE_SIZE), spans)
-    assert shapes(attended) == [(4, 36)]
-
-
-@torch.inference_mode()
-def test_texts_with_as_many_new_tokens_attend_together(tiny, attended):
-    """Also where one of them has fewer positions than the longest."""
+def test_spans_of_equal_length_attend_together(tiny, attended):
     model = tiny(n_layer=1)
     cache = PagedCache(model, 16, PAGE_SIZE)
     texts = [random_tokens(16, seed=seed) for seed in range(4)]
@@ -70,8 +60,7 @@ def test_texts_with_as_many_new_tokens_attend_together(tiny, attended):
 
 
 @torch.inference_mode()
-def test_a_step_copies_into_the_room_of_the_last_one(build):
-    """It grows to the largest group, and then it stays where it is."""
+def test_the_scratch_buffer_is_reused(build):
     model = build(block_size=64)
     cache = PagedCache(model, 200, PAGE_SIZE)
     places = []

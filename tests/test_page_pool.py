@@ -14,7 +14,7 @@ def new_pool(num_pages: int, page_size: int = 4):
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 4, 16])
-def test_so_many_positions_need_so_many_pages(page_size):
+def test_page_count(page_size):
     pool = new_pool(9, page_size)
 
     for length in range(50):
@@ -22,38 +22,7 @@ def test_so_many_positions_need_so_many_pages(page_size):
         assert pool.page_count(length) == page_count(length, page_size) == pages
 
 
-def test_a_table_grows_to_the_pages_of_its_positions():
-    pool = new_pool(9)
-    pages = []
-    for length, count in ((0, 0), (1, 1), (4, 1), (5, 2), (5, 2), (16, 4), (2, 4)):
-        assert pool.allocate(pages, length)
-        assert pages == list(range(count))
-        assert (pool.num_free_pages, pool.first_unused) == (9 - count, count)
-
-
-def test_where_too_few_are_free_none_is_taken():
-    pool = new_pool(3)
-    first, second = [], []
-    assert pool.allocate(first, 8) and not pool.allocate(second, 8)
-    assert (first, second, pool.num_free_pages) == ([0, 1], [], 1)
-    assert not pool.allocate(first, 17) and pool.allocate(first, 12)
-    assert (first, pool.num_free_pages) == ([0, 1, 2], 0)
-    assert pool.allocate(first, 12) and not pool.allocate(second, 1)
-
-
-def test_a_table_gives_back_what_is_behind_its_positions():
-    pool = new_pool(5)
-    pages = []
-    pool.allocate(pages, 17)
-    pool.free_after(pages, 9)
-    assert (pages, pool.num_free_pages, sorted(pool.free_pages)) == ([0, 1, 2], 2, [3, 4])
-    pool.free_after(pages, 20)
-    assert len(pages) == 3
-    pool.free_after(pages, 0)
-    assert (pages, pool.num_free_pages) == ([], 5)
-
-
-def test_a_page_that_came_back_is_taken_before_one_that_was_never_used():
+def test_a_freed_page_is_taken_before_an_unused_one():
     pool = new_pool(9)
     first, second = [], []
     pool.allocate(first, 12)
@@ -64,7 +33,6 @@ def test_a_page_that_came_back_is_taken_before_one_that_was_never_used():
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30)), max_size=40))
 def test_each_page_is_free_or_in_one_table(history):
-    """Tables grow and shrink in any order."""
     pool = new_pool(11, 3)
     tables = [[] for _ in range(4)]
     for row, length in history:

@@ -46,8 +46,7 @@ def model(build):
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 4, 5, 16])
-def test_shared_or_not_the_texts_are_those_of_generate(model, page_size):
-    """Not shared: each with a cache_salt of its own. All texts have one beginning."""
+def test_outputs_equal_generate_with_prefix_caching_or_not(model, page_size):
     beginning = prompt_of(9, 9)
     counts = []
     prompts = [beginning + prompt_of(length, length) for length in (0, 2, 5, 9)]
@@ -85,14 +84,12 @@ def test_full_pages_of_a_beginning_are_computed_once(build):
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 4, 6, 12])
 def test_the_last_token_is_always_computed(build, page_size):
-    """Even if it fills a page that is there: its logits are not."""
     engine = engine_of(build(), page_size)
     assert shared(engine, prompt_of(12), 4) == 0
     assert shared(engine, prompt_of(12), 4) == 11 // page_size * page_size
 
 
-def test_generated_tokens_are_found_but_for_the_last(tiny):
-    """It was never passed. So a conversation goes on from what is there."""
+def test_generated_tokens_are_cached_but_for_the_last(tiny):
     for max_new_tokens, found in [(7, 8), (8, 12), (9, 12)]:
         engine = engine_of(tiny())
         request = add(engine, prompt_of(5), max_new_tokens)
@@ -100,7 +97,7 @@ def test_generated_tokens_are_found_but_for_the_last(tiny):
         assert shared(engine, request.tokens + [7]) == found
 
 
-def test_a_running_text_shares_and_may_leave_first(build):
+def test_pages_of_a_running_request_are_shared(build):
     engine = engine_of(build())
     first = add(engine, prompt_of(10), 6)
     engine.step()
@@ -118,7 +115,7 @@ def test_a_running_text_shares_and_may_leave_first(build):
     finish(engine, [second])
 
 
-def test_two_texts_of_one_step_do_not_share_what_is_not_computed_yet(build):
+def test_requests_of_one_step_share_pages_after_it(build):
     engine = engine_of(build())
     first = add(engine, prompt_of(10), 6)
     second = add(engine, prompt_of(10), 3)
@@ -133,7 +130,7 @@ def test_two_texts_of_one_step_do_not_share_what_is_not_computed_yet(build):
     assert shared(engine, first.tokens[:13]) == 12
 
 
-def test_salts_part_what_is_shared(tiny):
+def test_cache_salts_separate_prefixes(tiny):
     engine = engine_of(tiny())
     prompt = prompt_of(10)
     for cache_salt in ("", "a", "ab", "?", "\ud800", "\ud801", r"\ud800"):
@@ -142,7 +139,7 @@ def test_salts_part_what_is_shared(tiny):
     assert shared(engine, prompt) == 8
 
 
-def test_a_page_is_known_by_all_that_comes_before_it(build):
+def test_a_page_hash_covers_all_tokens_before(build):
     engine = engine_of(build())
     second = [5, 6, 7, 8]
     assert shared(engine, [1, 2, 3, 4, *second, 9]) == 0
@@ -152,7 +149,7 @@ def test_a_page_is_known_by_all_that_comes_before_it(build):
     assert shared(engine, [1, 2, 3, 4, *second, *second, 9]) == 8
 
 
-def test_ids_are_not_mixed_up():
+def test_page_hashes_do_not_collide():
     """Some of these are the same as joined digits, bytes, remainders or Python's hash()."""
     ids = [(1, 23), (12, 3), (23, 1), (123, 0), (0, 123), (-1, 0), (-2, 0), (0, -1), (1, 0)]
     ids += [(0, 1), (256, 0), (0, 256), (65536, 0), (0, 65536), (2**32, 0), (0, 2**32)]
@@ -169,7 +166,7 @@ def test_ids_are_not_mixed_up():
     assert sorted(page for (page,) in pages.values()) == [*range(len(ids))]
 
 
-def test_the_oldest_pages_are_evicted_first_and_the_end_of_a_text_before_its_beginning(tiny):
+def test_lru_eviction_takes_the_last_page_of_a_prefix_first(tiny):
     engine = engine_of(tiny(), num_pages=5)
     # of three, three and two pages
     first = prompt_of(9, 1)
@@ -181,7 +178,7 @@ def test_the_oldest_pages_are_evicted_first_and_the_end_of_a_text_before_its_beg
     assert shared(engine, second) == 4
 
 
-def test_what_was_found_again_is_evicted_later(tiny):
+def test_a_cache_hit_postpones_eviction(tiny):
     engine = engine_of(tiny(), num_pages=5)
     first = prompt_of(9, 1)
     second = prompt_of(9, 2)
@@ -191,7 +188,7 @@ def test_what_was_found_again_is_evicted_later(tiny):
     assert [len(engine.scheduler.pool.find_cached(each, "")) for each in (first, second)] == [2, 1]
 
 
-def test_pages_that_are_found_are_not_taken_for_the_rest_of_the_text(tiny):
+def test_cached_pages_are_not_reallocated_to_the_same_request(tiny):
     """The two that are found are the oldest free ones (vLLM's issue 11565)."""
     engine = engine_of(tiny(), 2, num_pages=4)
     prompt = prompt_of(5)
@@ -201,7 +198,7 @@ def test_pages_that_are_found_are_not_taken_for_the_rest_of_the_text(tiny):
     assert shared(engine, prompt[:4] + [7, 8, 9]) == 4
 
 
-def test_pages_that_are_found_do_not_count_as_free(tiny):
+def test_cached_pages_do_not_count_as_free(tiny):
     """Two are found and two are needed; three are free, the two among them (vLLM's issue 11565)."""
     engine = engine_of(tiny(), 2, num_pages=4)
     prompt = prompt_of(5)
@@ -213,23 +210,8 @@ def test_pages_that_are_found_do_not_count_as_free(tiny):
     assert engine.scheduler.prefix_cache_hits == 4 and engine.scheduler.num_preemptions == 0
 
 
-def test_pages_in_use_are_found_even_if_none_is_free(tiny):
-    engine = engine_of(tiny(), 2, num_pages=5)
-    prompt = prompt_of(7)
-    first = add(engine, prompt, 1 + 2)
-    engine.step()
-    # Two pages of the first text, and the last one that is free.
-    second = add(engine, prompt[:4] + [9], 1)
-    engine.step()
-    assert second.output and (engine.num_computed_tokens, engine.scheduler.prefix_cache_hits) == (
-        7 + 1 + 1,
-        4,
-    )
-    finish(engine, [first, second])
-
-
 @pytest.mark.parametrize("length", [13, 5])
-def test_a_page_that_was_used_again_is_not_found_by_what_it_held(build, length):
+def test_an_evicted_page_is_not_found_by_its_old_hash(build, length):
     """Whether it is full again (13 tokens) or only begun (5), as in nano-vllm's issue 163."""
     engine = engine_of(build(), num_pages=-(-length // 4))
     prompts = [prompt_of(length, seed) for seed in (1, 2)]
@@ -238,27 +220,8 @@ def test_a_page_that_was_used_again_is_not_found_by_what_it_held(build, length):
     assert shared(engine, prompts[1]) == length - 1
 
 
-@pytest.mark.parametrize("page_size, num_pages", [(1, 16), (2, 8), (2, 9), (3, 6), (4, 4), (4, 7)])
-def test_texts_of_one_beginning_in_a_pool_that_is_too_small_for_all(model, page_size, num_pages):
-    """They are preempted, they hop, they are evicted, and some are aborted."""
-    engine = engine_of(model, page_size, num_pages=num_pages, max_num_seqs=4)
-    beginning = prompt_of(5, 5)
-    requests = [
-        add(engine, beginning + prompt_of(length, length), 8) for length in (0, 3, 0, 6, 1, 11)
-    ]
-    aborted = [add(engine, beginning + prompt_of(length, length), 8) for length in (0, 2, 4)]
-    for request in aborted:
-        step(engine)
-        step(engine)
-        engine.abort(request)
-        check_pages(engine)
-    finish(engine, requests)
-    assert engine.scheduler.num_preemptions and engine.scheduler.prefix_cache_hits
-
-
 @pytest.mark.parametrize("length", [3, 7])
-def test_a_preempted_text_finds_what_was_not_taken(tiny, length):
-    """It may be a part of its prompt, or generated."""
+def test_a_preempted_request_finds_its_remaining_pages(tiny, length):
     engine = engine_of(tiny(), num_pages=4)
     finish(engine, [add(engine, prompt_of(length, seed), 10 - length) for seed in (1, 2)])
     # Both get eight positions. The ninth of the first takes the second page of the other, whose
@@ -267,7 +230,7 @@ def test_a_preempted_text_finds_what_was_not_taken(tiny, length):
     assert (engine.num_computed_tokens, engine.scheduler.prefix_cache_hits) == (9 + 8 + 5, 4)
 
 
-def test_a_window_that_hopped_begins_with_another_page(build):
+def test_page_hashes_start_at_the_context_window(build):
     engine = engine_of(build(seed=6))
     request = add(engine, prompt_of(14), 9)
     finish(engine, [request])
@@ -283,23 +246,17 @@ def test_a_window_that_hopped_begins_with_another_page(build):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-@pytest.mark.parametrize("go_on", [True, False])
-def test_a_pass_that_did_not_end_publishes_nothing(build, error, go_on):
+def test_an_interrupted_pass_caches_no_page(build, error):
     engine = engine_of(build())
     request = add(engine, prompt_of(10), 4)
     with failing(engine.model, error), pytest.raises(error):
         step(engine)
     assert not engine.scheduler.pool.hash_to_page
-    if go_on:
-        finish(engine, [request])
-        assert shared(engine, prompt_of(10)) == 8
-    else:
-        engine.abort(request)
-        assert shared(engine, prompt_of(10)) == 0
+    finish(engine, [request])
+    assert shared(engine, prompt_of(10)) == 8
 
 
-def test_a_text_that_failed_publishes_nothing_of_that_pass(build):
-    """Its first page was computed, and is lost; the other text of that pass publishes its own."""
+def test_a_failed_request_caches_no_page(build):
     engine = engine_of(poison(build(), BAD))
     add(engine, prompt_of(8) + [BAD])
     add(engine, prompt_of(9, 1))
@@ -308,7 +265,7 @@ def test_a_text_that_failed_publishes_nothing_of_that_pass(build):
     assert shared(engine, prompt_of(9, 1)) == 8
 
 
-def test_the_command_line_counts_what_was_shared(cli, engine_cli, tiny_checkpoint):
+def test_the_command_line_counts_cache_hits(cli, engine_cli, tiny_checkpoint):
     prompts = [  # of 9, 8, 6, 5 and 1 tokens
         "Once upon a time there was a big dog",
         "Once upon a time there was a cat",  # 7 are those of the first

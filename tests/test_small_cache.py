@@ -9,16 +9,8 @@ import torch
 from benches import Bench, near
 from conftest import CHECKPOINTS, is_one_line, module_with, random_tokens, record, run_rows
 from drafting import write
-from engines import (
-    SMALL_ENGINE,
-    check_own_runs,
-    finish,
-    make_engine,
-    make_greedy,
-    own_texts,
-    request_params,
-)
-from natives import in_pieces, native, random_numbers, random_texts
+from engines import SMALL_ENGINE, check_own_runs, finish, make_greedy, own_texts
+from natives import in_pieces, random_numbers, random_texts
 from ranks import SMALL, run_engine_script
 from replicas import make_engine as load_replica
 from replicas import parse
@@ -53,7 +45,6 @@ def restored(stored: torch.Tensor, dim: int) -> numpy.ndarray:
 
 
 def test_an_int8_key_by_hand():
-    """Whole numbers of steps, of the rotated key, then the step as a float32."""
     keys = random_numbers(5, 3, 8) * torch.tensor([1e-3, 1, 1e3])[:, None]
     stored = to_cache_dtype(keys, torch.int8)
     assert stored.dtype == torch.int8 and stored.shape == (5, 3, 12)
@@ -65,8 +56,7 @@ def test_an_int8_key_by_hand():
 
 
 @pytest.mark.parametrize("dim, width", [(1, 8), (5, 12), (6, 12), (7, 12), (8, 12), (64, 68)])
-def test_a_row_has_whole_floats(dim, width):
-    """So the scale of each lies where a float32 may."""
+def test_stored_head_dim_aligns_the_scale(dim, width):
     assert stored_head_dim(dim, torch.int8) == width and stored_head_dim(dim, torch.float16) == dim
     stored = to_cache_dtype(random_numbers(2, dim), torch.int8)
     assert stored.shape == (2, width) and not stored[:, dim:-4].any()
@@ -77,7 +67,6 @@ def test_a_row_has_whole_floats(dim, width):
 
 
 def test_outliers_cost_little():
-    """One number of each key is 30 times as large as the others."""
     keys = random_numbers(200, 64)
     keys[:, 5] *= 30
     values, scale = quantize(keys)
@@ -87,7 +76,7 @@ def test_outliers_cost_little():
 
 
 @pytest.mark.parametrize("q_dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_attention_is_that_to_what_int8_stands_for(q_dtype):
+def test_cached_attention_dequantizes_int8(q_dtype):
     q = random_numbers(2, 4, 3, 8).to(q_dtype)
     stored = [to_cache_dtype(random_numbers(2, 2, 5, 8, seed=seed), torch.int8) for seed in (1, 2)]
     mask = torch.rand(2, 1, 3, 5, generator=torch.Generator().manual_seed(3)) < 0.7
@@ -104,8 +93,7 @@ def test_attention_is_that_to_what_int8_stands_for(q_dtype):
 
 @torch.inference_mode()
 @DTYPES
-def test_what_is_stored_is_rounded(build, dtype):
-    """In the first layer: those after it have seen rounded ones."""
+def test_the_cache_stores_rounded_keys_and_values(build, dtype):
     model = build(dtype=torch.float32)
     texts = random_texts(model, 2)
     storages = []
@@ -122,8 +110,7 @@ def test_what_is_stored_is_rounded(build, dtype):
 
 @torch.inference_mode()
 @DTYPES
-def test_a_pass_reads_what_it_has_written(build, dtype):
-    """So chunks change nothing; logits are near the exact ones and not equal."""
+def test_a_pass_reads_rounded_keys_and_values(build, dtype):
     model = build()
     texts = random_texts(model, 2)
     exact = in_pieces(model, texts, 16)
@@ -134,8 +121,7 @@ def test_a_pass_reads_what_it_has_written(build, dtype):
 
 
 @DTYPES
-def test_rows_have_the_text_of_their_own_run(build, dtype):
-    """Also past the window, where positions are computed anew."""
+def test_a_batch_equals_single_runs(build, dtype):
     model = build()
     params = {"max_new_tokens": 18, "ignore_eos": True, "options": {"cache_dtype": dtype}}
     own = [run_rows(model, [prompt], **params)[0] for prompt in PROMPTS]
@@ -155,7 +141,7 @@ def test_beams_score_what_they_say(build, dtype):
 
 
 @DTYPES
-def test_speculation_has_the_targets_text(build, tiny, dtype):
+def test_speculation_equals_the_target(build, tiny, dtype):
     model = build()
     params = SamplingParams(24, ignore_eos=True)
     passes = generate_speculative(model, tiny(n_layer=1), [1, 2], params, cache_dtype=dtype)
@@ -165,29 +151,15 @@ def test_speculation_has_the_targets_text(build, tiny, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_texts_of_the_engine_are_their_own(build, dtype, page_size):
-    """With chunks, preemption, hops and shared prefixes."""
+def test_the_engine_equals_generate(build, dtype, page_size):
     options = {"page_size": page_size, "num_pages": 24 // page_size, "cache_dtype": dtype}
     check_own_runs(build(), [3, 14, 7], 18, **options)
 
 
 @DTYPES
-def test_a_shared_prefix_is_that_of_its_own_run(build, dtype):
-    model = build()
-    prompt = random_tokens(13)
-    options = {"page_size": 4, "max_num_seqs": 1, "cache_dtype": dtype}
-    params = request_params(3, max_new_tokens=4, temperature=0.8)
-    engine, requests = make_engine(model, [prompt] * 3, params, **options)
-    finish(engine)
-    assert engine.scheduler.prefix_cache_hits == 24
-    own = own_texts(model, [prompt] * 3, params, None, dtype)
-    assert [request.output for request in requests] == own
-
-
-@DTYPES
 @pytest.mark.parametrize("drafts", ["lookup", "model"])
-def test_drafts_change_no_text(build, tiny, dtype, drafts):
-    model = build()
+def test_drafts_change_no_output(tiny_llama, tiny, dtype, drafts):
+    model = tiny_llama()
     drafter = PromptLookupDrafter()
     if drafts == "model":
         drafter = PagedModelDrafter(tiny(n_layer=1), model, 3, 4, dtype)
@@ -196,7 +168,7 @@ def test_drafts_change_no_text(build, tiny, dtype, drafts):
 
 
 @DTYPES
-def test_layers_with_a_window_have_small_pages_too(tiny_gemma, dtype):
+def test_sliding_window_layers_use_the_dtype(tiny_gemma, dtype):
     model = tiny_gemma(sliding_windows=(5, None, 8), block_size=200)
     engine, requests = make_greedy(model, [3, 70, 9], 30, **SMALL_ENGINE, cache_dtype=dtype)
     assert [storage.dtype for storage in engine.cache.storages] == [dtype, dtype]
@@ -207,7 +179,7 @@ def test_layers_with_a_window_have_small_pages_too(tiny_gemma, dtype):
 
 
 @DTYPES
-def test_nothing_reads_what_a_page_held_before(build, dtype):
+def test_stale_bytes_are_not_read(build, dtype):
     """All its bytes are 255: in float16 NaN, in int8 with a scale that is NaN."""
     model = build()
     engine, requests = make_greedy(
@@ -220,7 +192,9 @@ def test_nothing_reads_what_a_page_held_before(build, dtype):
     assert [request.output for request in requests] == own
 
 
-@pytest.mark.parametrize("dtype, pages", [(torch.float16, 2**13), (torch.int8, 2**14)])
+@pytest.mark.parametrize(
+    "dtype, pages", [(None, 2**12), (torch.float16, 2**13), (torch.int8, 2**14)]
+)
 def test_an_engine_has_more_pages_where_memory_was_the_limit(tiny_llama, dtype, pages):
     engine = Engine(tiny_llama(block_size=8192), cache_dtype=dtype)
     assert engine.scheduler.pool.num_pages == engine.cache.storage.shape[2] == pages
@@ -244,7 +218,6 @@ def test_the_bytes_of_a_cache(tiny, dtype, bytes_each):
 @NAMES
 @pytest.mark.parametrize("script", ["infer", "infer_engine", "infer_speculative"])
 def test_scripts_have_the_option(run_main, monkeypatch, name, script):
-    """A greedy text of the story model is the exact one, from a cache of that dtype."""
     main = __import__(script).main
     arguments = ["--prompt", "Once upon a time", "--max-new-tokens", 12, "--device", "cpu"]
     _, expected, _ = run_main(main, *arguments)
@@ -268,18 +241,6 @@ def test_beams_of_the_command_line_have_the_option(cli, monkeypatch):
     options = ("--max-new-tokens", 3, "--num-beams", 2, "--cache-dtype", "int8")
     assert cli("--prompt", "One", *options)[0] == 0
     assert made == [torch.int8]
-
-
-@torch.inference_mode()
-@NAMES
-def test_c_is_near_torch_with_small_caches(compiled, tiny_llama, name):
-    """Its products have other last bits, and one may become a step of int8."""
-    dtype = getattr(torch, name)
-    model = tiny_llama(dtype=torch.float32)
-    texts = random_texts(model, 2)
-    expected = in_pieces(model, texts, 16, dtype)
-    found = in_pieces(native(model), texts, 16, dtype)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
 
 
 @NAMES

@@ -12,8 +12,9 @@ from parallel.shards import ShardPlan, local_kv_heads
 
 UNSHARED = {"n_head": 12, "n_kv_head": 3, "n_embd": 84}  # queries 3, 4, 5 have keys 0, 1, 1
 UNEVEN = [
-    *(("tiny", 3, {}, [2, 2, 1]), ("tiny_llama", 2, {}, [3, 2])),
-    *(("tiny_llama", 4, {}, [2, 1, 1, 1]), ("tiny_llama", 4, UNSHARED, [1, 3, 3, 1])),
+    ("tiny", 3, {}, [2, 2, 1]),
+    ("tiny_llama", 4, {}, [2, 1, 1, 1]),
+    ("tiny_llama", 4, UNSHARED, [1, 3, 3, 1]),
 ]
 
 
@@ -24,16 +25,15 @@ def test_widths_that_ranks_do_not_divide(request, compiled, tmp_path, kind, size
     assert difference <= ROUNDING[torch.float32] and heads == divided
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
-def test_two_keys_for_three_ranks(compiled, dtype):
+def test_two_keys_for_three_ranks(compiled):
     tokens = torch.tensor([random_tokens(40, 4096)])
-    difference, _, heads = compared(3, LLAMA, tokens, dtype=dtype)
-    assert difference <= ROUNDING[dtype]
+    difference, _, heads = compared(3, LLAMA, tokens, dtype=torch.int8)
+    assert difference == 0
     assert heads == [1, 2, 1]  # the second has a query for each key
 
 
-@pytest.mark.parametrize("name, size", [("stories", 3), ("stories-llama", 2), ("stories-llama", 4)])
-def test_still_the_logits_where_torch_multiplies(name, size):
+@pytest.mark.parametrize("name, size", [("stories", 3), ("stories-llama", 4)])
+def test_logits_where_torch_multiplies(name, size):
     tokens = torch.tensor([random_tokens(40, 4096)])
     options = {"dtype": torch.float64, "native": False}
     assert compared(size, CHECKPOINTS / name, tokens, **options)[0] < 1e-12

@@ -3,25 +3,9 @@
 import os
 import signal
 
-import pytest
 import torch
-from conftest import CHECKPOINTS, random_tokens
-from ranks import (
-    LLAMA,
-    ROUNDING,
-    SAMPLES,
-    SMALL,
-    compared,
-    parallel_model,
-    results,
-    run_engine_script,
-    save_uneven,
-    script,
-    serving,
-    start,
-    wait,
-    written,
-)
+from conftest import CHECKPOINTS
+from ranks import LLAMA, SMALL, parallel_model, results, script, serving, start, wait, written
 
 import infer_engine
 from engine import options
@@ -31,35 +15,21 @@ from parallel.shards import load_shard, split
 from sampling import SamplingParams
 
 
-@pytest.mark.parametrize("kind, size", [("tiny", 3), ("tiny_llama", 2)])
-def test_widths_that_ranks_do_not_divide(request, compiled, tmp_path, kind, size):
-    name = save_uneven(request.getfixturevalue(kind), tmp_path, kind)
-    difference, (collectives, _), *_ = compared(size, name, torch.tensor([random_tokens(23)]))
-    assert difference <= ROUNDING[torch.float32]
-
-
-def test_int8(compiled):
-    tokens = torch.tensor([random_tokens(40, 4096)])
-    assert compared(2, LLAMA, tokens, dtype=torch.int8)[0] == 0
-
-
-def test_texts(engine_cli, tmp_path):
-    out = engine_cli(*SAMPLES)[1]
-    found, err = run_engine_script(2, tmp_path, *SAMPLES)
-    assert found == out
-
-
-def test_what_a_rank_has():
-    def rows():
+def test_a_rank_has_its_shards_and_draws_in_c(compiled):
+    def action():
         with TensorParallelGroup() as tp_group:
-            mlp = load_shard(LLAMA, tp_group=tp_group).layers[0].mlp
+            model = parallel_model(LLAMA, tp_group)
             assert "0 collectives a step, 0 bytes" in tp_group.statistics(0)
-            return len(mlp.gate_proj.weight), len(mlp.down_proj.layer.weight)
+            draws = model.runner.runner.draw(torch.arange(9.0)[None], [SamplingParams()], [0])
+            mlp = load_shard(LLAMA, tp_group=tp_group).layers[0].mlp
+            return draws, [len(mlp.gate_proj.weight), len(mlp.down_proj.layer.weight)]
 
+    found = results(3, action)
+    assert [draws for draws, _ in found] == [[8]] * 3
     whole = load_model(LLAMA).layers[0].mlp
-    found = torch.tensor(results(3, rows))
-    assert found.sum(0).tolist() == [len(whole.gate_proj.weight), len(whole.down_proj.weight)]
-    assert found.min() > 0
+    rows = torch.tensor([rows for _, rows in found])
+    assert rows.sum(0).tolist() == [len(whole.gate_proj.weight), len(whole.down_proj.weight)]
+    assert rows.min() > 0
 
 
 def test_statistics_are_of_one_pass():
@@ -67,15 +37,6 @@ def test_statistics_are_of_one_pass():
     tp_group.__dict__.update(size=3, collectives=8, bytes_sent=5000, seconds=2.0)
     assert tp_group.statistics(2) == "3 ranks: 4 collectives a step, 2,500 bytes sent, 1000.0 ms"
     assert tp_group.statistics(1) == "3 ranks: 8 collectives a step, 5,000 bytes sent, 2000.0 ms"
-
-
-def test_draws_are_in_c(compiled):
-    def draw():
-        with TensorParallelGroup() as tp_group:
-            model = parallel_model(LLAMA, tp_group)
-            return model.runner.runner.draw(torch.arange(9.0)[None], [SamplingParams()], [0])
-
-    assert results(2, draw) == [[8], [8]]
 
 
 def test_other_devices_are_told_once(tmp_path, monkeypatch):

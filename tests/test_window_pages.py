@@ -4,11 +4,8 @@ import pytest
 import torch
 from conftest import random_tokens
 from engines import finish, make_engine, own_texts, request_params, step
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from natives import native_in_dtype
 
-from engine.drafter import PromptLookupDrafter
 from engine.pages import PagePool
 
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "native", "int8"])
@@ -39,7 +36,9 @@ def run(engine) -> int:
 
 @BACKENDS
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_a_long_text_holds_what_its_windows_see(tiny_windows, compiled, backend, page_size):
+def test_a_long_sequence_holds_the_pages_of_its_sliding_windows(
+    tiny_windows, compiled, backend, page_size
+):
     model = sliding_model(tiny_windows, backend, block_size=200)
     params = request_params(1, max_new_tokens=180)
     engine, (request,) = make_engine(model, [[1, 2, 3]], params, page_size=page_size)
@@ -48,28 +47,8 @@ def test_a_long_text_holds_what_its_windows_see(tiny_windows, compiled, backend,
     assert [request.output] == own_texts(model, [[1, 2, 3]], params)
 
 
-def check_four_texts(tiny_windows, sliding_windows, all_run):
-    """Whether four texts run at once, in pages for less than all of them."""
-    model = tiny_windows(sliding_windows=sliding_windows, block_size=100)
-    prompts = [random_tokens(3, seed=row) for row in range(4)]
-    params = request_params(4, max_new_tokens=80)
-    engine, requests = make_engine(model, prompts, params, page_size=4, num_pages=24)
-    run(engine)
-    assert (engine.scheduler.num_preemptions == 0) == all_run
-    assert [request.output for request in requests] == own_texts(model, prompts, params)
-
-
-def test_more_texts_run_at_once(tiny_windows):
-    check_four_texts(tiny_windows, (5, 9), True)
-
-
-def test_still_a_layer_that_sees_all_keeps_all_pages(tiny_windows):
-    check_four_texts(tiny_windows, (5, None), False)
-
-
 @BACKENDS
 def test_a_prefix_is_found_without_its_first_pages(tiny_windows, compiled, backend):
-    """Others have taken them since."""
     model = sliding_model(tiny_windows, backend, block_size=200)
     prompt = random_tokens(60)
     params = request_params(3, max_new_tokens=30)
@@ -91,7 +70,7 @@ def test_a_prefix_is_found_without_its_first_pages(tiny_windows, compiled, backe
     assert outputs == own_texts(model, prompts, params)
 
 
-def test_the_longest_prefix_that_can_go_on():
+def test_find_cached_with_a_sliding_window():
     pool = PagePool(20, 4)
     tokens = list(range(40))
     pages = []
@@ -118,47 +97,3 @@ def test_the_longest_prefix_that_can_go_on():
     assert None not in pool.hash_to_page.values()
     pool.free_after(pages, 0)
     assert pages == [] and pool.num_free_pages == 20
-
-
-def test_still_no_page_goes_back_where_a_layer_sees_all(tiny_windows):
-    model = tiny_windows(sliding_windows=(5, None), block_size=100)
-    params = request_params(1, max_new_tokens=60)
-    engine, _ = make_engine(model, [[1]], params, page_size=4)
-    assert run(engine) == 15
-
-
-TEXT = st.tuples(st.integers(0, 2), st.integers(1, 50), st.integers(1, 40))
-
-
-@BACKENDS
-@given(
-    texts=st.lists(TEXT, min_size=1, max_size=6),
-    page_size=st.sampled_from([1, 3, 4]),
-    pages=st.integers(45, 120),
-    max_num_batched_tokens=st.sampled_from([3, 16, 100]),
-    drafts=st.booleans(),
-)
-@settings(max_examples=15)
-def test_still_any_texts_are_those_of_their_own_runs(
-    tiny_windows, compiled, backend, texts, page_size, pages, max_num_batched_tokens, drafts
-):
-    """They share beginnings, are preempted, cut into chunks, drafted, and outgrow block_size."""
-    if backend not in MODELS:
-        MODELS[backend] = sliding_model(tiny_windows, backend)
-    model = MODELS[backend]
-    prompts = [random_tokens(length, 5, seed=seed) for seed, length, _ in texts]
-    params = [request_params(1, max_new_tokens=count)[0] for _, _, count in texts]
-    options = {
-        "num_pages": -(-pages // page_size),
-        "page_size": page_size,
-        "max_num_batched_tokens": max_num_batched_tokens,
-    }
-    options["max_num_seqs"] = 3
-    if drafts:
-        options["drafter"] = PromptLookupDrafter()
-    engine, requests = make_engine(model, prompts, params, **options)
-    finish(engine)
-    assert [request.output for request in requests] == own_texts(model, prompts, params)
-
-
-MODELS = {}

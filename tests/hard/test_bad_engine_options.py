@@ -26,7 +26,6 @@ def test_a_value_out_of_range(tiny, name, value, allowed):
 
 @pytest.mark.parametrize("options", [{"num_pages": 10**20}, {"page_size": 10**20}])
 def test_more_than_memory(tiny, options):
-    """Also where a size takes more than 64 bits."""
     with pytest.raises(UserError, match="positions do not fit in memory: "):
         Engine(tiny(), **options)
 
