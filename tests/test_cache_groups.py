@@ -1,4 +1,4 @@
-"""Lesson 124: layers with a window have pages of their own, and give them back."""
+"""KV cache groups: pages of sliding-window layers, which are freed as the window moves."""
 
 import pytest
 import torch
@@ -12,12 +12,13 @@ from cache import Span
 from engine.cache import PagedCache
 from engine.drafter import PagedModelDrafter, PromptLookupDrafter
 from engine.engine import Engine
+from engine.pages import PagePool
 
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "native", "int8"])
 
 
 def kinds(build, backend="torch", **shape):
-    """A model with both kinds of layers."""
+    """A model with sliding-window layers, and others unless all windows are given."""
     shape = {"sliding_windows": (5, None, 8), "block_size": 200} | shape
     model = build(dtype=torch.float64 if backend == "torch" else torch.float32, **shape)
     if backend == "torch":
@@ -26,7 +27,7 @@ def kinds(build, backend="torch", **shape):
 
 
 def run(engine) -> list[int]:
-    """Finish an engine. Returns the most pages of each kind that were held after a step."""
+    """Finish an engine. Returns the most pages of each group that were held after a step."""
     most = [0 for _ in engine.scheduler.kv_cache_groups]
     while engine.busy:
         step(engine)
@@ -57,16 +58,19 @@ def test_a_single_group_has_all_pages(tiny_gemma, sliding_windows, pages):
 
 
 @BACKENDS
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize(
+    "sliding_windows, page_size, pages",
+    [((5, None, 8), 1, [61, 7]), ((5, None, 8), 4, [16, 3]), ((5, 9), 1, [8]), ((5, 9), 4, [3])],
+)
 def test_a_long_sequence_holds_the_pages_that_each_group_sees(
-    tiny_gemma, compiled, backend, page_size
+    tiny_gemma, compiled, backend, sliding_windows, page_size, pages
 ):
-    model = kinds(tiny_gemma, backend)
+    model = kinds(tiny_gemma, backend, sliding_windows=sliding_windows)
     params = request_params(1, max_new_tokens=60)
     options = SMALL_ENGINE | {"page_size": page_size, "num_pages": 240 // page_size}
     engine, (request,) = make_engine(model, [[1, 2, 3]], params, **options)
-    # The next position, p, sees p - 7 to p.
-    assert run(engine) == {1: [61, 7], 4: [16, 3]}[page_size]
+    # The next position p sees p - 7 to p, with a sliding window of 9 also p - 8.
+    assert run(engine) == pages
     assert [request.output] == own_texts(model, [[1, 2, 3]], params)
 
 
@@ -108,6 +112,58 @@ def test_a_prefix_is_cached_if_both_groups_have_its_pages(tiny_gemma, compiled, 
     assert engine.scheduler.prefix_cache_hits == 104
     outputs = [request.output for request in (first, again, third)]
     assert outputs == own_texts(model, [prompt, prompt + first.output, prompt], params * 3)
+
+
+@BACKENDS
+def test_a_prefix_is_found_without_its_first_pages(tiny_windows, compiled, backend):
+    model = kinds(tiny_windows, backend, sliding_windows=(5, 9))
+    prompt = random_tokens(60)
+    params = request_params(3, max_new_tokens=30)
+    engine, (first,) = make_engine(model, [prompt], params[:1], page_size=4, num_pages=26)
+    finish(engine)
+    pool = engine.scheduler.pool
+    taken = []
+    assert pool.allocate(taken, 4 * (pool.num_pages - 12))  # the first ones were given back first
+    assert pool.find_cached(prompt[:-1], "") == []
+    assert [p is None for p in pool.find_cached(prompt[:-1], "", 9)] == [True] * 12 + [False] * 2
+    pool.free_after(taken, 0)
+    before = engine.num_computed_tokens
+    second = engine.add(prompt, params[1])
+    third = engine.add(prompt + first.output[:8], params[2])
+    finish(engine)
+    assert engine.num_computed_tokens - before == (4 + 29) + (4 + 29)
+    prompts = [prompt, prompt, prompt + first.output[:8]]
+    outputs = [request.output for request in (first, second, third)]
+    assert outputs == own_texts(model, prompts, params)
+
+
+def test_find_cached_with_a_sliding_window():
+    pool = PagePool(20, 4)
+    tokens = list(range(40))
+    pages = []
+    pool.allocate(pages, 40)
+    page_hashes = []
+    pool.cache_pages(pages, page_hashes, tokens, "")
+    for index in (1, 5, 9):  # as if others had taken them
+        del pool.page_to_hash[pages[index]]
+        del pool.hash_to_page[page_hashes[index]]
+    assert pool.find_cached(tokens, "") == pages[:1]
+    # Position 36 sees 28 to 35 besides itself, in pages 7 and 8.
+    assert pool.find_cached(tokens, "", 9) == [None] * 7 + pages[7:9]
+    # With one more it sees 27, in page 6, and 26 to 13 with more; page 5 is gone.
+    assert pool.find_cached(tokens, "", 10) == [None] * 6 + pages[6:9]
+    assert pool.find_cached(tokens, "", 13) == [None] * 6 + pages[6:9]
+    assert pool.find_cached(tokens, "", 14) == pages[:1]
+    assert pool.find_cached(tokens, "", 1) == [None] * 10  # each sees itself alone
+    assert pool.find_cached(tokens[:20], "", 9) == [None] * 3 + pages[3:5]
+    assert pool.find_cached(tokens, "other", 9) == []
+    pool.free_before(pages, 30)
+    assert pages[:7] == [None] * 7 and None not in pages[7:]
+    pool.free_before(pages, 30)
+    pool.cache_pages(pages, [], tokens, "")  # nothing of a page that is gone
+    assert None not in pool.hash_to_page.values()
+    pool.free_after(pages, 0)
+    assert pages == [] and pool.num_free_pages == 20
 
 
 REQUEST = st.tuples(st.integers(0, 2), st.integers(1, 50), st.integers(1, 30))
