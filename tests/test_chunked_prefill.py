@@ -29,7 +29,7 @@ def test_outputs_are_equal_for_every_token_budget(build, params):
     model = build(seed=6)
     prompts = [random_tokens(length, seed=length) for length in (0, 13, 3, 21)]
     each = request_params(4, max_new_tokens=12, **params)
-    for budget in (1, 2, 3, 4, 5, 7, 8, 11, 16, 23, 40):
+    for budget in (1, 3, 5, 8, 16, 40):
         engine, requests = make_engine(
             model, prompts, each, page_size=3, max_num_batched_tokens=budget
         )

@@ -78,8 +78,8 @@ def test_an_empty_prompt_becomes_bos(tiny_llama):
     assert text == alone(model, [], greedy(5)) == alone(model, [59], greedy(5))
 
 
-@pytest.mark.parametrize("ends", [(60, 7, 9), (9, 60, 7)])
-def test_without_bos_an_empty_prompt_becomes_the_first_eos(tiny, ends):
+def test_without_bos_an_empty_prompt_becomes_the_first_eos(tiny):
+    ends = (9, 60, 7)
     model = tiny(seed=4, eos_token_ids=ends)
     params = [SamplingParams(40, temperature=1.0, seed=seed) for seed in range(20)]
     engine, empty = make_engine(model, [[]] * 20, params)

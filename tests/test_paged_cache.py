@@ -1,7 +1,5 @@
 """A pass over tokens of several texts: the logits of each are those of that text alone."""
 
-import itertools
-
 import pytest
 import torch
 from conftest import random_tokens
@@ -51,7 +49,8 @@ def check(model, cache, parts):
 def test_a_pass_mixes_spans_of_any_start_and_length(build):
     model = build()
     parts = [(0, 12, 13), (1, 1, 7), (2, 7, 8), (3, 3, 9)]
-    for order in itertools.permutations(parts):
+    for first in range(len(parts)):
+        order = parts[first:] + parts[:first]
         cache = new_cache(model)
         for text, past, _ in parts:
             check(model, cache, [(text, 0, past)])
@@ -64,7 +63,7 @@ def test_a_pass_mixes_spans_of_any_start_and_length(build):
         max_size=12,
     )
 )
-@settings(max_examples=25)
+@settings(max_examples=15)
 @torch.inference_mode()
 def test_logits_of_any_chunks(tiny, passes):
     model = tiny()

@@ -24,7 +24,7 @@ def test_outputs_are_equal_for_every_pool_size(build, params):
     prompts = [random_tokens(length, seed=length) for length in (3, 21, 9)]
     each = request_params(3, max_new_tokens=20, **params)
     counts = []
-    for num_pages in (6, 7, 9, 12, 18):  # of 3 positions; 6 hold a window of 16
+    for num_pages in (6, 9, 18):  # of 3 positions; 6 hold a window of 16
         engine, requests = make_engine(model, prompts, each, num_pages=num_pages, page_size=3)
         finish(engine)
         check_texts(model, requests)
