@@ -1,4 +1,4 @@
-"""Engines for tests: how they are run, the texts that they must write, and their pages."""
+"""Engines for tests: run them, and check their outputs and pages."""
 
 import collections
 import contextlib
@@ -17,12 +17,9 @@ SMALL_ENGINE = {"page_size": 4, "num_pages": 60, "max_num_seqs": 3, "max_num_bat
 
 
 def alone(model, prompt, params=None, stride=None, cache_dtype=None, **fields) -> list[int]:
-    """The tokens that `generate` writes for one prompt, which every engine must write.
-
-    fields: those of the params, if none are given.
-    """
+    """Return the output of `generate`, the oracle of every engine. fields: of params None."""
     params = SamplingParams(**fields) if params is None else params
-    if params.stop or params.logprobs is not None:  # for an engine alone
+    if params.stop or params.logprobs is not None:  # which generate refuses
         params = dataclasses.replace(params, stop=(), logprobs=None)
     return list(remembered(model, tuple(prompt), params, stride, cache_dtype))
 
@@ -34,7 +31,7 @@ def remembered(model, prompt: tuple, params, stride, cache_dtype) -> list[int]:
 
 
 def raise_once(model, error: BaseException, after: int) -> None:
-    """A later pass fails in its second layer: the first one has written its keys and values."""
+    """Raise an error in a later pass, after its first layer has written keys and values."""
     passes = []
 
     def hook(module, args):
@@ -46,13 +43,13 @@ def raise_once(model, error: BaseException, after: int) -> None:
 
 
 def own_texts(model, prompts, params, stride=None, cache_dtype=None) -> list[list[int]]:
-    """`alone` for each prompt. params: for all of them, or one for each."""
+    """Return `alone` for each prompt. params: for all of them, or one for each."""
     each = params_per_prompt(params, len(prompts))
     return [alone(model, *pair, stride, cache_dtype) for pair in zip(prompts, each, strict=True)]
 
 
 def check_texts(model, requests, *options) -> None:
-    """Requests have the texts of their own runs; one that ended early has a beginning of it.
+    """Check that outputs equal `generate`; one that ended early is a prefix of it.
 
     options: stride and cache_dtype of `alone`.
     """
@@ -67,14 +64,14 @@ def greedy(count: int, **fields) -> SamplingParams:
 
 
 def request_params(count: int, **fields) -> list[SamplingParams]:
-    """Parameters for `count` requests, each with a seed of its own."""
+    """Return parameters for `count` requests with different seeds."""
     return [SamplingParams(ignore_eos=True, seed=100 + row, **fields) for row in range(count)]
 
 
 def make_engine(model, prompts, params, **options) -> tuple:
-    """An engine that checks each pass, and its requests. params: for all, or one for each.
+    """Return an engine that checks each pass, and its requests. params: for all, or one for each.
 
-    Its attribute `passes` has how many tokens each span of each pass had.
+    Its attribute `passes` lists the number of tokens of each span of each pass.
     """
     engine = Engine(model, **options)
     engine.passes = check_passes(engine.cache, model.config.block_size)
@@ -83,22 +80,22 @@ def make_engine(model, prompts, params, **options) -> tuple:
 
 
 def numbered(model, counts, **options) -> tuple:
-    """An engine with greedy requests. counts: the tokens of each."""
+    """Return an engine with greedy requests. counts: max_new_tokens of each."""
     prompts = [[row + 1] for row in range(len(counts))]
     return make_engine(model, prompts, [greedy(count) for count in counts], **options)
 
 
 def make_greedy(model, lengths, max_new_tokens: int, **options) -> tuple:
-    """An engine with greedy requests for random prompts of these lengths."""
+    """Return an engine with greedy requests for random prompts of these lengths."""
     prompts = [random_tokens(length, seed=row) for row, length in enumerate(lengths)]
     params = request_params(len(prompts), max_new_tokens=max_new_tokens)
     return make_engine(model, prompts, params, **options)
 
 
 def check_passes(cache, block_size: int = 16) -> list[list[int]]:
-    """From now on, check that passes stay in the pages of their texts and write no place twice.
+    """Check that each later pass stays in its page tables and writes no slot twice.
 
-    Returns a list to which each pass adds one: how many tokens each of its spans has.
+    Returns a list to which each pass appends the number of tokens of each span.
     """
     prepare = cache.prepare
     passes = []
@@ -126,7 +123,7 @@ def check_passes(cache, block_size: int = 16) -> list[list[int]]:
 
 
 def check_pages(engine) -> None:
-    """Each page is free or counts its references, and no text holds a page too many or too few."""
+    """Check reference counts, free pages, and that no page table is too long or too short."""
     scheduler = engine.scheduler
     for number, (pool, sliding_window) in enumerate(scheduler.kv_cache_groups):
         held = collections.Counter()
@@ -144,7 +141,7 @@ def check_pages(engine) -> None:
             assert pages[:unseen] == [None] * unseen
             table = pages[unseen:]
             assert None not in table and len(set(table)) == len(table)
-            # Only pages that are full are cached: the others are written.
+            # Only full pages are cached, because others are still written.
             assert (
                 not pool.page_to_hash.keys()
                 & pages[request.num_computed_tokens // pool.page_size :]
@@ -162,7 +159,7 @@ def check_pages(engine) -> None:
 
 
 def step(engine) -> list:
-    """The events of one step, after which all pages are where they belong."""
+    """Return the events of one step, and check all pages."""
     events = engine.step()
     for event in events:
         assert event.finish_reason == event.request.finish_reason
@@ -172,7 +169,7 @@ def step(engine) -> list:
 
 
 def finish(engine) -> list[list]:
-    """The events of all steps that are left; all pages are free then."""
+    """Return the events of all remaining steps, and check that all pages are free."""
     steps = []
     while engine.busy:
         steps.append(step(engine))
@@ -184,7 +181,7 @@ def finish(engine) -> list[list]:
 
 
 def check_own_runs(model, lengths, max_new_tokens: int, **options) -> None:
-    """The engine, with few rows and tokens a step, writes the text of each own run.
+    """Check that outputs of an engine with small limits equal `generate`.
 
     lengths: of the prompts. options: of the engine.
     """
@@ -198,21 +195,21 @@ def check_own_runs(model, lengths, max_new_tokens: int, **options) -> None:
 
 
 def events_of(engine) -> list:
-    """All events of all steps that are left."""
+    """Return the events of all remaining steps, flattened."""
     return [event for events in finish(engine) for event in events]
 
 
 def outputs_of(engine, prompts, params) -> list[list[int]]:
-    """What an engine writes for these prompts. params: for all of them, or one for each."""
+    """Return the outputs for these prompts. params: for all of them, or one for each."""
     requests = [engine.add(*pair) for pair in zip(prompts, params_per_prompt(params, len(prompts)))]
     assert not any(event.error for event in events_of(engine))
     return [request.output for request in requests]
 
 
 def lettered(engine, requests, count=2000) -> list[tuple[int, str]]:
-    """At most `count` steps: positions computed, and the letters of those that get a token.
+    """Return (positions computed, letters of the requests that got a token) of each step.
 
-    A stands for the first of the requests.
+    A is the first request.
     """
     steps = []
     while engine.busy and len(steps) < count:
@@ -223,13 +220,13 @@ def lettered(engine, requests, count=2000) -> list[tuple[int, str]]:
 
 
 def letters(engine, requests, count=2000) -> list[str]:
-    """The letters of `count` steps."""
+    """Return the letters of at most `count` steps."""
     return [got for _, got in lettered(engine, requests, count)]
 
 
 @contextlib.contextmanager
 def failing(model, error=None):
-    """Each pass fails when its keys and values are written; with no error its logits are NaN."""
+    """Fail each pass after its keys and values are written; error None: logits are NaN."""
 
     def fail(module, args, out):
         if error is not None:
@@ -244,7 +241,7 @@ def failing(model, error=None):
 
 
 def poison(model, token: int):
-    """From now on, whatever sees this token is NaN; not its weights, which the head may share."""
+    """Make every activation that depends on this token NaN, but no weight."""
 
     def spoil(module, args, out):
         return out.masked_fill((args[0] == token)[..., None], float("nan"))

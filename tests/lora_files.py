@@ -18,7 +18,7 @@ LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj", "c_attn", "c_proj", "
 
 
 def random_tensors(model, targets: tuple[str, ...], rank: int = 3, seed: int = 0) -> dict:
-    """Random A and B of each layer whose name ends in one of these, by their names in a file."""
+    """Return random A and B of the target layers by their names in a file."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for path, layer in empty_model(model.config).named_modules():  # the model's may be rounded
@@ -42,7 +42,7 @@ def save_adapter(directory, tensors: dict, rank: int = 3, **config) -> Path:
 
 
 def random_pairs(model, targets: tuple[str, ...], seed: int = 0) -> dict:
-    """What `read_adapter` makes of `random_tensors` with a scale of 1."""
+    """Return `random_tensors` as `read_adapter` would, with a scale of 1."""
     tensors = random_tensors(model, targets, 3, seed)
     lora_weights = {}
     for name, a in tensors.items():
@@ -54,7 +54,7 @@ def random_pairs(model, targets: tuple[str, ...], seed: int = 0) -> dict:
 
 
 def with_adapters(model, targets: tuple[str, ...] = LINEAR, names: str = "ab"):
-    """A model that rows may have random adapters of, with these letters for names. Returns it."""
+    """Attach random adapters with these letters as names to a model, and return it."""
     lora_weights = {name: random_pairs(model, targets, seed) for seed, name in enumerate(names)}
     model.adapters = Adapters(model, lora_weights)
     return model
@@ -65,9 +65,9 @@ def params_of(count: int, seed: int) -> SamplingParams:
 
 
 def add_at_random(engine, chance, names, salts=("",), count: int = 14) -> list:
-    """Let texts of these adapters and salts come in turns with steps; some begin alike.
+    """Add requests with random adapters and salts between steps, some with equal prefixes.
 
-    chance: a random.Random. Returns the requests, all of them finished.
+    chance: a random.Random. Returns the finished requests.
     """
     starts = [random_tokens(8, seed=number) for number in range(2)]
     requests = []
@@ -82,7 +82,7 @@ def add_at_random(engine, chance, names, salts=("",), count: int = 14) -> list:
 
 
 def peft_adapter(theirs, directory, **options):
-    """A model of transformers with a random adapter of peft, which is saved in a directory."""
+    """Add a random peft adapter to a transformers model, and save it in a directory."""
     from peft import LoraConfig, get_peft_model
 
     options = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear"} | options

@@ -1,4 +1,4 @@
-"""Processes for tests, with what torchrun tells them: forked, so that none imports torch anew."""
+"""Ranks for tests: forked with torchrun's environment, so that none imports torch again."""
 
 import contextlib
 import faulthandler
@@ -33,18 +33,18 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # The largest difference between logits on ranks and in one process. In float32, torch's kernels may
 # round by shape. In int8 nothing lies between none and 0.1: an activation rounded the other way.
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.int8: 0}
-SECONDS = 90  # that a process may take; then it says where it stands, and ends
+SECONDS = 90  # time limit of a process, which then prints its stack
 
 
 def run_store(connection) -> None:
-    """The store that torchrun has in a process of its own; it goes on when ranks end."""
+    """Run torchrun's store in a process that outlives the ranks."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     connection.send(store.port)
     time.sleep(2 * SECONDS)  # it is killed before, if the test can do so
 
 
 def start(size: int, action, *arguments) -> list:
-    """`size` processes, each of which calls an action."""
+    """Start `size` processes that call an action."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
     keeper = context.Process(target=run_store, args=(there,), daemon=True)
@@ -69,7 +69,7 @@ def start(size: int, action, *arguments) -> list:
 
 
 def wait(processes, seconds: float = SECONDS + 10) -> list[int]:
-    """Their exit codes, after so long at most. All that was started is ended afterwards."""
+    """Return the exit codes within a time limit, and kill what still runs."""
     end = time.monotonic() + seconds
     try:
         for process in processes:
@@ -82,7 +82,7 @@ def wait(processes, seconds: float = SECONDS + 10) -> list[int]:
 
 
 def results(size: int, action, *arguments) -> list:
-    """What an action returns on each rank."""
+    """Return the result of an action on each rank."""
     with tempfile.TemporaryDirectory() as directory:
 
         def work():
@@ -100,7 +100,7 @@ def results(size: int, action, *arguments) -> list:
 
 
 def script(directory, main, arguments) -> None:
-    """A process of a script: stdout and stderr are files out0, err0, ... of a directory."""
+    """Run a script with stdout and stderr in files out0, err0, ... of a directory."""
     for number, name in ((1, "out"), (2, "err")):
         with open(directory / f"{name}{os.environ['RANK']}", "w") as file:
             os.dup2(file.fileno(), number)
@@ -111,7 +111,7 @@ def script(directory, main, arguments) -> None:
 
 
 def check_two_ranks(build, engine_cli, directory, max_new_tokens: int) -> None:
-    """Two processes write the texts of one. build: makes a model, whose vocabulary is saved too."""
+    """Check that two ranks write the output of one process. build: makes a model."""
     model = save_speaking(build, directory, eos_token_id=4095)
     arguments = ["--model", model, "--prompt", "Lily", "--num-samples", 3, "--seed", 1]
     arguments += ["--temperature", 0.8, "--max-new-tokens", max_new_tokens]
@@ -120,7 +120,7 @@ def check_two_ranks(build, engine_cli, directory, max_new_tokens: int) -> None:
 
 
 def run_engine_script(size, directory, *arguments) -> tuple[str, str]:
-    """What infer_engine.py writes on `size` ranks: rank 0 to stdout, and the others nothing."""
+    """Run infer_engine.py on `size` ranks and return rank 0's output; others must write none."""
     assert wait(start(size, script, directory, infer_engine.main, arguments)) == [0] * size
     (out, err), *others = written(directory, size)
     assert others == [("", "")] * (size - 1)
@@ -128,7 +128,7 @@ def run_engine_script(size, directory, *arguments) -> tuple[str, str]:
 
 
 def wait_for_output(directory, process, sign: str) -> str:
-    """What the first process has written to stdout, as soon as that has a sign in it."""
+    """Return the stdout of the first process as soon as it contains `sign`."""
     out = directory / "out0"
     while not (out.exists() and sign in out.read_text()):
         assert process.is_alive()
@@ -138,7 +138,7 @@ def wait_for_output(directory, process, sign: str) -> str:
 
 @contextlib.contextmanager
 def serving(directory, *arguments, size: int = 2):
-    """`size` processes of a server, and a Client to it. They are ended after the block."""
+    """Yield the processes of a server on `size` ranks, and a Client to it."""
     words = [*SMALL, "--port", 0, *arguments]
     processes = start(size, script, directory, serve.main, words)
     try:
@@ -157,7 +157,7 @@ def written(directory, size: int) -> list[tuple[str, str]]:
 
 
 def parallel_model(name, tp_group, dtype=torch.float32, native=True):
-    """This rank's part of a model. native: C computes its products."""
+    """Load this rank's shard of a model. native: with products in C."""
     model = load_shard(name, dtype, tp_group=tp_group)
     if native:
         use_native(model)
@@ -166,7 +166,7 @@ def parallel_model(name, tp_group, dtype=torch.float32, native=True):
 
 
 def logits_of(name, tokens, *parallel_mode, dtype=torch.float32, native=True):
-    """On a rank: its logits of tokens, (1, T), what they took, and how many heads it caches."""
+    """Return a rank's logits of tokens, (1, T), (collectives, bytes sent), and its KV heads."""
     with TensorParallelGroup(*parallel_mode) as tp_group, torch.inference_mode():
         model = parallel_model(name, tp_group, dtype, native)
         logits = model(tokens)
@@ -175,7 +175,7 @@ def logits_of(name, tokens, *parallel_mode, dtype=torch.float32, native=True):
 
 
 def compared(size, name, tokens, *parallel_mode, **options) -> tuple:
-    """How far rank 0's logits are from those of one process, what they took, and all heads."""
+    """Return rank 0's largest difference from one process, its counts, and all ranks' KV heads."""
 
     def action():
         return logits_of(name, tokens, *parallel_mode, **options)
@@ -214,7 +214,7 @@ def single_process_logits(name, tokens, dtype=torch.float32, native=True) -> tor
 
 
 def save_uneven(build, directory, kind: str, **sizes):
-    """Save a random model of which no number of ranks divides all widths. sizes: others."""
+    """Save a random model with widths that no number of ranks divides. sizes: other fields."""
     shape = {"vocab_size": 61, "n_embd": 160, "n_head": 5, "block_size": 64}
     if kind == "tiny_llama":
         shape |= {"n_head": 10, "n_kv_head": 5, "head_dim": 32, "n_inner": 224, "n_embd": 70}

@@ -78,17 +78,6 @@ def test_each_model_writes_its_own_texts(client, tiny_llama):
     assert len(texts) == 12
 
 
-def test_prefixes_are_shared_within_a_model(client):
-    scheduler = client.thread.engine.scheduler
-    prompt = list(range(40))
-    for cache_salt in ("", "x", "\0a\0"):
-        for name in NAMES:
-            before = scheduler.prefix_cache_hits
-            body = {"prompt": prompt, "model": name, "max_tokens": 1, "cache_salt": cache_salt}
-            assert client.post(PATH, body)[0] == 200
-            assert scheduler.prefix_cache_hits - before == (32 if name == "small" else 0)
-
-
 def test_replies_to_messages(client, tiny_llama):
     model = adapted_engine(tiny_llama).model
     messages = [{"role": "user", "content": "cat"}]

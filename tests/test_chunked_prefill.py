@@ -37,19 +37,6 @@ def test_outputs_are_equal_for_every_token_budget(build, params):
         check_texts(model, requests)
 
 
-def test_a_prompt_in_chunks_has_its_first_token_after_the_last_one(tiny):
-    engine, requests = make_greedy(tiny(), [11], 3, max_num_batched_tokens=4)
-    (request,) = requests
-    for computed in (4, 8):
-        assert engine.step() == [] and engine.busy
-        assert (request.num_computed_tokens, request.output, request.finish_reason) == (
-            computed,
-            [],
-            None,
-        )
-    assert lettered(engine, requests) == [(3, "A"), (1, "A"), (1, "A")]
-
-
 @pytest.mark.parametrize(
     "lengths, count, options, steps",
     [
