@@ -9,12 +9,14 @@ from engines import finish, step
 from safetensors.torch import save_file
 
 from adapters import Adapters
+from infer import generate
 from loading.load import empty_model
 from sampling import SamplingParams
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 # All layers of which adapters need not be merged.
 LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj", "c_attn", "c_proj", "c_fc")
+NAMES = ("", "a", "b")
 
 
 def random_tensors(model, targets: tuple[str, ...], rank: int = 3, seed: int = 0) -> dict:
@@ -79,6 +81,18 @@ def add_at_random(engine, chance, names, salts=("",), count: int = 14) -> list:
             step(engine)
     finish(engine)
     return requests
+
+
+def own_text(model, request, **options) -> list[int]:
+    """Return the output of `generate` for a request with its adapter."""
+    prompt = request.tokens[: request.prompt_length]
+    steps = generate(model, [prompt], request.params, adapter=request.adapter, **options)
+    return [token for (token,) in steps]
+
+
+def check_own(model, requests, **options) -> None:
+    for request in requests:
+        assert request.output == own_text(model, request, **options)
 
 
 def peft_adapter(theirs, directory, **options):

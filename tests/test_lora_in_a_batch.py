@@ -9,7 +9,10 @@ from engines import check_pages, finish, make_engine
 from lora_files import (
     ATTENTION,
     LINEAR,
+    NAMES,
     add_at_random,
+    check_own,
+    own_text,
     params_of,
     peft_adapter,
     random_pairs,
@@ -34,19 +37,6 @@ from sampling import SamplingParams
 LLAMA = CHECKPOINTS / "stories-llama"
 FROGS = CHECKPOINTS / "stories-frogs"
 WORDS = ["--model", LLAMA, "--prompt", "Once upon a time", "--prompt", "Tom"]
-NAMES = ("", "a", "b")
-
-
-def own_text(model, request, **options) -> list[int]:
-    """What `generate` writes for a request with its adapter."""
-    prompt = request.tokens[: request.prompt_length]
-    steps = generate(model, [prompt], request.params, adapter=request.adapter, **options)
-    return [token for (token,) in steps]
-
-
-def check_own(model, requests, **options) -> None:
-    for request in requests:
-        assert request.output == own_text(model, request, **options)
 
 
 def merged_model(build, lora_weights, **options):

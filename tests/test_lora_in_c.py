@@ -7,9 +7,16 @@ import pytest
 import torch
 from conftest import TARGETS, random_tokens, record, run_rows
 from engines import make_engine
-from lora_files import ATTENTION, LINEAR, add_at_random, random_pairs, with_adapters
+from lora_files import (
+    ATTENTION,
+    LINEAR,
+    NAMES,
+    add_at_random,
+    check_own,
+    random_pairs,
+    with_adapters,
+)
 from natives import native, native_in_dtype, threads
-from test_lora_in_a_batch import NAMES, check_own
 
 from cache import KVCache
 from infer import next_logits

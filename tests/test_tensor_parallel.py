@@ -1,18 +1,74 @@
-"""A model's MLPs by columns: the logits of one process, bit for bit in int8."""
+"""Tensor parallelism: collectives, shards, parallel layers, and a server on several ranks."""
 
 import os
 import signal
 
+import pytest
 import torch
-from conftest import CHECKPOINTS
-from ranks import LLAMA, SMALL, parallel_model, results, script, serving, start, wait, written
+from conftest import CHECKPOINTS, random_tokens
+from ranks import (
+    LLAMA,
+    SAMPLES,
+    SMALL,
+    compared,
+    parallel_model,
+    results,
+    run_engine_script,
+    save_uneven,
+    script,
+    serving,
+    start,
+    wait,
+    written,
+)
 
 import infer_engine
 from engine import options
 from loading.load import load_model
 from parallel.ranks import TensorParallelGroup
-from parallel.shards import load_shard, split
+from parallel.shards import ColumnParallelLinear, load_shard, split
 from sampling import SamplingParams
+
+WIDTHS = [3, 1, 2]
+OUTPUTS = [20, 25, 15]
+
+
+def test_all_gather_and_column_parallel_linear():
+    def action():
+        generator = torch.Generator().manual_seed(0)
+        x, weight = torch.randn(65, 6, dtype=torch.float64, generator=generator).split([5, 60])
+        with TensorParallelGroup() as tp_group:
+            part = x.split(WIDTHS, dim=1)[tp_group.rank]
+            assert torch.equal(tp_group.all_gather(part, WIDTHS), x)
+            # Padded to the widest part, to each of two other ranks.
+            assert (tp_group.collectives, tp_group.bytes_sent) == (1, 2 * 5 * 3 * 8)
+            assert tp_group.seconds > 0
+            own = weight.split(OUTPUTS)[tp_group.rank]
+            layer = ColumnParallelLinear(lambda x: x @ own.t(), tp_group, WIDTHS, OUTPUTS)
+            y = layer(part)
+            assert tp_group.collectives == 3
+            return (y - x @ weight.t()).abs().max().item()
+
+    assert max(results(3, action)) < 1e-12
+
+
+@pytest.mark.parametrize("kind, size", [("tiny", 3), ("tiny_llama", 4)])
+def test_reduce_sends_less_and_rounds_otherwise(request, tmp_path, kind, size):
+    name = save_uneven(request.getfixturevalue(kind), tmp_path, kind)
+    tokens = torch.tensor([random_tokens(23)])
+    options = {"dtype": torch.float64, "native": False}
+    difference, (collectives, bytes_sent), _ = compared(size, name, tokens, "reduce", **options)
+    assert difference < 1e-11 and collectives == 2 * 2 + 2
+    width = 160 if kind == "tiny" else 70
+    # Two layers, and the embedding; rank 0 sends no logits.
+    assert bytes_sent == 5 * (2 * (size - 1) * 23 * width * 8 // size)
+
+
+def test_reduce_on_the_command_line(engine_cli, tmp_path):
+    out = engine_cli(*SAMPLES)[1]
+    found, err = run_engine_script(2, tmp_path, *SAMPLES, "--join", "reduce")
+    assert found == out
+    assert "2 ranks: 18 collectives a step, " in err
 
 
 def test_a_rank_has_its_shards_and_draws_in_c(compiled):
