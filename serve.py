@@ -48,7 +48,9 @@ from loading.load import Source, find_package_file, resolve_source
 from parallel.ranks import RankError, TensorParallelGroup
 from server.app import allowed_hosts, make_app
 from server.engine_thread import EngineThread
+from server.live import EngineMonitor
 from server.memory import freeze, trim
+from server.metrics import Metrics
 from server.served import ServedModel, find_chat, served_name, server_defaults
 
 EXIT_SECONDS = 2  # for the process to end after the drain
@@ -383,9 +385,16 @@ async def serve(
     defaults = server_defaults(args, source)
     make = functools.partial(load_engine, args, source, device, tp_group)
     thread = EngineThread(make, args.max_waiting, args.max_waiting_tokens)
-    adapters = parse_adapters(args.lora_modules)
-    chat = find_chat(source, args.chat_template)
-    served = ServedModel(thread, name, source.label, chat, adapters, defaults=defaults)
+    served = ServedModel(
+        thread,
+        name,
+        source.label,
+        find_chat(source, args.chat_template),
+        parse_adapters(args.lora_modules),
+        defaults,
+        Metrics(thread, name),
+        EngineMonitor(thread, name),
+    )
     hosts = allowed_hosts(args.host, args.allowed_host)
     app = make_app(served, args.api_key, args.allow_origin, hosts)
     server = Server(app, thread, args.drain_seconds)

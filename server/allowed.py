@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy
 
 from constraints import Matcher
-from server.engine_thread import Update
+from server.backend import Update
 
 
 class AllowedTokens(NamedTuple):

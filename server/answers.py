@@ -11,8 +11,10 @@ from pydantic_core import to_json
 
 from errors import UserError
 from server.allowed import AllowedTokensTracker
-from server.engine_thread import ConstraintFailed, EngineDead, QueueFull, Update
+from server.backend import ConstraintFailed, EngineDead, GenerateInput, Update
 from server.protocol import IGNORED_HEADER, APIError, GenerationRequest
+from server.served import ServedModel
+from server.structured_output import QueueFull
 
 MAX_CHUNK_BYTES = 2**16  # bytes
 
@@ -92,9 +94,9 @@ def to_event(data: dict) -> bytes:
 class ResponseBuilder:
     """Builder of a response from updates. Each subclass implements one API.
 
-    prompt_tokens: total of all prompts. updates: from `EngineThread.generate`. They stay open until
-    the client has taken all of the response but its last chunk. Until then its requests count
-    against --max-waiting, so a client that does not read cannot pile up responses.
+    updates: from `Backend.generate` for these inputs. They stay open until the client has taken all
+    of the response but its last chunk. Until then its requests count against --max-waiting, so a
+    client that does not read cannot pile up responses.
     """
 
     object_type: str  # the "object" of a response
@@ -102,26 +104,34 @@ class ResponseBuilder:
 
     def __init__(
         self,
-        response_id: str,
         body: GenerationRequest,
-        model: str,
-        prompt_tokens: int,
+        served: ServedModel,
+        inputs: GenerateInput,
         updates: AsyncIterator[dict[int, Update]],
     ):
         self.body = body
+        self.served = served
         self.updates = updates
-        self.prompt_tokens = prompt_tokens
+        self.params = inputs.params[0]  # of the first choice; the others have other seeds
+        self.prompt_tokens = inputs.num_tokens // (body.n or 1)  # each prompt is there n times
         self.completion_tokens = 0
-        self.allowed_tracker: AllowedTokensTracker | None = None  # for show_allowed
+        self.allowed_tracker: AllowedTokensTracker | None = None
+        if body.show_allowed is not None:
+            self.allowed_tracker = served.allowed_tracker(self.params, body.show_allowed)
         options = body.stream_options
         self.include_usage = bool(options and options.include_usage)
         self.continuous_usage = self.include_usage and options.continuous_usage_stats
         self.head = {
-            "id": response_id,
+            "id": inputs.request_id,
             "object": self.chunk_object_type if body.stream else self.object_type,
             "created": int(time.time()),
-            "model": model,
+            "model": body.model or served.name,
         }
+
+    @property
+    def ignored(self) -> list[str]:
+        """Return the names of the request's fields that are accepted but ignored."""
+        return self.body.ignored
 
     def choice(self, index: int, update: Update) -> dict:
         """Return a choice of the response. update: its whole output."""

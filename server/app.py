@@ -18,10 +18,11 @@ from starlette.exceptions import HTTPException
 from errors import UserError
 from server import chat_completions, completions, responses
 from server.answers import api_error
-from server.engine_thread import EngineDead, QueueFull, RequestFailed
+from server.backend import EngineDead, RequestFailed
 from server.live import FrameStream
 from server.protocol import IGNORED_HEADER, APIError
 from server.served import ServedModel
+from server.structured_output import QueueFull
 
 HERE = Path(__file__).parent
 MAX_BODY_BYTES = 2**20  # of a request
@@ -156,19 +157,19 @@ def make_app(
     @get("/health")
     async def health() -> Response:
         """Return an empty 200, or 503 if the engine is not running or is stalled."""
-        reason = served.thread.error or served.thread.stall_reason
+        reason = served.backend.error or served.backend.stall_reason
         return Response(status_code=503 if reason else 200)
 
     @get("/metrics")
     async def read_metrics() -> Response:
         """Return metrics for Prometheus, with vLLM's names, counted since the start."""
-        served.thread.admit(0)
+        served.backend.admit(0)
         return Response(await require_local(served.metrics).read(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/live")
     async def watch() -> Response:
         """Stream the engine's state as server-sent events; see server/live.py for their content."""
-        served.thread.admit(0)
+        served.backend.admit(0)
         return FrameStream(require_local(served.monitor).subscribe())
 
     @get("/", include_in_schema=False)

@@ -5,18 +5,16 @@ import functools
 import secrets
 import string
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from sampling import SamplingParams
 from server.allowed import AllowedTokens
 from server.answers import ResponseBuilder, with_cancellation, with_ignored_fields
-from server.engine_thread import Update
+from server.backend import GenerateInput, Update
 from server.protocol import ChatRequest
 from server.served import ServedModel
-from server.structured_output import run_in_compile_pool
 from text.tools import PROBE_ID, ToolCallDelta, ToolCallParser, ToolFormat
 
 router = APIRouter()
@@ -37,37 +35,38 @@ async def create_chat_completion(
 ) -> Response:
     """Answer a chat request. make_builder: class of the builder. prefix: of the response id."""
     adapter = served.find_adapter(body.model)
-    served.thread.admit(body.num_choices)  # before any work
-    calls = await asyncio.to_thread(served.find_tool_grammar, body)
-    prompt = await asyncio.to_thread(served.encode_chat, body)
+    served.backend.admit(body.num_choices)  # before any work
+    chat = await asyncio.to_thread(served.prepare_chat, body)
     max_new_tokens = (
         body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     )
     max_new_tokens = None if max_new_tokens == -1 else max_new_tokens
-    window = served.thread.config.block_size
+    window = served.backend.config.block_size
     reserved_tokens = window // 2 if max_new_tokens is None else max_new_tokens  # if truncated
     prompt = served.truncate_prompt(
-        prompt, body.truncate_prompt_tokens, reserved_tokens, "messages"
+        chat.tokens, body.truncate_prompt_tokens, reserved_tokens, "messages"
     )
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     if max_new_tokens is None:  # what fits in the window and the response
         max_new_tokens = max(min(window - len(prompt), body.max_tokens_limit(logprobs)), 1)
-    tool_format, grammar = calls or (None, None)
-    skip = served.skip_token_ids(body, None if body.tool_mode == "none" else tool_format)
-    params = body.to_sampling_params(max_new_tokens, logprobs, grammar, skip, served.defaults)
-    served.check_token_ids(params[0])
-    if params[0].constraint:
-        await run_in_compile_pool(
-            served.check_constraint, "tools" if calls else body.constraint[0], params[0]
-        )
-    response_id = f"{prefix}{uuid.uuid4().hex}"
-    arguments = [prompt] * len(params), params, body.cache_salt or "", response_id, adapter
-    updates = served.thread.generate(*arguments)
-    builder = (make_builder or ChatCompletionBuilder)(
-        response_id, body, served, len(prompt), updates, tool_format
+    skip = served.skip_token_ids(body, chat.tool_format)
+    params = body.to_sampling_params(
+        max_new_tokens, logprobs, chat.tool_grammar, skip, served.defaults
     )
-    builder.params = params[0]
-    builder.allowed_tracker = served.allowed_tracker(body, params[0])
+    matcher = await served.check_params(
+        params[0], "tools" if chat.tool_grammar else body.constraint[0]
+    )
+    inputs = GenerateInput(
+        [prompt] * len(params),
+        params,
+        body.cache_salt or "",
+        request_id=f"{prefix}{uuid.uuid4().hex}",
+        adapter=adapter,
+    )
+    updates = served.backend.generate(inputs, matcher)
+    builder = (make_builder or ChatCompletionBuilder)(
+        body, served, inputs, updates, chat.tool_format
+    )
     return with_ignored_fields(await builder.to_response(), builder.ignored)
 
 
@@ -77,22 +76,18 @@ class ChatCompletionBuilder(ResponseBuilder):
 
     def __init__(
         self,
-        response_id: str,
         body: ChatRequest,
         served: ServedModel,
-        prompt_tokens: int,
-        updates,
+        inputs: GenerateInput,
+        updates: AsyncIterator[dict[int, Update]],
         tool_format: ToolFormat | None = None,
     ):
-        super().__init__(response_id, body, body.model or served.name, prompt_tokens, updates)
-        self.served = served
-        self.params: SamplingParams | None = None  # of the first choice
-        self.tool_format = tool_format if body.tool_mode != "none" else None
+        super().__init__(body, served, inputs, updates)
+        self.tool_format = tool_format
         self.parsers: dict[int, ToolCallParser | None] = {}  # by choice, from its first update on
 
     @functools.cached_property
     def ignored(self) -> list[str]:
-        """Return the names of the request's fields that are accepted but ignored."""
         return self.served.variables(self.body)[1]
 
     def choice(self, index: int, update: Update) -> dict:

@@ -8,10 +8,9 @@ from fastapi.responses import Response
 
 from server.allowed import AllowedTokens
 from server.answers import ResponseBuilder, with_cancellation, with_ignored_fields
-from server.engine_thread import Update
+from server.backend import GenerateInput, Update
 from server.protocol import CompletionRequest
 from server.served import ServedModel
-from server.structured_output import run_in_compile_pool
 from text.detokenizer import IncrementalDetokenizer
 
 router = APIRouter()
@@ -25,30 +24,28 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 async def create_completion(body: CompletionRequest, served: ServedModel) -> Response:
     adapter = served.find_adapter(body.model)
-    served.thread.admit(body.num_choices)  # before any work
+    served.backend.admit(body.num_choices)  # before any work
     max_new_tokens = 16 if body.max_tokens is None else body.max_tokens
     if max_new_tokens == -1:
-        max_new_tokens = min(served.thread.config.block_size, body.max_tokens_limit(body.logprobs))
+        max_new_tokens = min(served.backend.config.block_size, body.max_tokens_limit(body.logprobs))
     params = body.to_sampling_params(
         max_new_tokens, body.logprobs, skip_token_ids=served.skip_token_ids(body)
     )
     if body.echo:
         body.check_echo([prompt for prompt in body.prompts if isinstance(prompt, str)])
-    served.check_token_ids(params[0])
-    if params[0].constraint:
-        await run_in_compile_pool(served.check_constraint, body.constraint[0], params[0])
+    matcher = await served.check_params(params[0], body.constraint[0])
     # In another thread, because a long prompt takes long to encode.
     encoded = await asyncio.to_thread(served.encode, body.prompts)
     keep = body.truncate_prompt_tokens
     prompts = [served.truncate_prompt(prompt, keep, max_new_tokens, "prompt") for prompt in encoded]
-    repeated_prompts = [prompt for prompt in prompts for _ in params]
-    response_id = f"cmpl-{uuid.uuid4().hex}"
-    arguments = repeated_prompts, params * len(prompts), body.cache_salt or "", response_id, adapter
-    updates = served.thread.generate(*arguments)
-    builder = CompletionBuilder(
-        response_id, body, body.model or served.name, sum(map(len, prompts)), updates
+    inputs = GenerateInput(
+        [prompt for prompt in prompts for _ in params],
+        params * len(prompts),
+        body.cache_salt or "",
+        request_id=f"cmpl-{uuid.uuid4().hex}",
+        adapter=adapter,
     )
-    builder.allowed_tracker = served.allowed_tracker(body, params[0])
+    builder = CompletionBuilder(body, served, inputs, served.backend.generate(inputs, matcher))
     if body.echo:
         echoed = [
             prompt if len(truncated) == len(whole) else truncated
@@ -57,22 +54,21 @@ async def create_completion(body: CompletionRequest, served: ServedModel) -> Res
         echoes = await asyncio.to_thread(list, map(served.decode, echoed))
         body.check_echo(echoes)
         builder.echoes = [text for text in echoes for _ in params]
-    if body.logprobs is not None:
-        builder.logprob_tables = [
-            LogprobTable(served, params[0].skip_token_ids) for _ in repeated_prompts
-        ]
-    return with_ignored_fields(await builder.to_response(), body.ignored)
+    return with_ignored_fields(await builder.to_response(), builder.ignored)
 
 
 class CompletionBuilder(ResponseBuilder):
     object_type = "text_completion"
     chunk_object_type = object_type
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, body: CompletionRequest, served: ServedModel, *call):
+        super().__init__(body, served, *call)
         # One per choice, if requested:
         self.echoes: list[str] = []  # prompt that the text repeats first
         self.logprob_tables: list[LogprobTable] = []
+        if body.logprobs is not None:
+            skip = self.params.skip_token_ids
+            self.logprob_tables = [LogprobTable(self.served, skip) for _ in range(body.num_choices)]
 
     def choice(self, index: int, update: Update) -> dict:
         echo = ""
@@ -105,7 +101,7 @@ class LogprobTable:
 
     def __init__(self, served: ServedModel, skip_token_ids: tuple[int, ...]):
         self.served = served
-        self.stream = IncrementalDetokenizer(served.thread.encoding, skip_token_ids)
+        self.stream = IncrementalDetokenizer(served.backend.encoding, skip_token_ids)
         self.offset = 0
 
     def add(self, update: Update) -> dict:

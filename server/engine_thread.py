@@ -10,14 +10,14 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from constraints import GrammarMatcher, Matcher
 from engine.engine import Engine
 from engine.request import Event, Request
 from errors import UserError
 from parallel.ranks import RankError
-from sampling import SamplingParams, TokenLogprob
+from server.backend import ConstraintFailed, EngineDead, GenerateInput, RequestFailed, Update
 from server.structured_output import (
     MaskTimeBudget,
     QueueFull,
@@ -29,37 +29,6 @@ from server.structured_output import (
 from text.tokenizer import Encoding
 
 STALLED_SECONDS = 10  # duration of a step after which the engine counts as stalled
-
-
-class EngineDead(Exception):
-    """The engine is not running: not yet, or no longer."""
-
-
-class RequestFailed(Exception):
-    """A request failed while the engine computed it."""
-
-
-class ConstraintFailed(RequestFailed):
-    """A request failed because of its constraint."""
-
-
-class Update(NamedTuple):
-    """New output of a sequence. Immutable, unlike the Request that it comes from."""
-
-    tokens: tuple[int, ...]  # EOS included
-    text: str
-    logprobs: tuple[TokenLogprob, ...]  # one per token, if requested
-    finish_reason: str | None  # "stop" or "length" in the last update
-
-    @staticmethod
-    def join(parts: list["Update"]) -> "Update":
-        """Join consecutive updates of a sequence into one."""
-        if len(parts) == 1:
-            return parts[0]
-        tokens = itertools.chain.from_iterable(part.tokens for part in parts)
-        text = "".join(part.text for part in parts)
-        logprobs = itertools.chain.from_iterable(part.logprobs for part in parts)
-        return Update(tuple(tokens), text, tuple(logprobs), parts[-1].finish_reason)
 
 
 class Observer(Protocol):
@@ -74,17 +43,20 @@ class Observer(Protocol):
 
 
 class Generation:
-    """Sequences of one call, and their updates that the reader has not fetched."""
+    """Sequences of one call, and their updates that the reader has not fetched.
 
-    def __init__(self, num_requests: int, num_tokens: int, request_id: str):
-        self.request_id = request_id
+    matcher: keeps the compiled constraint alive, if there is one.
+    """
+
+    def __init__(self, inputs: GenerateInput, matcher: Matcher | None):
+        self.request_id = inputs.request_id
+        self.matcher = matcher
         self.arrival_time = time.perf_counter()
         self.requests: list[Request] = []  # only for the engine's thread
-        self.matcher: Matcher | None = None  # keeps the compiled constraint alive
         # The fields below are only for the event loop.
-        self.num_requests = num_requests
-        self.num_unfinished = num_requests
-        self.waiting_tokens = num_tokens  # prompt tokens; 0 from the first update on
+        self.num_requests = len(inputs.prompts)
+        self.num_unfinished = self.num_requests
+        self.waiting_tokens = inputs.num_tokens  # prompt tokens; 0 from the first update on
         self.updates: dict[int, list[Update]] = {}  # by index: not fetched yet
         self.error: Exception | None = None
         self.changed = asyncio.Event()
@@ -129,7 +101,7 @@ class EngineThread:
     clock: returns seconds, to measure the duration of a step.
     Only this thread uses the engine, so it needs no lock, and no reader waits for a step. Requests
     enter through a queue, and after each step the new output goes to the event loop.
-    Use it as an asynchronous context manager.
+    `start` it, await `ready`, and `close` it at the end.
     """
 
     def __init__(
@@ -154,19 +126,6 @@ class EngineThread:
         self.error: str | None = "the model is being loaded"
         # A daemon thread, so that the process can exit during a step.
         self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
-
-    async def __aenter__(self) -> "EngineThread":
-        """Start the thread and wait for the engine. Raises what `make_engine` raises."""
-        self.start()
-        try:
-            await self.ready
-        except asyncio.CancelledError:  # the thread ends once the engine is loaded
-            self.stop()
-            raise
-        return self
-
-    async def __aexit__(self, *_) -> None:
-        await self.close()
 
     def start(self) -> None:
         """Start the thread, which makes the engine. The future `ready` resolves when it is made."""
@@ -229,34 +188,28 @@ class EngineThread:
                 raise QueueFull(f"the queue is full, with {current} {unit}: try again")
 
     async def generate(
-        self,
-        prompts: list[list[int]],
-        params: list[SamplingParams],
-        cache_salt: str = "",
-        request_id: str = "",
-        adapter: str = "",
+        self, inputs: GenerateInput, matcher: Matcher | None = None
     ) -> AsyncIterator[dict[int, Update]]:
-        """Yield new output of these prompts until all are finished.
+        """Yield new output of the prompts until all are finished.
 
-        Each item has an Update for one or more prompts, by their indices in `prompts`. Updates that
-        are not fetched in time are joined.
+        Each item has an Update for one or more prompts, by their indices. Updates that are not
+        fetched in time are joined. matcher: as in Backend.
         Raises what `admit` raises, before any work, and EngineDead also later. Raises what
         `Engine.add` raises, RequestFailed after the last update of a request that fails, and
         QueueFull if the constraints of all requests take too much memory or time.
         Unfinished requests are aborted when the generator closes, and count until then. A reader
         that may leave early must close it: `async with contextlib.aclosing(...)`.
         """
-        num_tokens = sum(map(len, prompts))
-        self.admit(len(prompts), num_tokens)
-        generation = Generation(len(prompts), num_tokens, request_id)
+        self.admit(len(inputs.prompts), inputs.num_tokens)
+        generation = Generation(inputs, matcher)
         self.generations.add(generation)
         try:
-            if params and params[0].constraint:  # the engine's thread compiles none
-                arguments = params[0], self.encoding, self.config
-                generation.matcher = await run_in_compile_pool(compile_matcher, *arguments)
-            self.commands.put(
-                functools.partial(self.add, generation, prompts, params, cache_salt, adapter)
-            )
+            if matcher is None and inputs.params and inputs.params[0].constraint:
+                # Not in the engine's thread, where all requests would wait.
+                generation.matcher = await run_in_compile_pool(
+                    compile_matcher, inputs.params[0], self.encoding, self.config
+                )
+            self.commands.put(functools.partial(self.add, generation, inputs))
             while generation.num_unfinished or generation.updates:
                 await generation.changed.wait()
                 updates = generation.fetch()
@@ -332,20 +285,17 @@ class EngineThread:
             command()
         return True
 
-    def add(
-        self,
-        generation: Generation,
-        prompts: list[list[int]],
-        params: list[SamplingParams],
-        cache_salt: str,
-        adapter: str,
-    ) -> None:
+    def add(self, generation: Generation, inputs: GenerateInput) -> None:
         """Add the requests of a call to the engine, all or none."""
         finished = []
         budget = MaskTimeBudget()
         try:
-            for index, (prompt, sampling_params) in enumerate(zip(prompts, params, strict=True)):
-                request = self.engine.add(prompt, sampling_params, cache_salt, adapter)
+            for index, (prompt, params) in enumerate(
+                zip(inputs.prompts, inputs.params, strict=True)
+            ):
+                request = self.engine.add(
+                    prompt, params, cache_salt=inputs.cache_salt, adapter=inputs.adapter
+                )
                 if isinstance(request.matcher, GrammarMatcher):
                     request.matcher = TimedMatcher(request.matcher, budget)
                 generation.requests.append(request)
@@ -375,20 +325,27 @@ class EngineThread:
         for observer in self.observers:
             observer.on_step(events)
         outputs = []
-        for request, tokens, reason, message, constraint_failed in events:
+        for event in events:
+            request, tokens, reason = event[:3]
             state = self.request_states[request]
             if reason:
                 del self.request_states[request]
-            new = request.text[state.num_chars_sent :]
-            state.num_chars_sent += len(new)
+            text = request.text[state.num_chars_sent :]
+            state.num_chars_sent += len(text)
             logprobs = request.logprobs[len(request.logprobs) - len(tokens) :]
-            error = None
-            if message:
-                error = ConstraintFailed(message) if constraint_failed else RequestFailed(message)
-                if constraint_failed and getattr(request.matcher, "busy", False):
-                    # Constraints of other requests took the time or memory.
-                    error = QueueFull(message)
-            update = Update(tuple(tokens), new, tuple(logprobs), None if error else reason)
+            error = event_error(event)
+            update = Update(tuple(tokens), text, tuple(logprobs), None if error else reason)
             outputs.append((state, update, error))
         if outputs:  # prefill chunks emit none
             self.call_in_event_loop(self.deliver_outputs, outputs)
+
+
+def event_error(event: Event) -> Exception | None:
+    """Return the error that an event reports to the request's reader, if any."""
+    if not event.error:
+        return None
+    if not event.constraint_failed:
+        return RequestFailed(event.error)
+    if getattr(event.request.matcher, "busy", False):  # other requests' constraints are the reason
+        return QueueFull(event.error)
+    return ConstraintFailed(event.error)

@@ -10,11 +10,12 @@ from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 
 from command_line import pick_device
+from constraints import Matcher
 from engine.options import load_engine, parse_adapters
 from loading.load import load_config, resolve_source
-from sampling import SamplingParams
 from server.app import allowed_hosts, make_app
-from server.engine_thread import EngineDead, EngineThread, Update
+from server.backend import EngineDead, GenerateInput, Update
+from server.engine_thread import EngineThread
 from server.memory import freeze
 from server.metrics import Metrics
 from server.served import ServedModel, find_chat, served_name, server_defaults
@@ -35,18 +36,10 @@ class Replica:
         self.thread.start()
         await self.thread.ready
 
-    async def generate(
-        self,
-        prompts: list[list[int]],
-        params: list[SamplingParams],
-        cache_salt: str,
-        request_id: str,
-        adapter: str,
-    ) -> AsyncIterator[dict[int, Update] | Exception]:
+    async def generate(self, inputs: GenerateInput) -> AsyncIterator[dict[int, Update] | Exception]:
         """Yield what `EngineThread.generate` yields, then any error, which Ray would wrap."""
         try:
-            updates = self.thread.generate(prompts, params, cache_salt, request_id, adapter)
-            async with contextlib.aclosing(updates):
+            async with contextlib.aclosing(self.thread.generate(inputs)) as updates:
                 async for update in updates:
                     yield update
         except Exception as error:
@@ -97,9 +90,9 @@ class MetricFamilies(dict[str, Metric]):
 
 
 class ReplicaClient:
-    """Client of engine replicas, with the interface of an EngineThread.
+    """Backend that sends each call to one engine replica.
 
-    handle: Ray's handle of a Replica deployment; each call goes to one replica.
+    handle: Ray's handle of a Replica deployment.
     """
 
     error = None  # never set: calls wait until a replica is available
@@ -118,15 +111,13 @@ class ReplicaClient:
         """Do nothing, because the replica that gets the call checks its own limits."""
 
     async def generate(
-        self,
-        prompts: list[list[int]],
-        params: list[SamplingParams],
-        cache_salt: str = "",
-        request_id: str = "",
-        adapter: str = "",
+        self, inputs: GenerateInput, matcher: Matcher | None = None
     ) -> AsyncIterator[dict[int, Update]]:
-        """Yield what `EngineThread.generate` yields; one replica computes the whole call."""
-        updates = self.handle.generate.remote(prompts, params, cache_salt, request_id, adapter)
+        """Yield what `EngineThread.generate` yields; one replica computes the whole call.
+
+        The replica compiles the constraint again, because `matcher` exists in this process only.
+        """
+        updates = self.handle.generate.remote(inputs)
         try:
             while True:
                 try:
@@ -152,15 +143,15 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         source = resolve_source(self.args.model)
-        thread = ReplicaClient(self.replicas, source)
-        names = served_name(source), source.label
-        adapters = parse_adapters(self.args.lora_modules)
-        chat = find_chat(source, self.args.chat_template)
-        defaults = server_defaults(self.args, source)
         served = ServedModel(
-            thread, *names, chat, adapters, has_local_engine=False, defaults=defaults
+            ReplicaClient(self.replicas, source),
+            served_name(source),
+            source.label,
+            find_chat(source, self.args.chat_template),
+            parse_adapters(self.args.lora_modules),
+            server_defaults(self.args, source),
+            metrics=AggregatedMetrics(self.replicas),
         )
-        served.metrics = AggregatedMetrics(self.replicas)
         freeze()
         hosts = allowed_hosts(self.args.host, self.args.allowed_host)
         return make_app(served, self.args.api_key, self.args.allow_origin, hosts)

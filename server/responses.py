@@ -14,8 +14,8 @@ from pydantic_core import to_json
 
 from errors import UserError
 from server.answers import api_error, split_chunks, with_cancellation
+from server.backend import Update
 from server.chat_completions import ChatCompletionBuilder, create_chat_completion
-from server.engine_thread import Update
 from server.protocol import APIError
 from server.responses_protocol import ResponsesRequest, to_responses_names
 from server.served import ServedModel

@@ -8,8 +8,8 @@ from server.prefixes import PrefixIndex
 
 def prompts_and_salt(request: PendingRequest) -> tuple[list[list[int]], str]:
     """Return the prompts of a call, and the cache_salt that the engine uses for them."""
-    prompts, _, cache_salt, _, adapter = request.args
-    return prompts, salt_with_adapter(cache_salt, adapter)
+    (inputs,) = request.args
+    return inputs.prompts, salt_with_adapter(inputs.cache_salt, inputs.adapter)
 
 
 class PrefixAwareRouter(RequestRouter):

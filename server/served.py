@@ -6,18 +6,17 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
-from constraints import get_vocabulary, make_matcher
+from constraints import Matcher, get_vocabulary, make_matcher
 from errors import UserError
 from loading.defaults import read_sampling_defaults
 from loading.load import Source
 from sampling import SamplingParams, check_token_ids
 from server.allowed import AllowedTokensTracker
-from server.engine_thread import EngineThread
-from server.live import EngineMonitor
-from server.metrics import Metrics
+from server.backend import Backend, MetricsReader, Monitor
 from server.protocol import APIError, ChatRequest, GenerationRequest
-from server.structured_output import TimedMatcher, compile_matcher
+from server.structured_output import TimedMatcher, compile_matcher, run_in_compile_pool
 from text.chat import SYSTEM_ROLE_HINT, Chat
 from text.detokenizer import IncrementalDetokenizer
 from text.tools import ToolFormat, build_tool_grammar, check_tools, detect_tool_format
@@ -62,37 +61,46 @@ def server_defaults(args, source: Source) -> dict[str, float]:
     return read_sampling_defaults(source) if chats and args.generation_config == "auto" else {}
 
 
+class ChatPrompt(NamedTuple):
+    """A conversation as token ids, and the constraint and syntax of its reply's tool calls."""
+
+    tokens: list[int]
+    tool_grammar: str | None  # None: the reply has no grammar
+    tool_format: ToolFormat | None  # None: the reply calls no tools
+
+
 class ServedModel:
     """A model served under a name, with its adapters.
 
     root: the model's source. chat: its template, or the error that says why it has none.
     adapters: directories by name; each is a model of its own for clients.
     defaults: sampling parameters of chats, where a request sets none.
-    has_local_engine: whether the engine is in this process, for metrics and /live.
+    metrics: what /metrics shows. monitor: what /live streams; None: the engines are elsewhere.
     """
 
     def __init__(
         self,
-        thread: EngineThread,
+        backend: Backend,
         name: str,
         root: str,
         chat: Chat | UserError,
         adapters: dict[str, str] | None = None,
-        has_local_engine: bool = True,
         defaults: Mapping[str, float] | None = None,
+        metrics: MetricsReader | None = None,
+        monitor: Monitor | None = None,
     ):
-        self.thread = thread
+        self.backend = backend
         self.name = name
         self.chat = chat
         self.roots = {name: root, **(adapters or {})}
         self.defaults = defaults or {}
         self.created = int(time.time())
-        self.metrics = Metrics(thread, name) if has_local_engine else None
-        self.monitor = EngineMonitor(thread, name) if has_local_engine else None
+        self.metrics = metrics
+        self.monitor = monitor
 
     def model(self, name: str) -> dict:
         """Return the /v1/models entry of the model or an adapter. Raises EngineDead."""
-        self.thread.admit(0)
+        self.backend.admit(0)
         return {
             "id": name,
             "object": "model",
@@ -100,7 +108,7 @@ class ServedModel:
             "owned_by": "serve.py",
             "root": self.roots[name],
             "parent": None if name == self.name else self.name,
-            "max_model_len": self.thread.config.block_size,
+            "max_model_len": self.backend.config.block_size,
             "chat_roles": self.chat_roles,
         }
 
@@ -142,17 +150,27 @@ class ServedModel:
         ids = []
         for prompt in prompts:
             if isinstance(prompt, str):
-                self.check_dropped("prompt", self.thread.encoding.dropped_bytes(prompt))
-                prompt = self.thread.encoding.encode(prompt, allowed_special="all")
-            ids.append(prompt or [self.thread.config.bos_token_id])
+                self.check_dropped("prompt", self.backend.encoding.dropped_bytes(prompt))
+                prompt = self.backend.encoding.encode(prompt, allowed_special="all")
+            ids.append(prompt or [self.backend.config.bos_token_id])
         return ids
 
-    def check_token_ids(self, params: SamplingParams) -> None:
-        """Raise APIError for a token id in the parameters that is not in the vocabulary."""
+    async def check_params(self, params: SamplingParams, constraint_field: str) -> Matcher | None:
+        """Check the token ids of parameters, and compile their constraint, which may take long.
+
+        constraint_field: the request's field with the constraint. Returns a matcher that keeps the
+        compiled constraint alive. Raises APIError, and QueueFull as `compile_matcher` does.
+        """
         try:
-            check_token_ids(params, self.thread.config)
+            check_token_ids(params, self.backend.config)
         except UserError as error:
             raise APIError(400, str(error), str(error).partition(" ")[0]) from None
+        if params.constraint_field is None:
+            return None
+        with self.as_api_error(constraint_field):
+            return await run_in_compile_pool(
+                compile_matcher, params, self.backend.encoding, self.backend.config
+            )
 
     def check_dropped(self, field: str, dropped: str) -> None:
         """Raise UserError for dropped bytes of a field, because clients see no warning."""
@@ -168,7 +186,7 @@ class ServedModel:
         anyway, -1 keeps a whole window, because the context shifts. field: the prompt's field.
         Raises APIError if the result exceeds the window, where the engine would drop its start.
         """
-        window = self.thread.config.block_size
+        window = self.backend.config.block_size
         if keep is not None and keep > window:
             message = f"truncate_prompt_tokens is {keep}; this model's window has {window} tokens"
             raise APIError(400, message, "truncate_prompt_tokens")
@@ -183,36 +201,49 @@ class ServedModel:
             raise APIError(400, message, field, "context_length_exceeded")
         return truncated
 
-    def encode_chat(self, body: ChatRequest) -> list[int]:
-        """Return the token ids of a conversation up to the start of the reply.
+    def prepare_chat(self, body: ChatRequest) -> ChatPrompt:
+        """Encode a conversation up to the start of the reply.
 
         Raises UserError for a model without a template and as `encode` does. Raises APIError for
-        messages or tools that the template rejects.
+        messages or tools that are invalid, or that the template rejects.
         """
         if isinstance(self.chat, UserError):
             raise self.chat
+        encoding = self.backend.encoding
+        ends = tuple(self.backend.config.eos_token_ids)
+        messages = [message.as_dict for message in body.messages]
+        chat = self.chat.with_template_kwargs(self.variables(body)[0])
+        tool_format = tool_grammar = None
+        if body.tools:
+            with self.as_api_error("tools"):
+                tools = callable_tools(body)
+                chat = chat.with_tools(body.tools, messages)
+                tool_format = detect_tool_format(chat, encoding, ends)
+                # With tool_choice none, a grammar bans calls, unless another constraint does.
+                if body.tool_mode != "none" or not body.constraint[1]:
+                    vocabulary = get_vocabulary(encoding, self.backend.config.vocab_size, ends)
+                    parallel = body.parallel_tool_calls is not False and not body.named_tool
+                    tool_grammar = build_tool_grammar(
+                        tool_format, tools, vocabulary, body.tool_mode, parallel
+                    )
         texts = [text for message in body.messages for text in message.text_fields]
-        self.check_dropped("messages", self.thread.encoding.dropped_bytes(*texts, plain=True))
+        self.check_dropped("messages", encoding.dropped_bytes(*texts, plain=True))
         if body.tools:
             text = json.dumps(body.tools, ensure_ascii=False)
-            self.check_dropped("tools", self.thread.encoding.dropped_bytes(text, plain=True))
-        plain = [message.as_dict for message in body.messages]
-        variables, _ = self.variables(body)
+            self.check_dropped("tools", encoding.dropped_bytes(text, plain=True))
         with self.as_api_error("messages"):
-            chat = self.chat.with_template_kwargs(variables)
-            with self.as_api_error("tools"):
-                chat = chat.with_tools(body.tools or None, plain)
             has_tool_messages = any(
                 message.tool_calls or message.tool_call_id for message in body.messages
             )
-            if has_tool_messages and not body.tools:  # else `find_tool_grammar` checked it
-                detect_tool_format(chat, self.thread.encoding, self.thread.config.eos_token_ids)
+            if has_tool_messages and not body.tools:
+                detect_tool_format(chat, encoding, ends)
             try:
-                return chat.encode(plain, self.thread.encoding)
+                tokens = chat.encode(messages, encoding)
             except UserError as error:
                 if SYSTEM_ROLE_HINT in str(error):
                     raise UserError(f"{error}, or {OTHER_MODEL}") from None
                 raise
+        return ChatPrompt(tokens, tool_grammar, None if body.tool_mode == "none" else tool_format)
 
     def variables(self, body: ChatRequest) -> tuple[dict[str, bool | str], list[str]]:
         """Return the template variables that a request sets, and the fields that are ignored.
@@ -241,36 +272,6 @@ class ServedModel:
         except RecursionError:
             raise APIError(400, f"{field}: too many objects inside each other", field) from None
 
-    def find_tool_grammar(self, body: ChatRequest) -> tuple[ToolFormat, str] | None:
-        """Return the template's tool format and the grammar of replies; None without tools.
-
-        Raises APIError for invalid tools, and where `with_tools` or `detect_tool_format` raises.
-        """
-        if not body.tools or isinstance(self.chat, UserError):
-            return None
-        encoding = self.thread.encoding
-        config = self.thread.config
-        ends = tuple(config.eos_token_ids)
-        with self.as_api_error("tools"):
-            check_tools(body.tools)
-            named_tools = [
-                tool for tool in body.tools if tool["function"]["name"] == body.named_tool
-            ]
-            if body.named_tool and not named_tools:
-                message = f"tool_choice.function.name: {body.named_tool} is the name of no tool"
-                raise APIError(400, message, "tool_choice")
-            chat = self.chat.with_template_kwargs(self.variables(body)[0])
-            plain = [message.as_dict for message in body.messages]
-            tool_format = detect_tool_format(chat.with_tools(body.tools, plain), encoding, ends)
-            if body.tool_mode == "none" and body.constraint[1]:  # constrains the reply
-                return None
-            vocabulary = get_vocabulary(encoding, config.vocab_size, ends)
-            parallel = body.parallel_tool_calls is not False and not named_tools
-            grammar = build_tool_grammar(
-                tool_format, named_tools or body.tools, vocabulary, body.tool_mode, parallel
-            )
-            return tool_format, grammar
-
     def skip_token_ids(
         self, body: GenerationRequest, tool_format: ToolFormat | None = None
     ) -> tuple[int, ...]:
@@ -285,33 +286,21 @@ class ServedModel:
             *body.stop_strings,
             *(part for part in tool_format or () if isinstance(part, str)),
         ]
-        special = self.thread.encoding.special_token_ids.items()
+        special = self.backend.encoding.special_token_ids.items()
         return tuple(id for name, id in special if not any(name in text for text in searched))
 
-    def check_constraint(self, field: str, params: SamplingParams) -> None:
-        """Compile a request's constraint, which may take long.
-
-        field: the constraint's field. Raises APIError, and QueueFull as `compile_matcher` does.
-        """
-        with self.as_api_error(field):
-            compile_matcher(params, self.thread.encoding, self.thread.config)
-
-    def allowed_tracker(
-        self, body: GenerationRequest, params: SamplingParams
-    ) -> AllowedTokensTracker | None:
-        """Return a tracker of allowed tokens if the request has show_allowed, else None."""
-        if body.show_allowed is None:
-            return None
+    def allowed_tracker(self, params: SamplingParams, limit: int) -> AllowedTokensTracker:
+        """Return a tracker of the tokens that the constraint allows, up to `limit` a position."""
 
         def make() -> TimedMatcher:
-            return TimedMatcher(make_matcher(params, self.thread.encoding, self.thread.config))
+            return TimedMatcher(make_matcher(params, self.backend.encoding, self.backend.config))
 
-        return AllowedTokensTracker(make, body.show_allowed)
+        return AllowedTokensTracker(make, limit)
 
     def token_bytes(self, token: int) -> bytes:
         """Return a token's bytes; b"" for padding ids of the vocabulary."""
         try:
-            return self.thread.encoding.decode_single_token_bytes(token)
+            return self.backend.encoding.decode_single_token_bytes(token)
         except KeyError:
             return b""
 
@@ -320,6 +309,18 @@ class ServedModel:
         if isinstance(prompt, str):
             return prompt
         prompt = [token for token in prompt if 0 <= token < 2**32]
-        stream = IncrementalDetokenizer(self.thread.encoding)
+        stream = IncrementalDetokenizer(self.backend.encoding)
         text = "".join(map(stream.add, prompt)) + stream.end()
-        return text.removeprefix(" " * self.thread.encoding.strips_prefix_space)
+        return text.removeprefix(" " * self.backend.encoding.strips_prefix_space)
+
+
+def callable_tools(body: ChatRequest) -> list[dict]:
+    """Return the tools that a reply may call. Raises UserError and APIError for invalid ones."""
+    check_tools(body.tools)
+    if not body.named_tool:
+        return body.tools
+    tools = [tool for tool in body.tools if tool["function"]["name"] == body.named_tool]
+    if not tools:
+        message = f"tool_choice.function.name: {body.named_tool} is the name of no tool"
+        raise APIError(400, message, "tool_choice")
+    return tools

@@ -110,12 +110,25 @@ def writing(engine, ids: list[int]):
     return changed(engine, lambda work, own: ([ids[len(work.request.output)]], own[1]))
 
 
-def run_calls(make, use, **options):
-    """The result of an async function of an EngineThread, with its event loop."""
+@contextlib.asynccontextmanager
+async def started(make, **options):
+    """An EngineThread whose engine is made, closed after the block."""
     from server.engine_thread import EngineThread
 
+    thread = EngineThread(make, **options)
+    thread.start()
+    await thread.ready
+    try:
+        yield thread
+    finally:
+        await thread.close()
+
+
+def run_calls(make, use, **options):
+    """The result of an async function of an EngineThread, with its event loop."""
+
     async def main():
-        async with EngineThread(make, **options) as thread:
+        async with started(make, **options) as thread:
             return await asyncio.wait_for(use(thread), 60)
 
     return asyncio.run(main())
@@ -233,14 +246,16 @@ def serving(make, chat=None, app_options=None, adapters=None, defaults=None, **o
 
     make_app = module_with("server.app", "make_app").make_app
 
-    from server.engine_thread import EngineThread
+    from server.live import EngineMonitor
+    from server.metrics import Metrics
     from server.served import ServedModel
 
     @contextlib.asynccontextmanager
     async def enter():
-        async with EngineThread(make, **options) as thread:
-            more = [adapters, True, defaults] if defaults else [adapters] if adapters else []
-            served = ServedModel(thread, "small", "somewhere/small", chat or Chat(SMALL), *more)
+        async with started(make, **options) as thread:
+            views = {"metrics": Metrics(thread, "small"), "monitor": EngineMonitor(thread, "small")}
+            names = "small", "somewhere/small"
+            served = ServedModel(thread, *names, chat or Chat(SMALL), adapters, defaults, **views)
             yield make_app(served, **(app_options or {})), thread
 
     with serving_app(enter) as client:

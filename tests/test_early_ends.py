@@ -5,10 +5,11 @@ import contextlib
 
 import pytest
 from conftest import random_tokens
-from serving import collect, failing, results_of, run_calls, small_engine
+from serving import collect, failing, results_of, run_calls, small_engine, started
 
 from errors import UserError
 from sampling import NOT_FINITE, SamplingParams
+from server.backend import GenerateInput
 
 
 def endless(**params):
@@ -37,7 +38,7 @@ async def is_idle(thread) -> bool:
 
 def test_each_reader_hears_that_its_engine_died(tiny_llama, capfd):
     """Calls that are made after that hear it, too; stderr says where."""
-    from server.engine_thread import EngineDead, EngineThread
+    from server.engine_thread import EngineDead
 
     def make():
         engine = small_engine(tiny_llama)
@@ -47,10 +48,10 @@ def test_each_reader_hears_that_its_engine_died(tiny_llama, capfd):
     async def read(thread):
         died = "^the engine has failed: ZeroDivisionError: division by zero$"
         with pytest.raises(EngineDead, match=died):
-            await collect(thread.generate([[1]], [SamplingParams()]))
+            await collect(thread.generate(GenerateInput([[1]], [SamplingParams()])))
 
     async def main():
-        async with EngineThread(make) as thread, asyncio.timeout(10):
+        async with started(make) as thread, asyncio.timeout(10):
             for _ in range(2):
                 await asyncio.gather(read(thread), read(thread))
 
@@ -65,14 +66,14 @@ def test_a_cancelled_task_frees_what_it_held(tiny_llama, count):
     params = SamplingParams(max_new_tokens=30)
 
     async def use(thread):
-        other = asyncio.ensure_future(collect(thread.generate([[9]], [params])))
+        other = asyncio.ensure_future(collect(thread.generate(GenerateInput([[9]], [params]))))
         seen = asyncio.Event()
 
         async def read():
             left = count
             if not left:
                 seen.set()
-            async for _ in thread.generate(prompts, [endless()] * 3):
+            async for _ in thread.generate(GenerateInput(prompts, [endless()] * 3)):
                 left -= 1
                 if not left:
                     seen.set()
@@ -101,7 +102,9 @@ def test_a_cancelled_task_frees_what_it_held(tiny_llama, count):
 
 def test_an_iterator_that_is_closed_frees_what_it_held(tiny_llama):
     async def use(thread):
-        async with contextlib.aclosing(thread.generate([[9], [8]], [endless()] * 2)) as updates:
+        async with contextlib.aclosing(
+            thread.generate(GenerateInput([[9], [8]], [endless()] * 2))
+        ) as updates:
             await anext(updates)
         return await is_idle(thread)
 
@@ -111,7 +114,7 @@ def test_an_iterator_that_is_closed_frees_what_it_held(tiny_llama):
 def test_a_call_that_is_refused_leaves_none_of_its_texts(tiny_llama):
     async def use(thread):
         with pytest.raises(UserError, match="the prompt has the id 4096"):
-            await collect(thread.generate([[9], [8], [4096]], [endless()] * 3))
+            await collect(thread.generate(GenerateInput([[9], [8], [4096]], [endless()] * 3)))
         return await is_idle(thread)
 
     assert run_calls(lambda: small_engine(tiny_llama), use)
@@ -125,24 +128,26 @@ def test_a_text_that_fails_ends_those_of_its_call(tiny_llama):
 
     async def use(thread):
         with pytest.raises(RequestFailed):
-            await collect(thread.generate([[9], [8]], [endless()] * 2))
+            await collect(thread.generate(GenerateInput([[9], [8]], [endless()] * 2)))
         return await is_idle(thread)
 
     assert run_calls(make, use)
 
 
 def test_the_end_of_the_thread_is_told_to_its_readers(tiny_llama):
-    from server.engine_thread import EngineDead, EngineThread
+    from server.engine_thread import EngineDead
 
     async def main():
-        async with EngineThread(lambda: small_engine(tiny_llama)) as thread:
-            reader = asyncio.ensure_future(collect(thread.generate([[1]], [endless()])))
+        async with started(lambda: small_engine(tiny_llama)) as thread:
+            reader = asyncio.ensure_future(
+                collect(thread.generate(GenerateInput([[1]], [endless()])))
+            )
             while not thread.engine.steps:
                 await asyncio.sleep(0)
         with pytest.raises(EngineDead, match="^the server is shutting down$"):
             await asyncio.wait_for(reader, 5)
         with pytest.raises(EngineDead, match="^the server is shutting down$"):
-            await anext(thread.generate([[1]], [endless()]))
+            await anext(thread.generate(GenerateInput([[1]], [endless()])))
         assert thread.error == "the server is shutting down"
 
     asyncio.run(main())
@@ -157,10 +162,10 @@ def test_a_text_that_fails_is_an_error_after_what_it_has(tiny_llama):
         return len(request.output) == 2 and request.tokens[0] == 5
 
     async def use(thread):
-        good = asyncio.ensure_future(collect(thread.generate([[1]], [params])))
+        good = asyncio.ensure_future(collect(thread.generate(GenerateInput([[1]], [params]))))
         counts = []
         with pytest.raises(RequestFailed) as failed:
-            async for step in thread.generate([[5]], [params]):
+            async for step in thread.generate(GenerateInput([[5]], [params])):
                 counts.append((len(step[0].tokens), len(step[0].logprobs)))
                 assert step[0].finish_reason is None
         return [sum(each) for each in zip(*counts)], str(failed.value), await good

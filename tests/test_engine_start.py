@@ -5,13 +5,16 @@ import asyncio
 from serving import run_calls, server_error, serving, small_engine
 
 from sampling import SamplingParams
+from server.backend import GenerateInput
 
 
 def test_a_text_that_is_there_is_no_error_when_the_engine_ends(tiny_llama):
     """Its end is not fetched by then."""
 
     async def use(thread):
-        updates = thread.generate([[5]], [SamplingParams(max_new_tokens=3, ignore_eos=True)])
+        updates = thread.generate(
+            GenerateInput([[5]], [SamplingParams(max_new_tokens=3, ignore_eos=True)])
+        )
         tokens = len((await anext(updates))[0].tokens)
         while thread.engine.busy:
             await asyncio.sleep(0.001)

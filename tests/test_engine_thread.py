@@ -11,6 +11,7 @@ from serving import collect, in_turns, results_of, run_calls, small_engine
 from engine.drafter import PromptLookupDrafter
 from errors import UserError
 from sampling import SamplingParams
+from server.backend import GenerateInput
 
 
 def random_prompts(lengths) -> list[list[int]]:
@@ -22,15 +23,20 @@ import asyncio
 from engine.engine import Engine
 from loading.load import load_model
 from sampling import SamplingParams
+from server.backend import GenerateInput
 from server.engine_thread import EngineThread
 
 async def read(thread, prompt):
-    async for updates in thread.generate([[prompt]], [SamplingParams(max_new_tokens=3)]):
+    inputs = GenerateInput([[prompt]], [SamplingParams(max_new_tokens=3)])
+    async for updates in thread.generate(inputs):
         print(prompt, updates[0].tokens, updates[0].finish_reason)
 
 async def main():
-    async with EngineThread(lambda: Engine(load_model("checkpoints/stories-draft"))) as thread:
-        await asyncio.gather(read(thread, 7), read(thread, 8))
+    thread = EngineThread(lambda: Engine(load_model("checkpoints/stories-draft")))
+    thread.start()
+    await thread.ready
+    await asyncio.gather(read(thread, 7), read(thread, 8))
+    await thread.close()
 
 asyncio.run(main())
 """
@@ -58,7 +64,9 @@ def test_16_tasks_at_once_have_the_texts_of_the_engine(tiny_llama):
     params = [SamplingParams(5 + 3 * row, seed=row, **kinds[row % 4]) for row in range(16)]
 
     async def use(thread):
-        calls = [thread.generate([own], [wanted]) for own, wanted in zip(prompts, params)]
+        calls = [
+            thread.generate(GenerateInput([own], [wanted])) for own, wanted in zip(prompts, params)
+        ]
         return await asyncio.gather(*map(collect, calls))
 
     def make():
@@ -77,7 +85,9 @@ def test_updates_come_while_the_text_is_written(tiny_llama):
     async def use(thread):
         assert thread.thread is not threading.current_thread()
         sizes = []
-        async for updates in thread.generate([[1, 2]], [SamplingParams(max_new_tokens=4)]):
+        async for updates in thread.generate(
+            GenerateInput([[1, 2]], [SamplingParams(max_new_tokens=4)])
+        ):
             sizes.append(len(updates[0].tokens))
             turn.release()
         return sizes
@@ -89,8 +99,11 @@ def test_what_the_engine_refuses_is_raised_for_that_call(tiny_llama):
     params = SamplingParams(max_new_tokens=3)
 
     async def use(thread):
-        calls = [thread.generate([[1]], [params]), thread.generate([[4096]], [params])]
-        calls.append(thread.generate([[2], [3]], [params]))
+        calls = [
+            thread.generate(GenerateInput([[1]], [params])),
+            thread.generate(GenerateInput([[4096]], [params])),
+        ]
+        calls.append(thread.generate(GenerateInput([[2], [3]], [params])))
         return await asyncio.gather(*map(collect, calls), return_exceptions=True)
 
     good, wrong, uneven = run_calls(lambda: small_engine(tiny_llama), use)

@@ -21,6 +21,7 @@ from serving import (
 import serve
 from errors import UserError
 from sampling import SamplingParams
+from server.backend import GenerateInput
 from server.served import ServedModel
 
 CHAT = "/v1/chat/completions"
@@ -65,7 +66,7 @@ def test_more_texts_than_there_is_room_for_are_429(tiny_llama):
 )
 def test_all_texts_are_counted_before_there_is_work(tiny_llama, monkeypatch, path, body):
     with serving(lambda: small_engine(tiny_llama, max_num_seqs=2), max_waiting=3) as client:
-        for name in ("encode", "encode_chat"):
+        for name in ("encode", "prepare_chat"):
             monkeypatch.setattr(ServedModel, name, None)
         status, answer = client.post(path, body)
     message = "6 texts in one request; there is room for 5"
@@ -121,7 +122,9 @@ def test_room_is_given_back_however_a_call_ends(tiny_llama, end):
 
     async def use(thread):
         for _ in range(3):
-            task = asyncio.ensure_future(collect(thread.generate([prompt] * 2, [params] * 2)))
+            task = asyncio.ensure_future(
+                collect(thread.generate(GenerateInput([prompt] * 2, [params] * 2)))
+            )
             await asyncio.sleep(0)
             with pytest.raises(QueueFull):
                 thread.admit(1)

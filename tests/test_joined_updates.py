@@ -4,6 +4,7 @@ from conftest import random_tokens
 from serving import collect, results_of, run_calls, small_engine
 
 from sampling import SamplingParams
+from server.backend import GenerateInput
 
 
 def test_what_a_slow_reader_has_not_fetched_is_one_update(tiny_llama):
@@ -13,9 +14,11 @@ def test_what_a_slow_reader_has_not_fetched_is_one_update(tiny_llama):
     params = [SamplingParams(max_new_tokens=40, logprobs=1), SamplingParams(max_new_tokens=3)]
 
     async def use(thread):
-        slow = thread.generate(prompts[:1], params[:1])
+        slow = thread.generate(GenerateInput(prompts[:1], params[:1]))
         first = await anext(slow)
-        other = await collect(thread.generate(prompts, params))  # behind it, and as long
+        other = await collect(
+            thread.generate(GenerateInput(prompts, params))
+        )  # behind it, and as long
         rest = [step async for step in slow]
         assert len(rest) == 1
         return tuple(Update.join([first[0], rest[0][0]])), other

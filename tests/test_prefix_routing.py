@@ -11,6 +11,7 @@ from conftest import ROOT, random_tokens
 from engines import make_greedy
 
 from sampling import SamplingParams
+from server.backend import GenerateInput
 
 SIZES = {"block_size": 64, "stride": None, "page_size": 4, "num_pages": 48, "max_num_seqs": 3}
 
@@ -185,8 +186,8 @@ def test_a_router_knows_where_calls_are(monkeypatch):
 
     def choose(call, prompt):
         metadata = SimpleNamespace(internal_request_id=call)
-        args = [prompt], "params", "cache_salt", "name", ""
-        request = SimpleNamespace(args=args, metadata=metadata, future=Future())
+        inputs = GenerateInput([prompt], [SamplingParams()], "cache_salt", call)
+        request = SimpleNamespace(args=(inputs,), metadata=metadata, future=Future())
         return request, asyncio.run(router.choose_replicas([a, b], request))
 
     one, order = choose("one", PROMPT)

@@ -15,6 +15,7 @@ from serving import (
     serving,
     small_encoding,
     small_engine,
+    started,
     until,
 )
 
@@ -278,8 +279,8 @@ def test_many_texts_hold_up_nobody(tiny_llama, monkeypatch):
     """128 texts with 20 names at each place: the event loop writes names, and computes no mask."""
     import asyncio
 
+    from server.backend import GenerateInput, Update
     from server.chat_completions import ChatCompletionBuilder
-    from server.engine_thread import Update
     from server.protocol import ChatRequest
     from server.served import ServedModel
 
@@ -289,12 +290,10 @@ def test_many_texts_hold_up_nobody(tiny_llama, monkeypatch):
     updates = {index: Update((97,), "a", ((-1.0, top),), None) for index in range(128)}
 
     async def events() -> int:
-        from server.engine_thread import EngineThread
-
-        async with EngineThread(lambda: small_engine(tiny_llama)) as thread:
+        async with started(lambda: small_engine(tiny_llama)) as thread:
             served = ServedModel(thread, "small", "nowhere", None)
-            reply = ChatCompletionBuilder("name", body, served, 1, None)
-            reply.allowed_tracker = served.allowed_tracker(body, body.to_sampling_params(4, 3)[0])
+            inputs = GenerateInput([[1]] * 128, body.to_sampling_params(4, 3))
+            reply = ChatCompletionBuilder(body, served, inputs, None)
             reply.allowed_tracker.read(updates)
             monkeypatch.setattr("constraints.GrammarMatcher.token_mask", None)  # it takes long
             return count_calls(lambda: found.append(reply.deltas(updates)))

@@ -22,6 +22,7 @@ from serving import (
 )
 
 from errors import UserError
+from server.backend import GenerateInput
 
 LATE = "the constraint takes more than 0 s to compute"
 BUSY = "4 constraints are still being computed: try again"
@@ -281,7 +282,7 @@ def test_waiting_texts_hold_few_bytes_of_constraints(tiny_llama, monkeypatch, ga
         thread.commands.put(gate.wait)
         waiting = []
         for source in sources[:3] + sources[:3]:
-            call = collect(thread.generate([[1]], [SamplingParams(4, regex=source)]))
+            call = collect(thread.generate(GenerateInput([[1]], [SamplingParams(4, regex=source)])))
             waiting.append(asyncio.ensure_future(call))
             while len(thread.generations) < len(waiting) or not all(
                 each.matcher for each in thread.generations
@@ -291,12 +292,20 @@ def test_waiting_texts_hold_few_bytes_of_constraints(tiny_llama, monkeypatch, ga
         with pytest.raises(
             QueueFull, match="^the constraints of waiting and running texts take 0 MB"
         ):
-            await collect(thread.generate([[1]], [SamplingParams(4, regex=sources[3])]))
-        free = asyncio.ensure_future(collect(thread.generate([[1]], [SamplingParams(4)])))
+            await collect(
+                thread.generate(GenerateInput([[1]], [SamplingParams(4, regex=sources[3])]))
+            )
+        free = asyncio.ensure_future(
+            collect(thread.generate(GenerateInput([[1]], [SamplingParams(4)])))
+        )
         gate.set()
         await asyncio.gather(free, *waiting)
-        await collect(thread.generate([[1]], [SamplingParams(4)]))  # the last step is forgotten
-        return await collect(thread.generate([[1]], [SamplingParams(4, regex=sources[3])]))
+        await collect(
+            thread.generate(GenerateInput([[1]], [SamplingParams(4)]))
+        )  # the last step is forgotten
+        return await collect(
+            thread.generate(GenerateInput([[1]], [SamplingParams(4, regex=sources[3])]))
+        )
 
     assert run_calls(lambda: small_engine(tiny_llama), use)[0][3] == "length"
 

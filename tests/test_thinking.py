@@ -165,7 +165,7 @@ def test_a_wish_about_reasoning_is_for_the_template(template, fields, written, i
     from server.protocol import ChatRequest
     from server.served import ServedModel
 
-    served = ServedModel(None, "small", "small", Chat(write_chat(template)), has_local_engine=False)
+    served = ServedModel(None, "small", "small", Chat(write_chat(template)))
     variables, names = served.variables(ChatRequest(messages=TOM["messages"], **fields))
     assert served.chat.with_template_kwargs(variables).render(TOM["messages"]) == written
     assert ", ".join(names) == (ignored or "")
@@ -179,8 +179,8 @@ def test_reasoning_that_is_sent_back_is_for_the_template(tiny_llama, write_chat)
     prompts = []
     with serving(lambda: small_engine(tiny_llama), chat) as client:
         generate = client.thread.generate
-        client.thread.generate = lambda asked, *more: (
-            prompts.append(asked[0]) or generate(asked, *more)
+        client.thread.generate = lambda inputs, *more: (
+            prompts.append(inputs.prompts[0]) or generate(inputs, *more)
         )
         for name in ("reasoning_content", "reasoning"):
             messages = [*TOM["messages"], reply | {name: " why<|endoftext|>"}]

@@ -10,6 +10,7 @@ from chats import BARE, CHATML, HERMES, LISTED, NEEDS_SYSTEM, WITH_TOOLS, call, 
 from serving import refusal, results_of, serving
 
 from sampling import SamplingParams
+from server.backend import GenerateInput
 from server.protocol import APIError
 from server.served import ServedModel
 from text.chat import Chat
@@ -429,7 +430,8 @@ def test_a_finish_reason_comes_after_all_calls(write_chat):
     tool_format = detect_tool_format(Chat(directory), load_encoding(directory, 4104), (4098,))
     body = {"messages": MESSAGES, "tools": TOOLS, "stream": True, "model": "a"}
     body = ChatRequest.model_validate(body)
-    reply = ChatCompletionBuilder("a", body, None, 1, None, tool_format)
+    inputs = GenerateInput([[1]], [SamplingParams()])
+    reply = ChatCompletionBuilder(body, None, inputs, None, tool_format)
     text = f"Yes{tool_format.begin}count{tool_format.middle}{{}}{tool_format.end}"
     deltas = reply.delta(0, Update((1,), text, (), "stop"))
     assert [each["finish_reason"] for each in deltas] == [None, None, "tool_calls"]
@@ -437,7 +439,7 @@ def test_a_finish_reason_comes_after_all_calls(write_chat):
     assert (first["role"], first["content"], last) == ("assistant", "Yes", {})
     assert first["tool_calls"][0]["function"] == {"name": "count", "arguments": ""}
     assert second["tool_calls"] == [{"index": 0, "function": {"arguments": "{}"}}]
-    cut = ChatCompletionBuilder("a", body, None, 1, None, tool_format)  # in what could begin a call
+    cut = ChatCompletionBuilder(body, None, inputs, None, tool_format)  # in what could begin a call
     texts = ["Yes <tool", "_ca", ""]
     deltas = [
         delta["delta"]["content"]

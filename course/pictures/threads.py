@@ -7,6 +7,7 @@ from engine.engine import Engine
 from pictures import runs, scene
 from pictures.scene import times
 from sampling import SamplingParams
+from server.backend import GenerateInput
 from server.engine_thread import EngineDead, EngineThread, QueueFull
 
 
@@ -56,7 +57,7 @@ class Client:
         engine = thread.engine
         params = SamplingParams(self.count, ignore_eos=True)
         try:
-            async for updates in thread.generate([self.ids], [params]):
+            async for updates in thread.generate(GenerateInput([self.ids], [params])):
                 self.reads.append((engine.steps, list(updates[0].tokens)))
                 while engine.steps in self.busy:
                     await asyncio.sleep(0)

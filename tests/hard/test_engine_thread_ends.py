@@ -8,6 +8,7 @@ from serving import collect, run_calls, small_engine
 
 from errors import UserError
 from sampling import SamplingParams
+from server.backend import GenerateInput
 from server.engine_thread import EngineThread
 
 
@@ -15,8 +16,8 @@ def test_no_texts_and_texts_of_no_tokens(tiny_llama):
     none = SamplingParams(max_new_tokens=0)
 
     async def use(thread):
-        assert await collect(thread.generate([], [])) == {}
-        return await collect(thread.generate([[1], [2]], [none, none]))
+        assert await collect(thread.generate(GenerateInput([], []))) == {}
+        return await collect(thread.generate(GenerateInput([[1], [2]], [none, none])))
 
     nothing = ((), "", (), "length")
     assert run_calls(lambda: small_engine(tiny_llama), use) == {0: nothing, 1: nothing}
@@ -25,7 +26,7 @@ def test_no_texts_and_texts_of_no_tokens(tiny_llama):
 def test_updates_do_not_change(tiny_llama):
     async def use(thread):
         params = SamplingParams(max_new_tokens=20, logprobs=1)
-        kept = [step[0] async for step in thread.generate([[7]], [params])]
+        kept = [step[0] async for step in thread.generate(GenerateInput([[7]], [params]))]
         assert all(type(part) is tuple for update in kept for part in (update[0], update[2]))
         return sum(len(update.tokens) for update in kept), sum(len(u.logprobs) for u in kept)
 
@@ -43,12 +44,9 @@ def test_the_thread_ends_if_nobody_waits_for_its_engine(tiny_llama, capfd, fails
 
     async def main(waits):
         thread = EngineThread(make)
-        entering = asyncio.ensure_future(thread.__aenter__())
-        while not thread.thread.is_alive():
-            await asyncio.sleep(0)
-        entering.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await entering
+        thread.start()
+        thread.ready.cancel()
+        thread.stop()
         if waits:
             made.set()
             await asyncio.to_thread(thread.thread.join, 10)
@@ -69,7 +67,9 @@ def test_what_is_refused_brings_no_text(tiny_llama):
     async def use(thread):
         updates = []
         with pytest.raises(UserError):
-            async for new in thread.generate([[1], [4096]], [SamplingParams(max_new_tokens=0)] * 2):
+            async for new in thread.generate(
+                GenerateInput([[1], [4096]], [SamplingParams(max_new_tokens=0)] * 2)
+            ):
                 updates.append(new)
         return updates
 

@@ -1,0 +1,106 @@
+"""Interface between the API's handlers and what generates: one engine, or several replicas."""
+
+import itertools
+from collections.abc import AsyncIterator
+from typing import NamedTuple, Protocol
+
+from loading.tokenizer import Encoding
+
+from constraints import Matcher
+from sampling import SamplingParams, TokenLogprob
+
+
+class EngineDead(Exception):
+    """The engine is not running: not yet, or no longer."""
+
+
+class RequestFailed(Exception):
+    """A request failed while the engine computed it."""
+
+
+class ConstraintFailed(RequestFailed):
+    """A request failed because of its constraint."""
+
+
+class GenerateInput(NamedTuple):
+    """Sequences to generate for one API request."""
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]  # one per prompt, all with the same constraint
+    cache_salt: str = ""
+    request_id: str = ""
+    adapter: str = ""  # "": the model itself
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens in all prompts."""
+        return sum(map(len, self.prompts))
+
+
+class Update(NamedTuple):
+    """New output of a sequence. Immutable, unlike the Request that it comes from."""
+
+    tokens: tuple[int, ...]  # EOS included
+    text: str
+    logprobs: tuple[TokenLogprob, ...]  # one per token, if requested
+    finish_reason: str | None  # "stop" or "length" in the last update
+
+    @staticmethod
+    def join(parts: list["Update"]) -> "Update":
+        """Join consecutive updates of a sequence into one."""
+        if len(parts) == 1:
+            return parts[0]
+        tokens = itertools.chain.from_iterable(part.tokens for part in parts)
+        text = "".join(part.text for part in parts)
+        logprobs = itertools.chain.from_iterable(part.logprobs for part in parts)
+        return Update(tuple(tokens), text, tuple(logprobs), parts[-1].finish_reason)
+
+
+class Backend(Protocol):
+    """What generates for a ServedModel: an EngineThread, or a ReplicaClient."""
+
+    error: str | None  # why nothing can be generated; None if it can
+
+    @property
+    def config(self):
+        """Return the configuration of the model."""
+
+    @property
+    def encoding(self) -> Encoding:
+        """Return the encoding of the model."""
+
+    @property
+    def stall_reason(self) -> str | None:
+        """Return why a running backend seems to be stuck; None if it does not."""
+
+    def admit(self, num_requests: int, num_tokens: int = 0) -> None:
+        """Check that the queue has room for more requests, with `num_tokens` prompt tokens in all.
+
+        Raises QueueFull if it has no room now, UserError if it never has, and EngineDead.
+        """
+
+    def generate(
+        self, inputs: GenerateInput, matcher: Matcher | None = None
+    ) -> AsyncIterator[dict[int, Update]]:
+        """Yield new output of the prompts, by index, until all are finished.
+
+        matcher: keeps the compiled constraint alive; None: it is compiled first, if there is one.
+        Raises what `admit` raises, before any work.
+        """
+
+
+class MetricsReader(Protocol):
+    """What /metrics shows."""
+
+    async def read(self) -> bytes:
+        """Return the metrics in Prometheus' text format."""
+
+
+class Monitor(Protocol):
+    """What /live streams."""
+
+    def subscribe(self) -> AsyncIterator[bytes]:
+        """Yield server-sent events until the engine or the client ends."""
+
+    def close(self) -> None:
+        """End all streams and refuse new ones."""
