@@ -23,6 +23,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from command_line import (
     MODEL_HELP,
     STORIES,
+    AppendToTuple,
+    HelpFormatter,
     Parser,
     add_defaults_option,
     add_model_options,
@@ -62,7 +64,7 @@ SECONDS = (int | float, lambda value: 0 <= value < 1e6, "a number from 0 to belo
 
 
 def main(argv=None) -> None:
-    parser = Parser(description="Serve a model to clients of OpenAI's API.")
+    parser = Parser(description="Serve a model over HTTP, with OpenAI's API.")
     add_server_options(parser)
     run_script(parser, run, argv)
 
@@ -80,27 +82,45 @@ def default_model() -> str | Path:
 
 
 def add_server_options(parser: Parser) -> None:
-    parser.add_argument("--model", default=default_model(), help=MODEL_HELP)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
-    parser.add_argument("--port", type=int, default=8000, help="0: one that is free")
-    key_help = "clients must send it as a bearer token; if not given, anyone may ask"
-    parser.add_argument("--api-key", help=key_help)
-    origin_help = "a web page of this origin may ask; repeatable; *: any"
-    parser.add_argument("--allow-origin", action="append", default=[], help=origin_help)
-    host_help = "a host name that clients may use, repeatable; localhost, --host and IP addresses"
-    host_help += " always may; *: any name, the default at 0.0.0.0 and ::"
-    parser.add_argument("--allowed-host", action="append", default=[], help=host_help)
-    waiting_help = "texts that may wait, besides those that run; more are refused with 429"
-    parser.add_argument("--max-waiting", type=int, default=1024, help=waiting_help)
-    tokens_help = "tokens in the prompts of texts that have not begun; more: 429"
-    parser.add_argument("--max-waiting-tokens", type=int, default=2**20, help=tokens_help)
-    drain_help = "how long running texts may go on after SIGTERM or Ctrl-C"
-    parser.add_argument("--drain-seconds", type=float, default=30, help=drain_help)
-    add_template_option(parser)
-    add_defaults_option(parser, "for chats: ")
-    add_engine_options(parser)
-    add_model_options(parser)
-    add_stride_option(parser)
+    """Add the options of a server, in groups, and those of its model and engine."""
+    parser.formatter_class = HelpFormatter
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", default=default_model(), help=MODEL_HELP)
+    add_model_options(model)
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    server.add_argument("--port", type=int, default=8000, help="TCP port; 0: any free one")
+    server.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=30,
+        help="seconds that running requests may continue after SIGTERM or Ctrl-C",
+    )
+    access = parser.add_argument_group("access")
+    key_help = "bearer token that clients must send (default: none needed)"
+    access.add_argument("--api-key", metavar="KEY", help=key_help)
+    origin_help = "origin whose web pages may send requests, *: any; repeatable (default: none)"
+    access.add_argument(
+        "--allow-origin", metavar="ORIGIN", action=AppendToTuple, default=(), help=origin_help
+    )
+    host_help = "further host name that clients may use, *: any; repeatable (default: localhost,"
+    host_help += " --host and IP addresses; any with --host 0.0.0.0 or ::)"
+    access.add_argument(
+        "--allowed-host", metavar="NAME", action=AppendToTuple, default=(), help=host_help
+    )
+    queue = parser.add_argument_group("queue", "A request beyond these limits gets a 429.")
+    waiting_help = "maximum number of waiting sequences, in addition to --max-num-seqs"
+    queue.add_argument("--max-waiting", metavar="N", type=int, default=1024, help=waiting_help)
+    tokens_help = "maximum number of prompt tokens of requests without output so far"
+    queue.add_argument(
+        "--max-waiting-tokens", metavar="N", type=int, default=2**20, help=tokens_help
+    )
+    chat = parser.add_argument_group("chat")
+    add_template_option(chat)
+    add_defaults_option(chat)
+    engine = parser.add_argument_group("engine")
+    add_engine_options(engine)
+    add_stride_option(engine)
 
 
 def run(args) -> None:
@@ -273,7 +293,9 @@ class Server(uvicorn.Server):
         if not accepting.cancelled():
             self.should_exit = True
             print(
-                f"note: no more connections: {accepting.exception()}", file=sys.stderr, flush=True
+                f"note: no more connections: {accepting.exception()}",
+                file=sys.stderr,
+                flush=True,
             )
 
     async def on_tick(self, counter: int) -> bool:

@@ -46,17 +46,18 @@ def main(argv=None) -> None:
 
 
 def make_parser() -> Parser:
-    parser = Parser(description="Serve a model with several engines, each in its own process.")
-    parser.add_argument("--replicas", type=int, default=2, help="how many engines")
-    most_help = "how many engines there may be where there is much to do; not given: no more"
-    parser.add_argument("--max-replicas", type=int, help=most_help)
-    scale_help = "for --max-replicas: how long there must be more or less to do"
-    parser.add_argument("--scale-seconds", type=float, default=30, help=scale_help)
-    parser.add_argument("--cpus", type=float, default=1, help="that each engine has for itself")
-    routing_help = "to the engine that has a prompt's beginning, or to one with little to do"
-    parser.add_argument(
-        "--routing", default="prefix", choices=("prefix", "load"), help=routing_help
+    parser = Parser(description="Serve a model with several engines, each in a process of Ray.")
+    ray = parser.add_argument_group("replicas")
+    ray.add_argument("--replicas", metavar="N", type=int, default=2, help="number of engines")
+    max_help = "maximum number of engines under load (default: --replicas)"
+    ray.add_argument("--max-replicas", metavar="N", type=int, help=max_help)
+    scale_help = "seconds of more or less load before --max-replicas adds or removes an engine"
+    ray.add_argument("--scale-seconds", type=float, default=30, help=scale_help)
+    ray.add_argument(
+        "--cpus", metavar="N", type=float, default=1, help="CPUs reserved for each engine"
     )
+    routing_help = "prefix: prefer the engine that caches a prompt's prefix; load: the idlest"
+    ray.add_argument("--routing", default="prefix", choices=("prefix", "load"), help=routing_help)
     add_server_options(parser)
     return parser
 
