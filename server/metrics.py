@@ -31,32 +31,32 @@ class Metrics:
         self.registry.register(self)
         self.time_to_first_token = self.histogram(
             "time_to_first_token_seconds",
-            "From when a text is asked for to its first token.",
+            "Seconds from the arrival of a request to its first token.",
             STEP_BUCKETS,
         )
         self.inter_token_latency = self.histogram(
             "inter_token_latency_seconds",
-            "From one step that brings tokens of a text to the next; drafts make that several.",
+            "Seconds between steps that emit tokens of a request; accepted drafts share a step.",
             STEP_BUCKETS,
         )
         self.e2e_request_latency = self.histogram(
             "e2e_request_latency_seconds",
-            "From when a text is asked for to its end, if it is neither aborted nor an error.",
+            "Seconds from the arrival of a request to its end, unless it is aborted or fails.",
             LATENCY_BUCKETS,
         )
         self.request_prompt_tokens = self.histogram(
-            "request_prompt_tokens", "Tokens of a prompt.", TOKEN_BUCKETS
+            "request_prompt_tokens", "Prompt tokens of a finished request.", TOKEN_BUCKETS
         )
         self.request_generation_tokens = self.histogram(
-            "request_generation_tokens", "Tokens of an output.", TOKEN_BUCKETS
+            "request_generation_tokens", "Generated tokens of a finished request.", TOKEN_BUCKETS
         )
         self.prompt_tokens = self.counter(
-            "prompt_tokens", "Tokens of prompts, once each is computed."
+            "prompt_tokens", "Prompt tokens of requests that have their first token."
         )
-        self.generation_tokens = self.counter("generation_tokens", "Tokens generated.")
+        self.generation_tokens = self.counter("generation_tokens", "Generated tokens.")
         name = "vllm:request_success"
         labels = ("model_name", "finished_reason")
-        request_success = Counter(name, "Requests that are over.", labels, registry=self.registry)
+        request_success = Counter(name, "Finished requests.", labels, registry=self.registry)
         self.request_success = {
             reason: request_success.labels(model_name, reason)
             for reason in ("stop", "length", "abort", "error")
@@ -83,24 +83,24 @@ class Metrics:
         scheduler = engine.scheduler
         pool = scheduler.pool
         gauges = {
-            "num_requests_running": (len(scheduler.running), "Requests that run."),
-            "num_requests_waiting": (len(scheduler.waiting), "Requests that wait."),
+            "num_requests_running": (len(scheduler.running), "Running requests."),
+            "num_requests_waiting": (len(scheduler.waiting), "Waiting requests."),
             "kv_cache_usage_perc": (
                 len(pool.ref_counts) / pool.num_pages,
-                "Pages in use; 1 is all.",
+                "Fraction of the KV cache pages in use, 0 to 1.",
             ),
         }
         counters = {
-            "num_preemptions": (scheduler.num_preemptions, "Times that a request lost its pages."),
+            "num_preemptions": (scheduler.num_preemptions, "Preemptions of requests."),
             "prefix_cache_queries": (
                 scheduler.prefix_cache_queries,
-                "Tokens looked for in the cache.",
+                "Tokens looked up in the prefix cache.",
             ),
-            "prefix_cache_hits": (scheduler.prefix_cache_hits, "Tokens found in the cache."),
-            "spec_decode_num_draft_tokens": (engine.num_draft_tokens, "Tokens drafted."),
+            "prefix_cache_hits": (scheduler.prefix_cache_hits, "Tokens found in the prefix cache."),
+            "spec_decode_num_draft_tokens": (engine.num_draft_tokens, "Draft tokens proposed."),
             "spec_decode_num_accepted_tokens": (
                 engine.num_accepted_tokens,
-                "Tokens drafted and accepted.",
+                "Draft tokens accepted.",
             ),
         }
         for family, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
