@@ -147,16 +147,16 @@ def check_server_options(args) -> None:
             raise UserError(f"--lora-modules: {adapter} is the name of the model itself")
     check_utf8("--api-key", args.api_key or "")
     if args.api_key == "":
-        raise UserError("--api-key is empty; leave it out to let anyone ask")
+        raise UserError("--api-key is empty: omit it to serve without a key")
     if args.api_key and args.api_key != args.api_key.strip():
-        raise UserError("--api-key has a blank at an end, which no client can send")
+        raise UserError("--api-key begins or ends with whitespace, which no client can send")
     if re.search(r"[\x00-\x08\n-\x1f\x7f]", args.api_key or ""):
         raise UserError("--api-key has a control character, which no client can send")
     if not args.host:
-        raise UserError("--host is empty; 0.0.0.0 listens at all addresses")
+        raise UserError("--host is empty: use 0.0.0.0 to listen on all addresses")
     for name in args.allowed_host:
         if not re.fullmatch(r"\*|[\w.-]+", name):
-            raise UserError(f"--allowed-host {name}: it must be a name without a port")
+            raise UserError(f"--allowed-host {name}: it must be a host name without a port")
     check_limits({"drain_seconds": SECONDS}, drain_seconds=args.drain_seconds)
     for name in ("max_waiting", "max_waiting_tokens"):
         check_limits({name: AT_LEAST_0}, **{name: getattr(args, name)})
@@ -293,7 +293,7 @@ class Server(uvicorn.Server):
         if not accepting.cancelled():
             self.should_exit = True
             print(
-                f"note: no more connections: {accepting.exception()}",
+                f"note: the server accepts no more connections: {accepting.exception()}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -379,7 +379,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         sock = socket.create_server((host, port), family=family, backlog=2048)
     except (TypeError, UnicodeError):
-        raise UserError(f"--host {host}: not the name of a host") from None
+        raise UserError(f"--host {host}: not a host name") from None
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno > 0 else error.strerror
         raise UserError(f"--host {host} --port {port}: {reason}") from None

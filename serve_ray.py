@@ -128,7 +128,7 @@ def check_options(args) -> None:
     check_limits({"scale_seconds": SECONDS}, scale_seconds=args.scale_seconds)
     if max_replicas(args) < args.replicas:
         raise UserError(
-            f"--max-replicas {max_replicas(args)} is less than --replicas {args.replicas}"
+            f"--max-replicas {max_replicas(args)}: must be at least --replicas ({args.replicas})"
         )
     pick_device(args.device)
     source = resolve_source(args.model)
@@ -160,8 +160,7 @@ def ray_server(args) -> Iterator[str]:
         import ray
         from ray import serve
     except ImportError:
-        hint = "pip install '.[ray]'"
-        raise UserError(f"Ray is not installed here; get it with: {hint}") from None
+        raise UserError("Ray is not installed: pip install '.[ray]'") from None
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
     ray.init("local", num_cpus=os.cpu_count(), _node_ip_address="127.0.0.1", **quiet)
     try:

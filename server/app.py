@@ -51,7 +51,7 @@ class BodyLimit:
             while message.get("more_body") and size < MAX_DISCARDED_BYTES:
                 message = await receive()
                 size += len(message.get("body", b""))
-            error = f"the body is too long; it may have {MAX_BODY_BYTES} bytes"
+            error = f"the body is too long: at most {MAX_BODY_BYTES} bytes are allowed"
             raise HTTPException(413, error, {"Connection": "close"})
 
         await self.app(scope, limited, send)
@@ -70,7 +70,7 @@ class KeyMiddleware:
             scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
             # Not ==, whose timing reveals how many characters match.
             if scheme.lower() != b"bearer" or not secrets.compare_digest(key.strip(), self.key):
-                error = APIError(401, "wrong or no API key", code="invalid_api_key")
+                error = APIError(401, "the API key is missing or wrong", code="invalid_api_key")
                 headers = {"WWW-Authenticate": "Bearer"}
                 await JSONResponse(error.body, error.status, headers)(scope, receive, send)
                 return
@@ -99,7 +99,7 @@ class HostMiddleware:
         if name.lower().removesuffix(".") in self.names or is_address(name):
             await self.app(scope, receive, send)
             return
-        message = f"this server is not called {name[:100]!r}; --allowed-host adds a name"
+        message = f"the host name {name[:100]!r} is not allowed; --allowed-host adds it"
         error = APIError(403, message)
         await JSONResponse(error.body, error.status)(scope, receive, send)
 
@@ -229,7 +229,7 @@ def page_policy(page: str) -> str:
 def require_local(view):
     """Return the metrics or monitor. Raises APIError if the engine is not in this process."""
     if view is None:
-        raise APIError(404, "the engines are in other processes, and cannot be seen at work here")
+        raise APIError(404, "not available here: the engines run in other processes")
     return view
 
 

@@ -123,7 +123,7 @@ class EngineThread:
         self.request_numbers = itertools.count(1)
         self.generations: set[Generation] = set()  # with a reader; only for the event loop
         # Why the engine does not run; None while it does.
-        self.error: str | None = "the model is being loaded"
+        self.error: str | None = "the model is still loading"
         # A daemon thread, so that the process can exit during a step.
         self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
 
@@ -178,14 +178,14 @@ class EngineThread:
             raise EngineDead(self.error)
         limit = self.engine.scheduler.max_num_seqs + self.max_waiting
         limits = (
-            ("texts", num_requests, self.num_unfinished_requests, limit),
-            ("tokens of prompts", num_tokens, self.waiting_tokens, self.max_waiting_tokens),
+            ("sequences", num_requests, self.num_unfinished_requests, limit),
+            ("prompt tokens", num_tokens, self.waiting_tokens, self.max_waiting_tokens),
         )
         for unit, new, current, limit in limits:
             if new > limit:
-                raise UserError(f"{new} {unit} in one request; there is room for {limit}")
+                raise UserError(f"the request has {new} {unit}: at most {limit} are allowed")
             if current + new > limit:
-                raise QueueFull(f"the queue is full, with {current} {unit}: try again")
+                raise QueueFull(f"the queue is full ({current} {unit}): try again")
 
     async def generate(
         self, inputs: GenerateInput, matcher: Matcher | None = None

@@ -35,7 +35,8 @@ LOGPROB_BYTES = 64  # for the sampled token, and for each of its top_logprobs
 MAX_ECHO = 2**20  # bytes of echoed prompts in a response
 MAX_ITEMS = 2**14  # prompts, messages, or parts of a message
 MAX_BIASES = 2**10
-LONE_SURROGATE = "not UTF-8 text; it has half of a surrogate pair"
+LONE_SURROGATE = "not valid UTF-8: it has a lone surrogate"
+CONFLICTS_WITH_TOOLS = "cannot be combined with tools, unless tool_choice is none"
 MAX_CHOICES = 2**10  # each of up to 128 sequences is matched against all choices
 
 SAMPLING_FIELDS = (  # fields of SamplingParams with the same name
@@ -356,7 +357,9 @@ class ResponseFormat(StrictModel):
     @model_validator(mode="after")
     def check_complete(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise field_error("json_schema", "is needed for the type json_schema, and for it only")
+            raise field_error(
+                "json_schema", "must be set for the type json_schema, and only for it"
+            )
         return self
 
     @functools.cached_property
@@ -386,14 +389,16 @@ class StructuredOutputs(StrictModel):
     regex: Annotated[str | None, Field(min_length=1)] = None
     choice: Annotated[
         Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)] | None,
-        must_be(f"a list of 1 to {MAX_CHOICES} texts"),
+        must_be(f"a list of 1 to {MAX_CHOICES} strings"),
     ] = None
     grammar: Annotated[str | None, Field(min_length=1)] = None
 
     @model_validator(mode="after")
     def check_single_constraint(self) -> "StructuredOutputs":
         if len(self.constraint) != 1:
-            raise ValueError("it must have one of json, json_object, regex, choice and grammar")
+            raise ValueError(
+                "it must have exactly one of json, json_object, regex, choice and grammar"
+            )
         return self
 
     @functools.cached_property
@@ -474,21 +479,21 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
     @model_validator(mode="after")
     def check_best_of(self) -> "GenerationRequest":
         if self.best_of not in (None, self.n or 1):
-            raise field_error("best_of", "is supported only where it equals n")
+            raise field_error("best_of", "must equal n")
         return self
 
     @model_validator(mode="after")
     def one_constraint(self) -> "GenerationRequest":
         if self.structured_outputs and self.response_format and self.response_format.constraint:
-            raise field_error("structured_outputs", "is not for a request with a response_format")
+            raise field_error("structured_outputs", "cannot be combined with response_format")
         return self
 
     @model_validator(mode="after")
     def check_show_allowed(self) -> "GenerationRequest":
         if self.show_allowed is not None and not self.constraint[1]:
-            raise field_error("show_allowed", "is for response_format and structured_outputs only")
+            raise field_error("show_allowed", "requires response_format or structured_outputs")
         if self.show_allowed is not None and (self.logprobs is None or self.logprobs is False):
-            raise field_error("show_allowed", "is for a request with logprobs only")
+            raise field_error("show_allowed", "requires logprobs")
         return self
 
     @property
@@ -544,13 +549,15 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
         """
         limit = self.max_tokens_limit(logprobs)
         if max_new_tokens > limit:
-            what = f"{self.num_choices} texts with {logprobs or 0} log-probabilities for each token"
+            size = f"{self.num_choices} sequences, {logprobs or 0} log-probabilities per token"
             if self.show_allowed is not None:
-                what += f", and {self.show_allowed} allowed ones,"
-            message = f"max_tokens is {max_new_tokens}; for {what} it may be {limit}"
+                size += f" and {self.show_allowed} allowed tokens"
+            message = f"max_tokens is {max_new_tokens}; with {size} it may be at most {limit}"
             raise APIError(400, message, "max_tokens")
         if (self.min_tokens or 0) > max_new_tokens:
-            message = f"min_tokens is {self.min_tokens}; max_tokens is {max_new_tokens}"
+            message = (
+                f"min_tokens is {self.min_tokens}; it must be at most max_tokens, {max_new_tokens}"
+            )
             raise APIError(400, message, "min_tokens")
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         given = {name: value for name, value in given.items() if value is not None}
@@ -590,7 +597,7 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def check_combination(self) -> "CompletionRequest":
         if self.echo and self.logprobs is not None:
-            raise field_error("logprobs", "is not supported with echo: a prompt has none")
+            raise field_error("logprobs", "is not supported with echo: prompts have none")
         return self
 
     @property
@@ -607,7 +614,7 @@ class CompletionRequest(GenerationRequest):
         """Raise APIError if the response would echo too many bytes: each prompt n times."""
         size = sum(len(text.encode(errors="replace")) for text in prompts) * (self.n or 1)
         if size > MAX_ECHO:
-            message = f"echo would repeat {size} bytes of prompts; it may repeat {MAX_ECHO}"
+            message = f"echo would repeat {size} bytes of prompts: at most {MAX_ECHO} are allowed"
             raise APIError(400, message, "echo")
 
 
@@ -686,7 +693,7 @@ class FunctionCall(StrictModel):
             raise ValueError(LONE_SURROGATE) from None
         except (ValueError, RecursionError):
             pass
-        raise ValueError("it must be the JSON of an object")
+        raise ValueError("it must be a JSON object, as a string")
 
 
 class ToolCall(StrictModel):
@@ -741,9 +748,9 @@ class Message(StrictModel):
     @model_validator(mode="after")
     def check_role(self) -> "Message":
         if self.tool_calls and self.role != "assistant":
-            raise field_error("tool_calls", "is for the role assistant only")
+            raise field_error("tool_calls", "is allowed for the role assistant only")
         if (self.role == "tool") != (self.tool_call_id is not None):
-            raise field_error("tool_call_id", "is needed for the role tool, and for it only")
+            raise field_error("tool_call_id", "must be set for the role tool, and only for it")
         return self
 
     @property
@@ -822,7 +829,7 @@ class ChatRequest(GenerationRequest):
     def check_names(cls, value: dict[str, bool] | None) -> dict[str, bool] | None:
         for name in value or {}:
             if name in RESERVED_VARIABLES:
-                raise ValueError(f"{name} is not for a request to set")
+                raise ValueError(f"{name} cannot be set by a request")
         return value
 
     @model_validator(mode="after")
@@ -830,7 +837,7 @@ class ChatRequest(GenerationRequest):
         if self.echo:
             raise field_error("echo", "is not supported for messages")
         if self.top_logprobs and not self.logprobs:
-            raise field_error("top_logprobs", "is for logprobs: true only")
+            raise field_error("top_logprobs", "requires logprobs: true")
         return self
 
     @field_validator("tools")
@@ -847,16 +854,16 @@ class ChatRequest(GenerationRequest):
         made = set()
         for index, message in enumerate(value):
             if message.tool_call_id is not None and message.tool_call_id not in made:
-                raise field_error(f"{index}.tool_call_id", "is the id of no call before it")
+                raise field_error(f"{index}.tool_call_id", "is not the id of an earlier tool call")
             made |= {call.id for call in message.tool_calls or ()}
         return value
 
     @model_validator(mode="after")
     def check_tool_choice(self) -> "ChatRequest":
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
-            raise field_error("tool_choice", "is for a request with tools")
+            raise field_error("tool_choice", "requires tools")
         if self.tools and self.tool_mode != "none" and self.constraint[1]:
-            raise field_error(self.constraint[0], "is not for a request whose reply may call tools")
+            raise field_error(self.constraint[0], CONFLICTS_WITH_TOOLS)
         return self
 
     @property

@@ -125,7 +125,7 @@ class ReplicaClient:
                 except StopAsyncIteration:
                     return
                 except Exception as error:  # Ray raises many types
-                    reason = "the process that wrote this text has ended, or cannot be reached"
+                    reason = "the replica of this request has ended, or cannot be reached"
                     raise EngineDead(f"{reason}: {type(error).__name__}") from None
                 if isinstance(update, Exception):
                     raise update

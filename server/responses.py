@@ -69,13 +69,13 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
 )
 async def stored(name: str) -> Response:
     """Answer 404 for any stored response, because none is stored."""
-    raise APIError(404, "no response is stored here: none can be read, cancelled or deleted")
+    raise APIError(404, "the server stores no responses: none can be read, cancelled or deleted")
 
 
 @router.api_route("/v1/embeddings", methods=["GET", "HEAD", "POST"], include_in_schema=False)
 async def embeddings() -> Response:
     """Answer 404, with the reason for clients that try."""
-    raise APIError(404, "there are no embeddings here: this server's models only write text")
+    raise APIError(404, "embeddings are not supported: this server only generates text")
 
 
 async def create_response(

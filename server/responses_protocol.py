@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 from pydantic_core import to_json
 
 from server.protocol import (
+    CONFLICTS_WITH_TOOLS,
     IGNORED_FIELDS,
     MAX_ITEMS,
     METADATA_FIELDS,
@@ -29,11 +30,11 @@ from server.protocol import (
 from text.tools import MAX_TOOLS
 
 LOGPROBS = "message.output_text.logprobs"
-NOTHING_STORED = "is not supported: no response is stored here, so send the earlier items in input"
+NOTHING_STORED = "is not supported: the server stores no responses, so send earlier items in input"
 ITEM_REFERENCE = "item_reference"
 NOT_KEPT = (
-    "is the id of no item that this server still keeps; set store: false, so that the client sends"
-    " the items themselves (AI SDK: providerOptions: {openai: {store: false}})"
+    "is not the id of an item that this server still keeps; set store: false, so that the client"
+    " sends the items themselves (AI SDK: providerOptions: {openai: {store: false}})"
 )
 MAX_REFERENCED_BYTES = 2**20  # bytes of all referenced items; the limit of a body
 
@@ -82,7 +83,7 @@ REFUSAL_REASONS = {
     "conversation": NOTHING_STORED,
     "messages": "is not a field of this request; did you mean input?",
     "previous_response_id": NOTHING_STORED,
-    "prompt": "is not supported: no prompts are stored here, so send its text in input",
+    "prompt": "is not supported: the server stores no prompts, so send the text in input",
     "reasoning_effort": "is not a field of this request; did you mean reasoning.effort?",
     "response_format": "is not a field of this request; did you mean text.format?",
     "verbosity": "is not a field of this request; did you mean text.verbosity?",
@@ -157,7 +158,7 @@ def to_items(value: Any) -> Any:
 def check_size(value: Any) -> Any:
     """Raise ValueError for an object of more than 16 fields, before validating each."""
     if isinstance(value, dict) and len(value) > 16:
-        raise ValueError(f"it has {len(value)} fields; it may have 16")
+        raise ValueError(f"it has {len(value)} fields: at most 16 are allowed")
     return value
 
 
@@ -209,9 +210,9 @@ class InputItem(TypedModel):
             if given and name not in (*required, *may_have):
                 raise field_error(name, f"is not a field of the type {self.item_type}")
             if not given and name in required:
-                raise field_error(name, f"is needed for the type {self.item_type}")
+                raise field_error(name, f"is required for the type {self.item_type}")
         if self.item_type == ITEM_REFERENCE and not isinstance(self.id, str):
-            raise field_error("id", f"is needed for the type {ITEM_REFERENCE}: a string")
+            raise field_error("id", f"is required for the type {ITEM_REFERENCE}: a string")
         return self
 
     @property
@@ -271,7 +272,7 @@ class TextFormat(TypedModel):
     def check_complete(self) -> "TextFormat":
         for name, value in (("name", self.name), ("schema", self.schema_)):
             if (self.type == "json_schema") != (value is not None):
-                raise field_error(name, "is needed for the type json_schema, and for it only")
+                raise field_error(name, "must be set for the type json_schema, and only for it")
         return self
 
     @property
@@ -381,15 +382,13 @@ class ResponsesRequest(with_untyped_fields(RequestBody, CHAT_FIELDS)):
             try:
                 to_json([[[value]]])  # as deeply nested as in a response
             except ValueError:
-                raise field_error(name, "may have up to 250 objects inside each other") from None
+                raise field_error(name, "may be nested up to 250 levels deep") from None
         if not self.instructions and all(item.item_type == "reasoning" for item in self.input):
-            raise field_error("input", "has no message: its items are of the type reasoning only")
+            raise field_error("input", "has no message: all its items are of the type reasoning")
         if self.top_logprobs and not self.logprobs:
-            raise field_error("top_logprobs", f'is for include: ["{LOGPROBS}"] only')
+            raise field_error("top_logprobs", f'requires include: ["{LOGPROBS}"]')
         if self.logprobs and self.tools and self.tool_choice != "none":
-            raise field_error(
-                "include", f"{LOGPROBS} is not for a request whose reply may call tools"
-            )
+            raise field_error("include", f"{LOGPROBS} {CONFLICTS_WITH_TOOLS}")
         return self
 
     @property
@@ -467,7 +466,7 @@ class ResponsesRequest(with_untyped_fields(RequestBody, CHAT_FIELDS)):
                     raise APIError(400, f"input.{index}.id: {name} {NOT_KEPT}", "input")
                 size += len(data)
                 if size > MAX_REFERENCED_BYTES:
-                    what = f"it refers to items of more than {MAX_REFERENCED_BYTES} bytes together"
+                    what = f"the items that it refers to exceed {MAX_REFERENCED_BYTES} bytes"
                     raise APIError(400, f"input: {what}", "input")
                 try:
                     item = InputItem.model_validate_json(data)
@@ -478,7 +477,7 @@ class ResponsesRequest(with_untyped_fields(RequestBody, CHAT_FIELDS)):
             if item.item_type == "function_call":
                 call_ids.add(item.call_id)
             elif item.item_type == "function_call_output" and item.call_id not in call_ids:
-                what = "is the call_id of no function_call before it"
+                what = "is not the call_id of an earlier function_call"
                 raise APIError(400, f"input.{index}.call_id {what}", "input")
             items.append(item)
         return self.model_copy(update={"input": items})
@@ -531,10 +530,10 @@ def drop_none(fields: dict[str, Any]) -> dict[str, Any]:
 def to_responses_names(message: str) -> str:
     """Rename the fields in an error about the chat request to those of the response request.
 
-    A field name is expected at the start, and after "; ", "or " or "with a ".
+    A field name is expected at the start, and after "; ", "or ", "with " or "most ".
     """
     for chat_name, responses_name in RESPONSES_NAMES.items():
         message = re.sub(
-            rf"(^|; |\bor |\bwith a ){chat_name}(?![\w.])", rf"\g<1>{responses_name}", message
+            rf"(^|; |\bor |\bwith |\bmost ){chat_name}(?![\w.])", rf"\g<1>{responses_name}", message
         )
     return re.sub(r"^(tools\.\d+|tool_choice)\.function\.", r"\1.", message)

@@ -21,7 +21,7 @@ from text.chat import SYSTEM_ROLE_HINT, Chat
 from text.detokenizer import IncrementalDetokenizer
 from text.tools import ToolFormat, build_tool_grammar, check_tools, detect_tool_format
 
-OTHER_MODEL = "serve a model that takes it: make smollm2, then python serve.py --model smollm2"
+OTHER_MODEL = "serve a model that supports it: make smollm2, then python serve.py --model smollm2"
 PROBE = "xprobex"  # occurs in no template
 ROLE_EXAMPLES = {  # for each role, the roles of a conversation that templates accept
     "system": ["system", "user"],
@@ -175,7 +175,7 @@ class ServedModel:
     def check_dropped(self, field: str, dropped: str) -> None:
         """Raise UserError for dropped bytes of a field, because clients see no warning."""
         if dropped:
-            raise UserError(f"{field}: the model's vocabulary lacks these bytes of it: {dropped}")
+            raise UserError(f"{field}: the vocabulary of the model lacks these bytes: {dropped}")
 
     def truncate_prompt(
         self, prompt: list[int], keep: int | None, new_tokens: int, field: str
@@ -188,15 +188,13 @@ class ServedModel:
         """
         window = self.backend.config.block_size
         if keep is not None and keep > window:
-            message = f"truncate_prompt_tokens is {keep}; this model's window has {window} tokens"
+            message = f"truncate_prompt_tokens is {keep}; the context window has {window} tokens"
             raise APIError(400, message, "truncate_prompt_tokens")
         if keep == -1:
             keep = window - new_tokens if new_tokens < window else window
         truncated = prompt if keep is None else prompt[-keep:]
         if len(truncated) > window:
-            message = (
-                f"a prompt of {len(truncated)} tokens; this model's window has {window} tokens"
-            )
+            message = f"the prompt has {len(truncated)} tokens; the context window has {window}"
             message += ": send fewer, or truncate_prompt_tokens to keep the last ones only"
             raise APIError(400, message, field, "context_length_exceeded")
         return truncated
@@ -270,7 +268,7 @@ class ServedModel:
             file = getattr(self.chat, "file", "")  # self.chat may be an error
             raise APIError(400, str(error).removeprefix(f"{file}: "), field) from None
         except RecursionError:
-            raise APIError(400, f"{field}: too many objects inside each other", field) from None
+            raise APIError(400, f"{field}: nested too deeply", field) from None
 
     def skip_token_ids(
         self, body: GenerationRequest, tool_format: ToolFormat | None = None
@@ -321,6 +319,6 @@ def callable_tools(body: ChatRequest) -> list[dict]:
         return body.tools
     tools = [tool for tool in body.tools if tool["function"]["name"] == body.named_tool]
     if not tools:
-        message = f"tool_choice.function.name: {body.named_tool} is the name of no tool"
+        message = f"tool_choice.function.name: {body.named_tool} is not in tools"
         raise APIError(400, message, "tool_choice")
     return tools

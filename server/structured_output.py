@@ -27,8 +27,8 @@ MASK_SECONDS = 2  # time limit per mask, for which the whole batch waits
 FAIR_SECONDS = 0.005
 BUDGET_SECONDS = 1
 TOO_SLOW = (
-    "it takes too long to say which tokens may follow: write it so that a text can be read "
-    "in one way only, or with fewer alternatives"
+    "computing the allowed tokens takes too long: make the grammar unambiguous, or use fewer "
+    "alternatives"
 )
 MAX_TIMED_OUT = 4  # late calls that still run: each occupies a thread and a CPU core
 MAX_BYTES = 2**29  # of compiled constraints, by `constraint_bytes`
@@ -114,7 +114,7 @@ def compile_pool(process: int) -> ThreadPoolExecutor:
 def stall_reason() -> str | None:
     """Return why no more constraints are computed; None if they are."""
     full = COMPILER.full or MASKS.full
-    return f"{MAX_TIMED_OUT} constraints of texts are computed without end" if full else None
+    return f"{MAX_TIMED_OUT} constraints are being computed without end" if full else None
 
 
 def compile_matcher(params: SamplingParams, encoding, config) -> Matcher | None:
@@ -132,7 +132,7 @@ def compile_matcher(params: SamplingParams, encoding, config) -> Matcher | None:
         if not has_capacity(constraint.source):
             held = constraints.compiled_bytes() // 2**20
             raise QueueFull(
-                f"the constraints of waiting and running texts take {held} MB: try again"
+                f"the constraints of waiting and running requests take {held} MB: try again"
             )
     return COMPILER.call(make_matcher, params, encoding, config)
 

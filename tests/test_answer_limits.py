@@ -19,8 +19,8 @@ STREAM = ENDLESS | {"stream": True}
 )
 def test_all_texts_of_a_request_have_a_bound(tiny_llama, body, texts, count):
     most = 2**22 // (texts * (16 + (64 * (1 + count) if "logprobs" in body else 0)))
-    what = f"{texts} texts with {count} log-probabilities for each token"
-    error = refusal(f"max_tokens is {most + 1}; for {what} it may be {most}", "max_tokens")
+    what = f"{texts} sequences, {count} log-probabilities per token"
+    error = refusal(f"max_tokens is {most + 1}; with {what} it may be at most {most}", "max_tokens")
     with serving(lambda: small_engine(tiny_llama)) as client:
         body = body | {"max_tokens": most + 1}
         with client.send("POST", PATH, body | {"stream": True}) as answer:
@@ -41,7 +41,7 @@ def test_what_an_echo_may_repeat(tiny_llama, monkeypatch):
     """It is refused before there is work, or, where only tokens tell its length, any text."""
 
     def refused(size):
-        message = f"echo would repeat {size} bytes of prompts; it may repeat 1048576"
+        message = f"echo would repeat {size} bytes of prompts: at most 1048576 are allowed"
         return 400, refusal(message, "echo")
 
     (word,) = small_encoding().encode(" uncomfortable")
@@ -68,4 +68,4 @@ def test_a_reply_whose_length_is_not_asked_for_fits_the_answer(client, monkeypat
     status, found = client.post(CHAT, body)
     assert (status, found["usage"]["completion_tokens"]) == (200, 2 * 3)
     status, found = client.post(CHAT, body | {"max_tokens": 4})
-    assert status == 400 and "it may be 3" in found["error"]["message"]
+    assert status == 400 and "it may be at most 3" in found["error"]["message"]

@@ -123,10 +123,10 @@ USER = {"role": "user"}
 TOOL = {"type": "function", "function": {"name": "look"}}
 CONTENT = "messages.0.content: it must be a string or a list of up to 16384 parts of the type text"
 HINT = "put its text at the start of the first user message"
-OTHER = "or serve a model that takes it: make smollm2, then python serve.py --model smollm2"
+OTHER = "or serve a model that supports it: make smollm2, then python serve.py --model smollm2"
 ROLES = f"chat template: this model knows the roles user and assistant only; {HINT}, {OTHER}"
 ADD = "add_generation_prompt"
-BEST_OF = "best_of is supported only where it equals n"
+BEST_OF = "best_of must equal n"
 MIN = "messages: List should have at least 1 item after validation, not 0"
 
 
@@ -139,7 +139,7 @@ MIN = "messages: List should have at least 1 item after validation, not 0"
         ({"messages": [USER | {"content": None}]}, CONTENT, "messages"),
         ({"messages": [USER | {"content": [{"type": "image_url"}]}]}, CONTENT, "messages"),
         ({"messages": [{"role": "system", "content": "x"}]}, ROLES, "messages"),
-        ({"top_logprobs": 2}, "top_logprobs is for logprobs: true only", "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs requires logprobs: true", "top_logprobs"),
         ({"tools": [TOOL]}, "this chat template does not support tools", "tools"),
         ({"echo": True}, "echo is not supported for messages", "echo"),
         ({"best_of": 2}, BEST_OF, "best_of"),

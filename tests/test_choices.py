@@ -115,7 +115,7 @@ IDS = "the prompt has the id {}; ids of this model are integers from 0 to 4095"
         ({"n": 0}, "n: Input should be greater than or equal to 1", "n"),
         ({"n": 129}, "n: Input should be less than or equal to 128", "n"),
         *(
-            (body, "best_of is supported only where it equals n", "best_of")
+            (body, "best_of must equal n", "best_of")
             for body in ({"best_of": 2}, {"n": 2, "best_of": 1}, {"n": 2, "best_of": 3})
         ),
     ],
@@ -138,4 +138,4 @@ def test_one_text_that_fails_fails_its_request_alone(tiny_llama):
 def test_half_a_letter_in_a_list_is_no_text(client):
     body = {"prompt": ["Tom", "\udfff"], "echo": True, "stream": True}
     status, answer = client.post(PATH, body)
-    assert status == 400 and answer["error"]["message"].startswith("prompt.1: not UTF-8 text")
+    assert status == 400 and answer["error"]["message"].startswith("prompt.1: not valid UTF-8")

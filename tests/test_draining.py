@@ -75,7 +75,7 @@ def test_a_second_signal_ends_it_at_once(start):
 
 def test_503_while_the_model_is_loaded_and_texts_end_after_a_signal(slow):
     server, client, let_go = slow
-    refused = (503, server_error("the model is being loaded"))
+    refused = (503, server_error("the model is still loading"))
     talk = {"messages": [{"role": "user", "content": "cat"}]}
     assert client.get("/health") == (503, None)
     assert client.get("/v1/models") == client.post(PATH, {}) == refused

@@ -65,7 +65,7 @@ def test_a_full_engine_is_429(servers):
     answers = [client.send("POST", PATH, many) for _ in replicas]
     assert [answer.status for answer in answers] == [200] * 3
     status, body = client.post(PATH, ENDLESS)
-    error = "the queue is full, with 24 texts: try again"
+    error = "the queue is full (24 sequences): try again"
     assert (status, body["error"]["message"]) == (429, error)
     for answer in answers:
         answer.close()
@@ -82,7 +82,7 @@ def test_a_client_that_leaves_frees_the_engine(servers, stream):
 
 def test_engines_elsewhere_are_not_seen_at_work(servers):
     status, body = servers[0].get("/live")
-    message = "the engines are in other processes, and cannot be seen at work here"
+    message = "not available here: the engines run in other processes"
     assert (status, body["error"]["message"]) == (404, message)
 
 
@@ -104,7 +104,7 @@ def test_keys_queues_and_hosts_are_those_of_the_command_line(model):
         assert client.post(PATH, {"prompt": "Tom"})[0] == 401
         assert client.post(PATH, {"prompt": "Tom"}, known)[0] == 200
         status, body = client.post(PATH, {"prompt": [1] * 21}, known)
-        error = "21 tokens of prompts in one request; there is room for 20"
+        error = "the request has 21 prompt tokens: at most 20 are allowed"
         assert (status, body["error"]["message"]) == (400, error)
         for host, status in (("door.lan:80", 200), ("localhost", 200), ("evil.example", 403)):
             assert client.ask("GET", "/v1/models", None, known | {"Host": host})[0] == status

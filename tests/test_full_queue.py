@@ -30,7 +30,7 @@ STREAM = ENDLESS | {"stream": True}
 
 
 def full(present: int, what: str) -> dict:
-    message = f"the queue is full, with {present} {what}: try again"
+    message = f"the queue is full ({present} {what}): try again"
     return refusal(message, code="rate_limit_exceeded")
 
 
@@ -47,7 +47,7 @@ def test_more_texts_than_there_is_room_for_are_429(tiny_llama):
         ]
         until(lambda: sum(answer.done() for answer in answers) == 7)
         refused = [answer.result() for answer in answers if answer.done()]
-        assert refused == [(429, full(5, "texts"))] * 7
+        assert refused == [(429, full(5, "sequences"))] * 7
         with client.send("POST", CHAT, MESSAGES) as answer:
             assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
         turn.release(10**6)
@@ -69,7 +69,7 @@ def test_all_texts_are_counted_before_there_is_work(tiny_llama, monkeypatch, pat
         for name in ("encode", "prepare_chat"):
             monkeypatch.setattr(ServedModel, name, None)
         status, answer = client.post(path, body)
-    message = "6 texts in one request; there is room for 5"
+    message = "the request has 6 sequences: at most 5 are allowed"
     assert (status, answer["error"]["message"]) == (400, message)
 
 
@@ -84,7 +84,7 @@ def test_more_tokens_of_prompts_than_there_is_room_for_are_429(tiny_llama):
     with serving(make, max_waiting_tokens=25) as client, ThreadPoolExecutor(2) as pool:
         first = [pool.submit(client.post, PATH, prompt) for _ in range(2)]
         until(lambda: len(client.thread.generations) == 2)
-        assert client.post(PATH, prompt) == (429, full(20, "tokens of prompts"))
+        assert client.post(PATH, prompt) == (429, full(20, "prompt tokens"))
         assert client.post(PATH, prompt | {"stream": True})[0] == 429
         turn.release(10**6)
         assert [answer.result()[0] for answer in first] == [200, 200]
@@ -97,7 +97,7 @@ def test_more_tokens_of_prompts_than_there_is_room_for_are_429(tiny_llama):
 def test_more_tokens_than_ever_fit_are_400(tiny_llama):
     with serving(lambda: small_engine(tiny_llama), max_waiting_tokens=9) as client:
         status, found = client.post(PATH, {"prompt": [1] * 10})
-    message = "10 tokens of prompts in one request; there is room for 9"
+    message = "the request has 10 prompt tokens: at most 9 are allowed"
     assert (status, found["error"]["message"]) == (400, message)
 
 
@@ -110,7 +110,7 @@ def test_a_request_needs_room_for_one_text_and_is_not_encoded_where_there_is_non
         with client.send("POST", PATH, STREAM):
             until(lambda: client.thread.generations)
             monkeypatch.setattr(type(small_encoding()), "encode", None)
-            assert client.post(PATH, {"prompt": "x"}) == (429, full(1, "texts"))
+            assert client.post(PATH, {"prompt": "x"}) == (429, full(1, "sequences"))
 
 
 @pytest.mark.parametrize("end", ["over", "cancelled", "refused"])

@@ -54,7 +54,7 @@ def test_a_refused_host_is_told_why_also_across_origins(named):
         assert answer.status == 403
         assert answer.headers["Access-Control-Allow-Origin"] == "https://page.example"
         found = json.loads(answer.read())
-    assert found == refusal("this server is not called 'other.lan'; --allowed-host adds a name")
+    assert found == refusal("the host name 'other.lan' is not allowed; --allowed-host adds it")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_server_that_is_started_checks_the_host(tiny_llama, monkeypatch):
 @pytest.mark.parametrize("name", ["a:8000", "http://a", "", "[::1]"])
 def test_a_name_that_no_client_can_send_is_refused(run_main, name):
     code, out, err = run_main(serve.main, "--port", 0, f"--allowed-host={name}")
-    line = f"error: --allowed-host {name}: it must be a name without a port\n"
+    line = f"error: --allowed-host {name}: it must be a host name without a port\n"
     assert (code, out) == (2, "") and err.endswith(line)
 
 

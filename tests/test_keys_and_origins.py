@@ -37,7 +37,7 @@ def test_the_key_opens_the_door(client):
 )
 @pytest.mark.parametrize("path", [PATH, "/v1/chat/completions", "/v1/nothing"])
 def test_without_it_nothing_is_told(client, headers, path):
-    error = refusal("wrong or no API key", code="invalid_api_key")
+    error = refusal("the API key is missing or wrong", code="invalid_api_key")
     assert client.post(path, b"no JSON", headers) == (401, error)
 
 
@@ -114,14 +114,14 @@ def test_any_origin_or_none(tiny_llama):
                 assert allowed == ("*" if origins else None)
 
 
-BLANK = "--api-key has a blank at an end, which no client can send"
+BLANK = "--api-key begins or ends with whitespace, which no client can send"
 CONTROL = "--api-key has a control character, which no client can send"
 
 
 @pytest.mark.parametrize(
     "option, words",
     [
-        ("--api-key=", "--api-key is empty; leave it out to let anyone ask"),
+        ("--api-key=", "--api-key is empty: omit it to serve without a key"),
         ("--api-key=key\n", BLANK),
         ("--api-key=k\ney", CONTROL),
         ("--api-key=k\x7fy", CONTROL),

@@ -15,7 +15,7 @@ def prompt_of(messages) -> list[int]:
 
 @pytest.mark.parametrize("prompt", ["a dog " * 32, [5] * 65, ["Tom", "a dog " * 32]])
 def test_a_prompt_longer_than_the_window_is_refused(client, prompt):
-    message = "a prompt of 65 tokens; this model's window has 64 tokens: send fewer, or"
+    message = "the prompt has 65 tokens; the context window has 64: send fewer, or"
     message += " truncate_prompt_tokens to keep the last ones only"
     found = client.post(PATH, {"prompt": prompt})
     assert found == (400, refusal(message, "prompt", "context_length_exceeded"))
@@ -46,7 +46,7 @@ def test_a_prompt_that_is_short_enough_is_not_cut(client):
     "keep, message",
     [
         *((keep, f"{KEEP}: it must be -1 or an integer >= 1") for keep in (0, -2, 1.5, "1", True)),
-        (65, f"{KEEP} is 65; this model's window has 64 tokens"),
+        (65, f"{KEEP} is 65; the context window has 64 tokens"),
     ],
 )
 def test_how_many_tokens_may_be_kept(client, keep, message):
@@ -61,7 +61,7 @@ def test_messages_longer_than_the_window_are_refused(client):
     count = len(prompt_of(long))
     status, found = client.post(CHAT, {"messages": long})
     assert len(prompt_of(FULL)) == 64 < count and status == 400
-    message = f"a prompt of {count} tokens; this model's window has 64 tokens: send fewer, or"
+    message = f"the prompt has {count} tokens; the context window has 64: send fewer, or"
     message += " truncate_prompt_tokens to keep the last ones only"
     assert found == refusal(message, "messages", "context_length_exceeded")
 

@@ -135,7 +135,7 @@ def test_a_server_refuses_what_it_would_drop(encoding, tiny_llama):
         engine.encoding = encoding
         return engine
 
-    words = "{}: the model's vocabulary lacks these bytes of it: 04 f1"
+    words = "{}: the vocabulary of the model lacks these bytes: 04 f1"
     with serving(make) as client:
         for prompt in (TEXT.replace("\x1d", ""), ["a", "\x04\U00040000"]):
             body = {"prompt": prompt, "max_tokens": 1}

@@ -209,7 +209,7 @@ def test_a_server_whose_socket_fails_ends_with_a_note(tmp_path, monkeypatch):
         socket.create_connection(("127.0.0.1", client.port)).close()
         assert wait(processes) == [0, 0]
     (_, err), other = written(tmp_path, 2)
-    assert err == "note: no more connections: [Errno 22] Invalid argument\n"
+    assert err == "note: the server accepts no more connections: [Errno 22] Invalid argument\n"
     assert other == ("", "")
 
 

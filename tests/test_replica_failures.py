@@ -7,7 +7,7 @@ import pytest
 from replicas import make_engine, parse, save_small, serving_replicas, streamed_texts
 from serving import ENDLESS, PATH, metric_families, server_error, serving, until
 
-GONE = "the process that wrote this text has ended, or cannot be reached: RuntimeError"
+GONE = "the replica of this request has ended, or cannot be reached: RuntimeError"
 ENDED = server_error(GONE)
 
 

@@ -19,7 +19,7 @@ def run_script(run_main, *arguments) -> tuple[int, str, str]:
     return code, out, err.partition("error: ")[2]
 
 
-HINT = "Ray is not installed here; get it with: pip install '.[ray]'\n"
+HINT = "Ray is not installed: pip install '.[ray]'\n"
 
 
 @pytest.mark.parametrize("cpus", [0.0001, os.cpu_count()])

@@ -7,7 +7,7 @@ from conftest import count_calls
 from pydantic import ValidationError
 from serving import PATH, refusal
 
-TOO_LONG = (413, refusal("the body is too long; it may have 1048576 bytes", None))
+TOO_LONG = (413, refusal("the body is too long: at most 1048576 bytes are allowed", None))
 
 
 @pytest.mark.parametrize("chunked", [False, True])

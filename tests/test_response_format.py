@@ -99,8 +99,8 @@ def test_the_official_client_parses(client):
         assert openai_client.chat.completions.parse(**ask, seed=2).choices[0].message.parsed
 
 
-ONE = "structured_outputs: it must have one of json, json_object, regex, choice and grammar"
-NEEDED = "json_schema is needed for the type json_schema, and for it only"
+ONE = "structured_outputs: it must have exactly one of json, json_object, regex, choice and grammar"
+NEEDED = "json_schema must be set for the type json_schema, and only for it"
 JSON = "structured_outputs.json: it must be"
 CHOICE = "structured_outputs.choice: it must be"
 CHOSEN = {"structured_outputs": {"choice": ["a"]}}
@@ -124,9 +124,9 @@ CHOSEN = {"structured_outputs": {"choice": ["a"]}}
         ({"response_format": {"type": "json_schema"}}, f"response_format.{NEEDED}"),
         ({"response_format": NAMED | {"type": "json_object"}}, f"response_format.{NEEDED}"),
         ({"structured_outputs": {"json": [1]}}, f"{JSON} an object or its JSON"),
-        ({"structured_outputs": {"choice": []}}, f"{CHOICE} a list of 1 to 1024 texts"),
-        ({"structured_outputs": {"choice": ["a", 1]}}, f"{CHOICE} a list of 1 to 1024 texts"),
-        ({"structured_outputs": {"choice": [""] * 1025}}, f"{CHOICE} a list of 1 to 1024 texts"),
+        ({"structured_outputs": {"choice": []}}, f"{CHOICE} a list of 1 to 1024 strings"),
+        ({"structured_outputs": {"choice": ["a", 1]}}, f"{CHOICE} a list of 1 to 1024 strings"),
+        ({"structured_outputs": {"choice": [""] * 1025}}, f"{CHOICE} a list of 1 to 1024 strings"),
         (
             {"response_format": {"type": "yaml"}},
             "response_format.type: Input should be 'text', 'json_object' or 'json_schema'",
@@ -141,7 +141,7 @@ def test_what_no_constraint_is(client, fields, message):
 
 def test_one_constraint_a_request(client):
     body = {"structured_outputs": {"choice": ["a"]}, "response_format": NAMED}
-    message = "structured_outputs is not for a request with a response_format"
+    message = "structured_outputs cannot be combined with response_format"
     assert client.post(PATH, body) == (400, refusal(message, "structured_outputs"))
     body["response_format"] = {"type": "text"}
     assert client.post(PATH, body)[1]["choices"][0]["text"] == "a"

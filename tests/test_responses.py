@@ -554,15 +554,15 @@ def test_a_part_and_a_name_as_chats_have_them():
     assert [each.as_dict for each in asked.to_chat().messages] == [said]
 
 
-STORED = "is not supported: no response is stored here, so send the earlier items in input"
+STORED = "is not supported: the server stores no responses, so send earlier items in input"
 ROLE = "Input should be 'user', 'assistant', 'system' or 'developer'"
-LIMIT = "for 1 texts with 0 log-probabilities for each token it may be 262144"
+LIMIT = "with 1 sequences, 0 log-probabilities per token it may be at most 262144"
 SAYS = "this server supports {} only"
 
 
 NOT_KEPT = (
-    "is the id of no item that this server still keeps; set store: false, so that the client sends "
-    "the items themselves (AI SDK: providerOptions: {openai: {store: false}})"
+    "is not the id of an item that this server still keeps; set store: false, so that the client "
+    "sends the items themselves (AI SDK: providerOptions: {openai: {store: false}})"
 )
 
 
@@ -590,7 +590,7 @@ def text_format(schema, **fields) -> dict:
         ),
         (
             {"prompt": {"id": "p"}},
-            "prompt is not supported: no prompts are stored here, so send its text in input",
+            "prompt is not supported: the server stores no prompts, so send the text in input",
             None,
         ),
         ({"context_management": [{}]}, "context_management is not supported", None),
@@ -615,7 +615,7 @@ def text_format(schema, **fields) -> dict:
         ),
         (
             {"input": [{"type": "item_reference", "id": ["msg_1"]}]},
-            "input.0.id is needed for the type item_reference: a string",
+            "input.0.id is required for the type item_reference: a string",
             "input",
         ),
         (
@@ -641,10 +641,10 @@ def text_format(schema, **fields) -> dict:
             'tool_choice: it must be none, auto, required or {"type": "function", "name": ...}',
             "tool_choice",
         ),
-        ({"tool_choice": "required"}, "tool_choice is for a request with tools", "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice requires tools", "tool_choice"),
         (
             tools() | {"tool_choice": {"type": "function", "name": "messages"}},
-            "tool_choice.name: messages is the name of no tool",
+            "tool_choice.name: messages is not in tools",
             "tool_choice",
         ),
         (tools(TOOLS[0]), "tools.2.name: duplicate name look", "tools"),
@@ -656,24 +656,25 @@ def text_format(schema, **fields) -> dict:
         ),
         (
             tools() | {"text": {"format": {"type": "json_object"}}},
-            "text.format is not for a request whose reply may call tools",
+            "text.format cannot be combined with tools, unless tool_choice is none",
             "text",
         ),
         (
             tools() | LOGPROBS,
-            "include message.output_text.logprobs is not for a request whose reply may call tools",
+            "include message.output_text.logprobs cannot be combined with tools, "
+            "unless tool_choice is none",
             "include",
         ),
         (
             {"top_logprobs": 2},
-            'top_logprobs is for include: ["message.output_text.logprobs"] only',
+            'top_logprobs requires include: ["message.output_text.logprobs"]',
             "top_logprobs",
         ),
         (LOGPROBS | {"top_logprobs": 21}, None, "top_logprobs"),
         ({"include": ["everything"]}, None, "include"),
         (
             {"text": {"format": {"type": "json_schema", "name": "a"}}},
-            "text.format.schema is needed for the type json_schema, and for it only",
+            "text.format.schema must be set for the type json_schema, and only for it",
             "text",
         ),
         (
@@ -688,7 +689,7 @@ def text_format(schema, **fields) -> dict:
         ),
         (
             {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
-            "structured_outputs is not for a request with a text.format",
+            "structured_outputs cannot be combined with text.format",
             "structured_outputs",
         ),
         (
@@ -700,7 +701,7 @@ def text_format(schema, **fields) -> dict:
         ({"max_output_tokens": "3"}, None, "max_output_tokens"),
         (
             {"max_output_tokens": 3, "min_tokens": 9},
-            "min_tokens is 9; max_output_tokens is 3",
+            "min_tokens is 9; it must be at most max_output_tokens, 3",
             "min_tokens",
         ),
         (
@@ -744,7 +745,7 @@ def text_format(schema, **fields) -> dict:
         ({"metadata": {"a": 1}}, None, "metadata"),
         (
             {"metadata": {f"{n}": n for n in range(17)}},
-            "metadata: it has 17 fields; it may have 16",
+            "metadata: it has 17 fields: at most 16 are allowed",
             "metadata",
         ),
         ({"stream_options": {"include_obfuscation": 1}}, None, "stream_options"),
@@ -759,17 +760,17 @@ def text_format(schema, **fields) -> dict:
         ({"input": []}, None, "input"),
         (
             {"input": [REASONING]},
-            "input has no message: its items are of the type reasoning only",
+            "input has no message: all its items are of the type reasoning",
             "input",
         ),
         (
             {"input": [REASONING] * 2, "instructions": ""},
-            "input has no message: its items are of the type reasoning only",
+            "input has no message: all its items are of the type reasoning",
             "input",
         ),
         ({"input": ["Tom"]}, None, "input"),
         (message(role="tool"), f"input.0.role: {ROLE}", "input"),
-        (message(content=None), "input.0.content is needed for the type message", "input"),
+        (message(content=None), "input.0.content is required for the type message", "input"),
         (
             message(name="<|im_end|>"),
             "input.0.name: String should match pattern '^[A-Za-z0-9_-]+$'",
@@ -784,12 +785,12 @@ def text_format(schema, **fields) -> dict:
         (message(contents="a"), None, "input"),
         (
             {"input": [*MESSAGES, OUTPUT]},
-            "input.3.call_id is the call_id of no function_call before it",
+            "input.3.call_id is not the call_id of an earlier function_call",
             "input",
         ),
         (
             {"input": [CALL | {"arguments": "[1]"}]},
-            "input.0.arguments: it must be the JSON of an object",
+            "input.0.arguments: it must be a JSON object, as a string",
             "input",
         ),
         ({"input": [CALL | {"namespace": "a"}]}, "input.0.namespace is not supported", "input"),
@@ -839,7 +840,7 @@ DEEP = functools.reduce(lambda inner, _: {"default": inner}, range(300), {"type"
 )
 def test_what_a_response_could_not_repeat_is_refused(hermes, fields):
     name = next(iter(fields))
-    what = f"{name} may have up to 250 objects inside each other"
+    what = f"{name} may be nested up to 250 levels deep"
     for stream in (False, True):
         found = hermes.post(PATH, {"input": "Tom", "stream": stream} | fields)
         assert found == (400, refusal(what, name))
@@ -871,7 +872,7 @@ def test_null_in_a_schema_is_a_value(client):
 
 
 def test_nothing_is_stored(client):
-    message = "no response is stored here: none can be read, cancelled or deleted"
+    message = "the server stores no responses: none can be read, cancelled or deleted"
     for method, path in (
         ("GET", "/r"),
         ("DELETE", "/r"),
@@ -910,7 +911,7 @@ def test_half_a_call_is_refused_by_its_id_as_it_is_whole(hermes):
     body = {"input": "Tom", "tools": TOOLS, "seed": 2}
     body |= {"tool_choice": {"type": "function", "name": "count"}, "stop": ['"things']}
     output = whole(hermes, body)["output"]
-    what = "input.0.arguments: it must be the JSON of an object"
+    what = "input.0.arguments: it must be a JSON object, as a string"
     for items in (output, by_id(output)):
         assert hermes.post(PATH, {"input": items}) == (400, refusal(what, "input"))
 
@@ -984,11 +985,11 @@ def test_items_by_id_are_no_more_than_a_body(hermes):
             continue
         with pytest.raises(APIError) as error:
             asked.resolve_references(lambda name: data)
-        assert str(error.value) == "input: it refers to items of more than 1048576 bytes together"
+        assert str(error.value) == "input: the items that it refers to exceed 1048576 bytes"
 
 
 def test_embeddings_are_not_served(client):
-    message = "there are no embeddings here: this server's models only write text"
+    message = "embeddings are not supported: this server only generates text"
     assert client.post("/v1/embeddings", {"input": "a"}) == (404, refusal(message))
     assert client.get("/v1/embeddings") == (404, refusal(message))
     with client.send("HEAD", "/v1/embeddings") as head:
@@ -1085,7 +1086,7 @@ def test_the_official_client(hermes):
             talk += [made if turn else made.model_dump(), output]
         found = openai_client.responses.create(input=talk, **options | {"tool_choice": "none"})
         assert found.output_text
-        with pytest.raises(openai.NotFoundError, match="no response is stored"):
+        with pytest.raises(openai.NotFoundError, match="the server stores no responses"):
             openai_client.responses.retrieve(found.id)
         with pytest.raises(openai.BadRequestError, match="previous_response_id"):
             openai_client.responses.create(input="Tom", previous_response_id=found.id, **ask)

@@ -26,7 +26,10 @@ def test_options_that_do_not_go_together_are_a_line(run_main, monkeypatch):
 
     seconds = "it must be a number from 1 to below 1000000"
     for options, error in (
-        (("--replicas=3", "--max-replicas=2"), "--max-replicas 2 is less than --replicas 3\n"),
+        (
+            ("--replicas=3", "--max-replicas=2"),
+            "--max-replicas 2: must be at least --replicas (3)\n",
+        ),
         (("--scale-seconds=0.5",), f"scale_seconds is 0.5; {seconds}\n"),
         (("--scale-seconds=1000000",), f"scale_seconds is 1000000.0; {seconds}\n"),
         (("--max-replicas=10000000",), f"--cpus 1: this machine has {os.cpu_count()} CPUs\n"),
@@ -38,4 +41,4 @@ def test_options_that_do_not_go_together_are_a_line(run_main, monkeypatch):
     assert said(*options) == "--max-replicas 3: each needs a GPU; this machine has 2\n"
     monkeypatch.setitem(sys.modules, "ray", None)  # the least that is allowed
     least = "--replicas=1", "--max-replicas=1", "--scale-seconds=1"
-    assert said(*least).startswith("Ray is not installed here")
+    assert said(*least).startswith("Ray is not installed")

@@ -184,9 +184,9 @@ def test_still_without_the_field_nothing_is_told(client):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"response_format": None}, " is for response_format and structured_outputs only"),
-        ({"response_format": {"type": "text"}}, " is for response_format and structured_outputs"),
-        ({"logprobs": None, "top_logprobs": None}, " is for a request with logprobs only"),
+        ({"response_format": None}, " requires response_format or structured_outputs"),
+        ({"response_format": {"type": "text"}}, " requires response_format or structured_outputs"),
+        ({"logprobs": None, "top_logprobs": None}, " requires logprobs"),
         ({"show_allowed": 21}, ": Input should be less than or equal to 20"),
         ({"show_allowed": -1}, ": Input should be greater than or equal to 0"),
         ({"show_allowed": True}, ": Input should be a valid integer"),
@@ -208,7 +208,7 @@ def test_what_is_wrong_is_said(client, fields, message):
 
 def test_false_is_no_log_probabilities(client):
     body = {"messages": MESSAGES, "logprobs": False, "response_format": NAMED, "show_allowed": 3}
-    message = "show_allowed is for a request with logprobs only"
+    message = "show_allowed requires logprobs"
     assert client.post(CHAT, body) == (400, refusal(message, "show_allowed"))
 
 
@@ -217,8 +217,8 @@ def test_what_is_listed_counts_against_the_answer(client):
     body = ASKED[PATH] | {"response_format": NAMED, "show_allowed": 20, "max_tokens": 2**18}
     for stream, entries in ((False, 4 + 21), (True, 4 + 42)):
         most = 2**22 // (16 + 64 * entries)
-        what = "1 texts with 3 log-probabilities for each token, and 20 allowed ones,"
-        message = f"max_tokens is {2**18}; for {what} it may be {most}"
+        what = "1 sequences, 3 log-probabilities per token and 20 allowed tokens"
+        message = f"max_tokens is {2**18}; with {what} it may be at most {most}"
         assert client.post(PATH, body | {"stream": stream}) == (400, refusal(message, "max_tokens"))
 
 

@@ -160,7 +160,7 @@ def test_masks_of_a_request_share_a_budget():
     assert first.token_mask([]).any()
     for matcher in (first, second, first):
         with pytest.raises(
-            UserError, match="^regex: it takes too long to say which tokens may follow: "
+            UserError, match="^regex: computing the allowed tokens takes too long: "
         ):
             matcher.token_mask([])
         assert not matcher.busy
@@ -290,7 +290,7 @@ def test_waiting_texts_hold_few_bytes_of_constraints(tiny_llama, monkeypatch, ga
                 await asyncio.sleep(0.001)
         assert compiled_bytes() <= room
         with pytest.raises(
-            QueueFull, match="^the constraints of waiting and running texts take 0 MB"
+            QueueFull, match="^the constraints of waiting and running requests take 0 MB"
         ):
             await collect(
                 thread.generate(GenerateInput([[1]], [SamplingParams(4, regex=sources[3])]))

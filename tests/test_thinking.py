@@ -208,11 +208,11 @@ BOOLEANS = "it must be an object of up to 16 fields, each true or false"
         ({"enable_thinking": [False]}, BOOLEANS),
         ([["enable_thinking", False]], BOOLEANS),
         ({str(number): True for number in range(17)}, BOOLEANS),
-        ({"messages": False}, "messages is not for a request to set"),
-        ({"tools": True}, "tools is not for a request to set"),
-        ({"documents": True}, "documents is not for a request to set"),
-        ({"add_generation_prompt": False}, "add_generation_prompt is not for a request to set"),
-        ({"eos_token": False}, "eos_token is not for a request to set"),
+        ({"messages": False}, "messages cannot be set by a request"),
+        ({"tools": True}, "tools cannot be set by a request"),
+        ({"documents": True}, "documents cannot be set by a request"),
+        ({"add_generation_prompt": False}, "add_generation_prompt cannot be set by a request"),
+        ({"eos_token": False}, "eos_token cannot be set by a request"),
     ],
 )
 def test_other_values_are_refused(client, given, message):

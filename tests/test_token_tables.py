@@ -95,7 +95,7 @@ def test_without_asking_there_are_none(client):
     [
         ({"logprobs": 21}, "logprobs: Input should be less than or equal to 20"),
         ({"logprobs": True}, "logprobs: Input should be a valid integer"),
-        ({"logprobs": 0, "echo": True}, "logprobs is not supported with echo: a prompt has none"),
+        ({"logprobs": 0, "echo": True}, "logprobs is not supported with echo: prompts have none"),
     ],
 )
 def test_what_is_refused(client, body, message):

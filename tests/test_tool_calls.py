@@ -281,12 +281,12 @@ def test_the_official_client_calls_tools(served):
 
 
 WITHOUT = "this chat template does not support tools"
-NONE = "messages.1.tool_call_id is the id of no call before it"
-ONLY = "messages.0.tool_calls is for the role assistant only"
-NEEDED = "messages.1.tool_call_id is needed for the role tool, and for it only"
+NONE = "messages.1.tool_call_id is not the id of an earlier tool call"
+ONLY = "messages.0.tool_calls is allowed for the role assistant only"
+NEEDED = "messages.1.tool_call_id must be set for the role tool, and only for it"
 FUNCTION = '{"type": "function", "function": {"name": ...}}'
 CHOICE = f"tool_choice: it must be none, auto, required or {FUNCTION}"
-OBJECT = "messages.1.tool_calls.0.function.arguments: it must be the JSON of an object"
+OBJECT = "messages.1.tool_calls.0.function.arguments: it must be a JSON object, as a string"
 
 
 def said(arguments) -> list[dict]:
@@ -300,11 +300,11 @@ def said(arguments) -> list[dict]:
         ({"tools": [LOOK] * 129}, "tools: it must be a list of 1 to 128 tools", "tools"),
         ({"tools": {}}, "tools: Input should be a valid list", "tools"),
         ({"tools": TOOLS, "tool_choice": "some"}, CHOICE, "tool_choice"),
-        ({"tool_choice": "required"}, "tool_choice is for a request with tools", "tool_choice"),
-        ({"tool_choice": NAMED}, "tool_choice is for a request with tools", "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice requires tools", "tool_choice"),
+        ({"tool_choice": NAMED}, "tool_choice requires tools", "tool_choice"),
         (
             {"tools": [LOOK], "tool_choice": NAMED},
-            "tool_choice.function.name: count is the name of no tool",
+            "tool_choice.function.name: count is not in tools",
             "tool_choice",
         ),
         (
@@ -314,7 +314,7 @@ def said(arguments) -> list[dict]:
         ),
         (
             {"tools": TOOLS, "structured_outputs": {"regex": "a"}},
-            "structured_outputs is not for a request whose reply may call tools",
+            "structured_outputs cannot be combined with tools, unless tool_choice is none",
             "structured_outputs",
         ),
         ({"tools": TOOLS, "min_tokens": 3, "max_tokens": 9}, None, "min_tokens"),
@@ -350,7 +350,7 @@ def test_what_is_refused(served, fields, message, param):
 def test_what_is_too_deep_for_python_is_refused():
     """How deep that is depends on its version."""
     served = SimpleNamespace(chat=None)
-    with pytest.raises(APIError, match="^messages: too many objects inside each other$") as found:
+    with pytest.raises(APIError, match="^messages: nested too deeply$") as found:
         with ServedModel.as_api_error(served, "messages"):
             raise RecursionError
     assert (found.value.status, found.value.param) == (400, "messages")

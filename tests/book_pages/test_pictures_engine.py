@@ -156,8 +156,8 @@ def test_two_bounds_of_the_queue():
     outputs_are_generated(clients[:5])
     refused = {client.name: client.error for client in clients if client.error}
     assert refused == {
-        "E": "the queue is full, with 4 texts: try again",
-        "F, long": "the queue is full, with 4 tokens of prompts: try again",
+        "E": "the queue is full (4 sequences): try again",
+        "F, long": "the queue is full (4 prompt tokens): try again",
     }
     shown = {lane.name: [span[:3] for span in lane.spans] for lane in forms(scene, Lanes)[0].lanes}
     assert shown == {

@@ -12,7 +12,7 @@ from serving import ENDLESS, PATH, connect, request_of
 
 pytest_plugins = ["ray_fixtures"]
 REPLICA = "ray::ServeReplica:default:Replica"
-ENDED = "the process that wrote this text has ended, or cannot be reached: "
+ENDED = "the replica of this request has ended, or cannot be reached: "
 
 
 def total(client, name: str, **labels) -> float:
