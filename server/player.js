@@ -1,4 +1,4 @@
-// The engine at work: rows, queue and pages over time, from frames live or recorded.
+// The engine at work: batch, queue and pages over time, from live or recorded frames.
 //
 //   const player = new Player(element, setup, onChange);
 //   player.add(frame);     // live: as they come; recorded: all of them, then player.seek(0)
@@ -230,7 +230,7 @@ class Player {
     const heads = make("div", root, "heads");
     const column = this.setup.period ? `a step or ${this.setup.period} s` : "a step";
     this.columned = `what was computed; a column is ${column}`;
-    for (const text of ["request", "state", "prompt + new", "its pages, in order", this.columned]) {
+    for (const text of ["request", "state", "prompt + new", "pages, in order", this.columned]) {
       const head = make("span", heads, "", text);
       head.hidden = text.includes("pages") && !shows.has("pages");
       this.head = head; // the last one
@@ -276,13 +276,13 @@ class Player {
     this.samples = {};
     for (const [kind, text, part] of [
       ["own", "of one request", "pages"],
-      ["shared", "shared by several, in their colours", "sharing"],
-      ["cached", "free, and found again by a text that begins alike", "sharing"],
+      ["shared", "shared by several requests, in their colours", "sharing"],
+      ["cached", "free, but cached for requests with the same prefix", "sharing"],
       ["free", "free", "pages"],
-      ["prompt", shows.has("preemption") ? "computed: prompt, or anew" : "computed: prompt"],
+      ["prompt", shows.has("preemption") ? "computed: prompt, or recomputed" : "computed: prompt"],
       ["token", "computed: a new token"],
-      ["refused", "computed for drafts that were refused", "drafts"],
-      ["preempted", "preempted: its pages are given back", "preemption"],
+      ["refused", "computed for rejected drafts", "drafts"],
+      ["preempted", "preempted: its pages are freed", "preemption"],
     ]) {
       if (part && !shows.has(part)) continue;
       const sample = make("span", this.legend);
@@ -442,15 +442,15 @@ class Player {
     const present = "\u201cNow\u201d shows the present.";
     if (!this.playing) {
       const kept = number.format(MAX_FRAMES);
-      return this.lost ? `The last ${kept} frames are kept: the one that was shown is gone.` : "";
+      return this.lost ? `Only the last ${kept} frames are kept: the one that was shown is gone.` : "";
     }
     if (this.minFrameMs && (behind || (last >= 0 && !this.isIdle(last)))) {
-      const left = this.lost ? ", and so far behind that frames are left out" : "";
-      return `Slowed down to ${1000 / this.minFrameMs} frames a second, to be seen${left}. ${present}`;
+      const left = this.lost ? ", and so far behind that frames are skipped" : "";
+      return `Slowed down to ${1000 / this.minFrameMs} frames a second${left}. ${present}`;
     }
-    if (behind) return `As it was, at its own pace; times of rest are left out. ${present}`;
+    if (behind) return `Replay at the original speed, without idle times. ${present}`;
     if (this.noticed) return this.noticed;
-    return STILL.matches ? "Drawn twice a second, as this device asks for less motion." : "";
+    return STILL.matches ? "Drawn twice a second, because this device prefers reduced motion." : "";
   }
 
   /** Show the frames after this one at the pace at which they came. */
@@ -554,17 +554,17 @@ class Player {
     const worked = ({ work }) => work[0] > 0;
     const begins = (request) => worked(request) && (earlier?.requests.get(request.number)?.state ?? "waiting") === "waiting";
     tell(frame.preempted, "is preempted", "are preempted");
-    tell(ids(begins), "joins", "join");
+    tell(ids(begins), "starts", "start");
     const found = frame.shared - (earlier?.shared ?? 0);
-    if (found && this.shows.has("sharing")) parts.push(`${found} positions are found in the cache`);
+    if (found && this.shows.has("sharing")) parts.push(`${found} cached positions are reused`);
     for (const request of requests.filter((request) => request.work[0] - request.work[1] > 1)) {
-      parts.push(`${request.number} reads ${request.work[0] - request.work[1]} tokens`);
+      parts.push(`${request.number} prefills ${request.work[0] - request.work[1]} tokens`);
     }
     for (const request of requests.filter((request) => request.work[1])) {
-      parts.push(`${request.number} keeps ${request.work[2]} of ${request.work[1]} drafts`);
+      parts.push(`${request.number} accepts ${request.work[2]} of ${request.work[1]} drafts`);
     }
-    tell(ids((request) => request.work[3]), "writes", "write");
-    tell(ids((request) => request.state === "over"), "is done", "are done");
+    tell(ids((request) => request.work[3]), "emits tokens", "emit tokens");
+    tell(ids((request) => request.state === "over"), "finishes", "finish");
     const waits = (request) => request.state === "waiting" && !frame.preempted.includes(request.number);
     tell(ids(waits), "waits", "wait");
     return `Step ${number.format(frame.steps)}: ${parts.join("; ")}.`;
@@ -611,7 +611,7 @@ class Player {
     const count = Math.max(Math.floor(room / this.column), 8);
     const from = Math.max(this.index - count + 1, 0);
     const columns = this.frames.slice(from, this.index + 1);
-    this.head.textContent = this.columned + (from ? `; the last ${count} fit` : "");
+    this.head.textContent = this.columned + (from ? `; the last ${count}` : "");
     const latest = new Map(); // what was last seen of each request
     for (const column of columns) {
       for (const [id, request] of column.requests) latest.set(id, request);
@@ -626,7 +626,7 @@ class Player {
     );
     const ids = all.slice(0, MAX_ROWS).sort((a, b) => a - b);
     this.more.textContent = this.hiddenNote(frame, all.length - ids.length, latest, from);
-    if (!ids.length) this.more.textContent = "Nothing to compute.";
+    if (!ids.length) this.more.textContent = "No requests.";
     for (const [id, item] of this.items) {
       if (ids.includes(id)) continue;
       item.remove();
@@ -644,9 +644,9 @@ class Player {
   hiddenNote(frame, hidden, latest, from) {
     const unseen = this.setup.recorded ? 0 : frame.queued - frame.waiting.length;
     const left = number.format(hidden + unseen);
-    if (hidden + unseen) return `and ${left} more: the list has ${MAX_ROWS}, first those that run`;
+    if (hidden + unseen) return `and ${left} more: the list shows ${MAX_ROWS}, running requests first`;
     const gone = ({ over }) => over.some((request) => !latest.has(request.number));
-    return this.frames.slice(0, from).some(gone) ? "Requests that were over before have left the list." : "";
+    return this.frames.slice(0, from).some(gone) ? "Requests that finished earlier are not listed." : "";
   }
 
   newItem(id) {
@@ -669,11 +669,11 @@ class Player {
     const id = request.number;
     const uncomputed = request.tokens - request.start - request.computed;
     const owns = this.page !== null && (frame.owners.get(this.page) || []).includes(id);
-    let state = request.state === "over" ? `over: ${request.reason}` : request.state;
+    let state = request.state === "over" ? `finished: ${request.reason}` : request.state;
     const again = request.state === "waiting" && request.preempted;
-    if (again) state = "preempted, waits";
+    if (again) state = "preempted, waiting";
     if (request.state === "running") {
-      state = uncomputed > 1 ? `reads, ${number.format(uncomputed)} to go` : "writes";
+      state = uncomputed > 1 ? `prefill, ${number.format(uncomputed)} to go` : "decode";
     }
     item.state.textContent = state;
     item.state.classList.toggle("alarm", again || request.reason === "error");
@@ -811,12 +811,12 @@ class Player {
       if (page === this.page) this.mark(context, left, top, side);
     }
     const size = this.setup.page_size;
-    this.title.textContent = `The cache: ${number.format(pages)} pages of ${size} positions`;
+    this.title.textContent = `KV cache: ${number.format(pages)} pages of ${size} positions`;
     const use = frame.owners.size;
     this.pool.setAttribute(
       "aria-label",
-      `${use} pages in use, ${cached.size} free that can be found again, `
-        + `${pages - use - cached.size} free otherwise. Arrow keys tell of each page.`,
+      `${use} pages in use, ${cached.size} free but cached, `
+        + `${pages - use - cached.size} free otherwise. Arrow keys describe each page.`,
     );
   }
 
@@ -869,8 +869,8 @@ class Player {
     const { num_pages, max_num_seqs, block_size, page_size } = this.setup;
     const whole = max_num_seqs * Math.ceil(block_size / page_size);
     if (num_pages >= whole) {
-      return `All ${max_num_seqs} rows have room for their whole windows: no request is ever preempted. `
-        + "Start the server with a smaller --num-pages to see it.";
+      return `The cache has pages for ${max_num_seqs} full context windows: no request is ever preempted. `
+        + "Start the server with a smaller --num-pages to see preemption.";
     }
     return "Point at a page, or tap it.";
   }
@@ -880,7 +880,7 @@ class Player {
     const { page_size } = this.setup;
     if (!ids.length) {
       const found = this.shows.has("sharing") && frame.cached.includes(page);
-      const why = found ? ", and found again by a text that begins alike" : "";
+      const why = found ? ", but cached for requests with the same prefix" : "";
       return `Page ${page}: free${why}.`;
     }
     const request = frame.requests.get(ids[0]);

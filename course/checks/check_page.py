@@ -299,15 +299,15 @@ def hands(check: Check) -> None:
     page.evaluate("player.step(-1)")
     page.click("button.first")
     page.wait_for_function("!active.size")
-    check.must("A new text began" in check.why(), f"after a new text the view says {check.why()}")
+    check.must("A new request started" in check.why(), f"the view says {check.why()}")
 
 
 def left_out(check: Check) -> None:
     """Check the messages about requests and frames that the view leaves out."""
     said = check.page.evaluate(LEFT_OUT)
-    known = ["and 92 more: the list has 40, first those that run"]
-    known.append("Requests that were over before have left the list.")
-    known.append("The last 1,500 frames are kept: the one that was shown is gone.")
+    known = ["and 92 more: the list shows 40, running requests first"]
+    known.append("Requests that finished earlier are not listed.")
+    known.append("Only the last 1,500 frames are kept: the one that was shown is gone.")
     check.must(said == known, f"the view says {said}")
 
 
@@ -373,7 +373,7 @@ def held(check: Check) -> None:
     schema.fill("")
     page.click("#example")
     check.must(
-        "held" in page.locator("#constraint summary").inner_text(), "a constraint is not told of"
+        "constrained" in page.locator("#constraint summary").inner_text(), "no word of a constraint"
     )
     page.locator("input[name=max_tokens]").fill("200")
     page.locator("input[name=seed]").fill("7")
@@ -407,7 +407,7 @@ def held(check: Check) -> None:
     page.check("input[value=text]")
     schema.fill('{"enum": [{"b": 12, "10": true}]}')
     page.locator("textarea[name=prompt]").fill("A cat says")
-    for most, end in ((9, "cut"), (200, "the end")):
+    for most, end in ((9, "incomplete"), (200, "finished")):
         page.locator("input[name=max_tokens]").fill(str(most))
         page.click("button.first")
         page.wait_for_function("!active.size && document.querySelector('#texts .token')")
