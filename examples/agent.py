@@ -22,21 +22,22 @@ FUNCTIONS = {
 TOOLS = json.loads(Path(__file__).with_name("tools.json").read_text())
 
 
-def answer(client: OpenAI, messages: list[dict], most: int = 8) -> str:
+def answer(client: OpenAI, messages: list[dict], max_replies: int = 8) -> str:
     """Return the model's final reply. Appends all replies and tool results to `messages`."""
-    for _ in range(most):
-        asked = {"model": client.models.list().data[0].id, "messages": messages, "tools": TOOLS}
-        reply = client.chat.completions.create(**asked, temperature=0, max_tokens=100)
+    for _ in range(max_replies):
+        request = {"model": client.models.list().data[0].id, "messages": messages, "tools": TOOLS}
+        reply = client.chat.completions.create(**request, temperature=0, max_tokens=100)
         message = reply.choices[0].message
         messages.append(message.to_dict())
         for call in message.tool_calls or []:
             result = FUNCTIONS[call.function.name](**json.loads(call.function.arguments))
             print(f"  {call.function.name}({call.function.arguments}) -> {json.dumps(result)}")
-            told = {"role": "tool", "tool_call_id": call.id, "content": json.dumps(result)}
-            messages.append(told)
+            messages.append(
+                {"role": "tool", "tool_call_id": call.id, "content": json.dumps(result)}
+            )
         if not message.tool_calls:
             return message.content
-    return f"(still calling tools after {most} replies)"
+    return f"(still calling tools after {max_replies} replies)"
 
 
 def main(questions: list[str], url: str = "http://127.0.0.1:8000/v1") -> None:

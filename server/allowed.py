@@ -44,10 +44,10 @@ def list_allowed_tokens(token_mask: numpy.ndarray, top: list[int], limit: int) -
 
     Allowed tokens of `top` come first, in its order of probability, then others by id.
     """
-    found = numpy.flatnonzero(token_mask)
-    others = [token for token in found[: limit + len(top)].tolist() if token not in top]
+    allowed = numpy.flatnonzero(token_mask)
+    others = [token for token in allowed[: limit + len(top)].tolist() if token not in top]
     tokens = [token for token in top if token_mask[token]] + others
-    return AllowedTokens(len(found), tokens[:limit])
+    return AllowedTokens(len(allowed), tokens[:limit])
 
 
 class AllowedTokensTracker:

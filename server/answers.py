@@ -174,7 +174,7 @@ class ResponseBuilder:
             await self.updates.aclose()
             raise
         return ChunkedResponse(
-            self.body_chunks(full_response.body), self.updates, full_response.headers
+            self.last_chunks(full_response.body), self.updates, full_response.headers
         )
 
     async def update_stream(self) -> AsyncIterator[dict[int, Update]]:
@@ -203,10 +203,10 @@ class ResponseBuilder:
                 400, str(error), field if form else "tools", "constraint_failed"
             ) from error
 
-    async def body_chunks(self, answer: bytes) -> AsyncIterator[bytes]:
-        """Yield the body in chunks; close `updates` before the last."""
-        *most, last = split_chunks(answer)
-        for chunk in most:
+    async def last_chunks(self, data: bytes) -> AsyncIterator[bytes]:
+        """Yield the end of a response in chunks; close `updates` before the last."""
+        *chunks, last = split_chunks(data)
+        for chunk in chunks:
             yield chunk
         await self.updates.aclose()
         yield last

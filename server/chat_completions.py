@@ -37,10 +37,7 @@ async def create_chat_completion(
     adapter = served.find_adapter(body.model)
     served.backend.admit(body.num_choices)  # before any work
     chat = await asyncio.to_thread(served.prepare_chat, body)
-    max_new_tokens = (
-        body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    )
-    max_new_tokens = None if max_new_tokens == -1 else max_new_tokens
+    max_new_tokens = body.max_new_tokens
     window = served.backend.config.block_size
     reserved_tokens = window // 2 if max_new_tokens is None else max_new_tokens  # if truncated
     prompt = served.truncate_prompt(

@@ -165,6 +165,11 @@ class APIError(Exception):
         return {"error": error}
 
 
+def first_error(error: ValidationError) -> dict[str, Any]:
+    """Return the first error's details without the invalid value, which may be long."""
+    return error.errors(include_url=False, include_input=False)[0]
+
+
 def field_error(field: str, what: str) -> PydanticCustomError:
     """Return an error about a field, for validators of a whole request."""
     # The name comes last: pydantic substitutes in order, and the name itself may be "{what}".
@@ -178,11 +183,11 @@ def must_be(allowed: str) -> WrapValidator:
         try:
             return validate(value)
         except ValidationError as error:
-            for found in error.errors(include_url=False, include_input=False):
-                if found["type"] == "field":  # from the validator of a nested object
-                    path = [str(part) for part in found["loc"] if isinstance(part, int)]
-                    name = ".".join([*path, found["ctx"]["field"]])
-                    raise field_error(name, found["ctx"]["what"]) from None
+            for detail in error.errors(include_url=False, include_input=False):
+                if detail["type"] == "field":  # from the validator of a nested object
+                    path = [str(part) for part in detail["loc"] if isinstance(part, int)]
+                    name = ".".join([*path, detail["ctx"]["field"]])
+                    raise field_error(name, detail["ctx"]["what"]) from None
             raise ValueError(f"it must be {allowed}") from None
 
     return WrapValidator(check)
@@ -201,17 +206,17 @@ def parse_logit_bias(value: Any) -> Any:
     Each key must be in canonical JSON notation. Raises ValueError at the first invalid entry.
     """
 
-    def good(name: str, bias: Any) -> bool:
+    def is_entry(name: str, bias: Any) -> bool:
         is_number = name.isascii() and name.isdecimal() and len(name) <= 10
         return is_number and str(int(name)) == name and is_logit_bias(bias)
 
     if value is None:
         return None
     if isinstance(value, dict) and len(value) <= MAX_BIASES:
-        if all(good(*pair) for pair in value.items()):
+        if all(is_entry(*pair) for pair in value.items()):
             return {int(name): float(bias) for name, bias in value.items()}
-    what = f"an object of up to {MAX_BIASES} token ids, each with a number in [-100, 100]"
-    raise ValueError(f"it must be {what}")
+    allowed = f"an object of up to {MAX_BIASES} token ids, each with a number in [-100, 100]"
+    raise ValueError(f"it must be {allowed}")
 
 
 # A list fails at its first bad element. A body of 1 MiB can hold half a million of them, and
@@ -683,12 +688,12 @@ class FunctionCall(StrictModel):
     @classmethod
     def is_object(cls, value: str) -> str:
         try:
-            read = Arguments(value or "{}")
-            read.given = json.loads(read)
-            if isinstance(read.given, dict):
+            arguments = Arguments(value or "{}")
+            arguments.given = json.loads(arguments)
+            if isinstance(arguments.given, dict):
                 if "\\u" in value:  # reject lone surrogates
-                    json.dumps(read.given, ensure_ascii=False).encode()
-                return read
+                    json.dumps(arguments.given, ensure_ascii=False).encode()
+                return arguments
         except UnicodeEncodeError:
             raise ValueError(LONE_SURROGATE) from None
         except (ValueError, RecursionError):
@@ -756,9 +761,11 @@ class Message(StrictModel):
     @property
     def text_fields(self) -> list[str]:
         """Return the content, reasoning and call arguments as a template writes them."""
-        made = [call.as_dict["function"]["arguments"] for call in self.tool_calls or ()]
-        calls = [json.dumps(arguments, ensure_ascii=False) for arguments in made]
-        return [self.text, *filter(None, [self.reasoning_text]), *calls]
+        arguments = [
+            json.dumps(call.function.arguments.given, ensure_ascii=False)
+            for call in self.tool_calls or ()
+        ]
+        return [self.text, *filter(None, [self.reasoning_text]), *arguments]
 
     @property
     def reasoning_text(self) -> str:
@@ -851,11 +858,11 @@ class ChatRequest(GenerationRequest):
     @field_validator("messages")
     @classmethod
     def check_tool_call_ids(cls, value: list[Message]) -> list[Message]:
-        made = set()
+        call_ids = set()
         for index, message in enumerate(value):
-            if message.tool_call_id is not None and message.tool_call_id not in made:
+            if message.tool_call_id is not None and message.tool_call_id not in call_ids:
                 raise field_error(f"{index}.tool_call_id", "is not the id of an earlier tool call")
-            made |= {call.id for call in message.tool_calls or ()}
+            call_ids |= {call.id for call in message.tool_calls or ()}
         return value
 
     @model_validator(mode="after")
@@ -887,6 +894,13 @@ class ChatRequest(GenerationRequest):
         if self.enable_thinking is not None:
             variables["enable_thinking"] = {"enable_thinking": self.enable_thinking}
         return variables
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Return the requested maximum length of the reply; None for no explicit limit."""
+        given = self.max_completion_tokens
+        given = self.max_tokens if given is None else given
+        return None if given == -1 else given
 
     @property
     def tool_mode(self) -> str:

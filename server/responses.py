@@ -147,11 +147,8 @@ class ResponsesBuilder(ChatCompletionBuilder):
             last = self.event("error", code="server_error", message=message, param=None)
             failed = self.response("failed", {"code": "server_error", "message": message})
             last += self.event("response.failed", response=failed)
-        *most, end = split_chunks(last)
-        for chunk in most:
+        async for chunk in self.last_chunks(last):
             yield chunk
-        await self.updates.aclose()
-        yield end
 
     def event(self, event_type: str, **fields) -> bytes:
         """Encode a server-sent event with the next sequence_number."""

@@ -24,6 +24,7 @@ from server.protocol import (
     RequestBody,
     StrictModel,
     field_error,
+    first_error,
     must_be,
     with_untyped_fields,
 )
@@ -471,7 +472,7 @@ class ResponsesRequest(with_untyped_fields(RequestBody, CHAT_FIELDS)):
                 try:
                     item = InputItem.model_validate_json(data)
                 except ValidationError as error:
-                    first = error.errors(include_url=False, include_input=False)[0]
+                    first = first_error(error)
                     first["loc"] = ("body", "input", index, *first["loc"])
                     raise RequestValidationError([first]) from None
             if item.item_type == "function_call":
@@ -505,7 +506,7 @@ class ResponsesRequest(with_untyped_fields(RequestBody, CHAT_FIELDS)):
         try:
             return ChatRequest.model_validate(drop_none(given))
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
+            first = first_error(error)
             top, *rest = first["loc"] or ("",)
             where = to_responses_names(str(top)).split(".") if top else []
             loc = ("body", *where, *(rest if top in CHAT_FIELDS else ()))
