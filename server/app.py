@@ -245,18 +245,16 @@ async def handle_validation_error(request: Request, error: RequestValidationErro
     fields = [str(part) for part in first["loc"][1:]]
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "json_invalid":
-        response_error = APIError(400, f"the body is not JSON: {first['ctx']['error']}")
-    elif first["type"] == "field":
+        message = f"the body is not JSON: {first['ctx']['error']}"
+        fields = []
+    elif first["type"] == "field":  # whose message begins with the last part of the path
+        message = ".".join([*fields, message])
         fields.append(first["ctx"]["field"])
-        response_error = APIError(
-            400, ".".join(fields[:-1]) + "." * (len(fields) > 1) + message, fields[0]
-        )
-    elif not fields:
-        response_error = APIError(
-            400, "the body must be a JSON object, with Content-Type: application/json"
-        )
+    elif fields:
+        message = f"{'.'.join(fields)}: {message}"
     else:
-        response_error = APIError(400, f"{'.'.join(fields)}: {message}", fields[0])
+        message = "the body must be a JSON object, with Content-Type: application/json"
+    response_error = APIError(400, message, fields[0] if fields else None)
     return JSONResponse(response_error.body, response_error.status)
 
 

@@ -104,8 +104,8 @@ class ResponsesBuilder(ChatCompletionBuilder):
     item_store: keeps the output items, unless the client sets store: false.
     """
 
-    def __init__(self, responses_request: ResponsesRequest, item_store: ItemStore, *reply):
-        super().__init__(*reply)
+    def __init__(self, responses_request: ResponsesRequest, item_store: ItemStore, *call):
+        super().__init__(*call)
         self.responses_request = responses_request
         self.item_store = item_store
         self.output: list[dict] = []  # completed items

@@ -200,7 +200,7 @@ class ServedModel:
         return truncated
 
     def prepare_chat(self, body: ChatRequest) -> ChatPrompt:
-        """Encode a conversation up to the start of the reply.
+        """Encode a conversation up to the start of the reply, with its tools.
 
         Raises UserError for a model without a template and as `encode` does. Raises APIError for
         messages or tools that are invalid, or that the template rejects.
@@ -208,7 +208,6 @@ class ServedModel:
         if isinstance(self.chat, UserError):
             raise self.chat
         encoding = self.backend.encoding
-        ends = tuple(self.backend.config.eos_token_ids)
         messages = [message.as_dict for message in body.messages]
         chat = self.chat.with_template_kwargs(self.variables(body)[0])
         tool_format = tool_grammar = None
@@ -216,25 +215,18 @@ class ServedModel:
             with self.as_api_error("tools"):
                 tools = callable_tools(body)
                 chat = chat.with_tools(body.tools, messages)
-                tool_format = detect_tool_format(chat, encoding, ends)
-                # With tool_choice none, a grammar bans calls, unless another constraint does.
-                if body.tool_mode != "none" or not body.constraint[1]:
-                    vocabulary = get_vocabulary(encoding, self.backend.config.vocab_size, ends)
-                    parallel = body.parallel_tool_calls is not False and not body.named_tool
-                    tool_grammar = build_tool_grammar(
-                        tool_format, tools, vocabulary, body.tool_mode, parallel
-                    )
+                tool_format = detect_tool_format(chat, encoding, self.end_ids)
+                tool_grammar = self.build_tool_grammar(body, tools, tool_format)
         texts = [text for message in body.messages for text in message.text_fields]
         self.check_dropped("messages", encoding.dropped_bytes(*texts, plain=True))
         if body.tools:
             text = json.dumps(body.tools, ensure_ascii=False)
             self.check_dropped("tools", encoding.dropped_bytes(text, plain=True))
         with self.as_api_error("messages"):
-            has_tool_messages = any(
-                message.tool_calls or message.tool_call_id for message in body.messages
-            )
-            if has_tool_messages and not body.tools:
-                detect_tool_format(chat, encoding, ends)
+            if not body.tools and any(
+                each.tool_calls or each.tool_call_id for each in body.messages
+            ):
+                detect_tool_format(chat, encoding, self.end_ids)
             try:
                 tokens = chat.encode(messages, encoding)
             except UserError as error:
@@ -242,6 +234,26 @@ class ServedModel:
                     raise UserError(f"{error}, or {OTHER_MODEL}") from None
                 raise
         return ChatPrompt(tokens, tool_grammar, None if body.tool_mode == "none" else tool_format)
+
+    def build_tool_grammar(
+        self, body: ChatRequest, tools: list[dict], tool_format: ToolFormat
+    ) -> str | None:
+        """Return the grammar of replies that may call these tools; None if they cannot.
+
+        With tool_choice none the grammar bans calls, unless another constraint does.
+        """
+        if body.tool_mode == "none" and body.constraint[1]:
+            return None
+        vocabulary = get_vocabulary(
+            self.backend.encoding, self.backend.config.vocab_size, self.end_ids
+        )
+        parallel = body.parallel_tool_calls is not False and not body.named_tool
+        return build_tool_grammar(tool_format, tools, vocabulary, body.tool_mode, parallel)
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Return the ids of the model's EOS tokens."""
+        return tuple(self.backend.config.eos_token_ids)
 
     def variables(self, body: ChatRequest) -> tuple[dict[str, bool | str], list[str]]:
         """Return the template variables that a request sets, and the fields that are ignored.
