@@ -198,10 +198,8 @@ class ResponseBuilder:
                 if not num_unfinished:
                     return
         except ConstraintFailed as error:
-            field, form = self.body.constraint
-            raise APIError(
-                400, str(error), field if form else "tools", "constraint_failed"
-            ) from error
+            field = self.body.constraint_field if self.body.constraint else "tools"
+            raise APIError(400, str(error), field, "constraint_failed") from error
 
     async def last_chunks(self, data: bytes) -> AsyncIterator[bytes]:
         """Yield the end of a response in chunks; close `updates` before the last."""

@@ -51,7 +51,7 @@ async def create_chat_completion(
         max_new_tokens, logprobs, chat.tool_grammar, skip, served.defaults
     )
     matcher = await served.check_params(
-        params[0], "tools" if chat.tool_grammar else body.constraint[0]
+        params[0], "tools" if chat.tool_grammar else body.constraint_field
     )
     inputs = GenerateInput(
         [prompt] * len(params),

@@ -176,9 +176,9 @@ class EngineThread:
         """
         if self.error:
             raise EngineDead(self.error)
-        limit = self.engine.scheduler.max_num_seqs + self.max_waiting
+        max_requests = self.engine.scheduler.max_num_seqs + self.max_waiting
         limits = (
-            ("sequences", num_requests, self.num_unfinished_requests, limit),
+            ("sequences", num_requests, self.num_unfinished_requests, max_requests),
             ("prompt tokens", num_tokens, self.waiting_tokens, self.max_waiting_tokens),
         )
         for unit, new, current, limit in limits:

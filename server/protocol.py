@@ -495,7 +495,7 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
 
     @model_validator(mode="after")
     def check_show_allowed(self) -> "GenerationRequest":
-        if self.show_allowed is not None and not self.constraint[1]:
+        if self.show_allowed is not None and not self.constraint:
             raise field_error("show_allowed", "requires response_format or structured_outputs")
         if self.show_allowed is not None and (self.logprobs is None or self.logprobs is False):
             raise field_error("show_allowed", "requires logprobs")
@@ -519,11 +519,15 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
         return names
 
     @property
-    def constraint(self) -> tuple[str, dict]:
-        """Return the field that constrains the output, and its fields of SamplingParams."""
-        if self.structured_outputs:
-            return "structured_outputs", self.structured_outputs.constraint
-        return "response_format", self.response_format.constraint if self.response_format else {}
+    def constraint_field(self) -> str:
+        """Return the name of the field that may constrain the output."""
+        return "structured_outputs" if self.structured_outputs else "response_format"
+
+    @property
+    def constraint(self) -> dict:
+        """Return the constraint as fields of SamplingParams; empty without one."""
+        field = self.structured_outputs or self.response_format
+        return field.constraint if field else {}
 
     @property
     def num_choices(self) -> int:
@@ -569,18 +573,16 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
         given = {"temperature": 1.0} | dict(defaults or {}) | given
         given["logit_bias"] = self.logit_bias or {}
         given["stop_token_ids"] = tuple(self.stop_token_ids or ())
-        given |= self.constraint[1] | {
-            "tool_grammar": tool_grammar,
-            "skip_token_ids": skip_token_ids,
-        }
+        given |= self.constraint | {"tool_grammar": tool_grammar, "skip_token_ids": skip_token_ids}
         try:
             params = SamplingParams(
                 max_new_tokens, stop=self.stop_strings, logprobs=logprobs, **given
             )
         except UserError as error:
             name = str(error).partition(" ")[0]
-            constraint = "tools" if tool_grammar else self.constraint[0]
-            field = name if name in type(self).model_fields else constraint
+            field = name
+            if name not in type(self).model_fields:
+                field = "tools" if tool_grammar else self.constraint_field
             raise APIError(400, str(error), field) from None
         return [replace(params, seed=self.child_seed(index)) for index in range(self.n or 1)]
 
@@ -869,8 +871,8 @@ class ChatRequest(GenerationRequest):
     def check_tool_choice(self) -> "ChatRequest":
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
             raise field_error("tool_choice", "requires tools")
-        if self.tools and self.tool_mode != "none" and self.constraint[1]:
-            raise field_error(self.constraint[0], CONFLICTS_WITH_TOOLS)
+        if self.tools and self.tool_mode != "none" and self.constraint:
+            raise field_error(self.constraint_field, CONFLICTS_WITH_TOOLS)
         return self
 
     @property

@@ -242,7 +242,7 @@ class ServedModel:
 
         With tool_choice none the grammar bans calls, unless another constraint does.
         """
-        if body.tool_mode == "none" and body.constraint[1]:
+        if body.tool_mode == "none" and body.constraint:
             return None
         vocabulary = get_vocabulary(
             self.backend.encoding, self.backend.config.vocab_size, self.end_ids
