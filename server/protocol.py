@@ -35,7 +35,7 @@ LOGPROB_BYTES = 64  # for the sampled token, and for each of its top_logprobs
 MAX_ECHO = 2**20  # bytes of echoed prompts in a response
 MAX_ITEMS = 2**14  # prompts, messages, or parts of a message
 MAX_BIASES = 2**10
-LONE_SURROGATE = "not valid UTF-8: it has a lone surrogate"
+LONE_SURROGATE = "not UTF-8 text: it has a lone surrogate"
 CONFLICTS_WITH_TOOLS = "cannot be combined with tools, unless tool_choice is none"
 MAX_CHOICES = 2**10  # each of up to 128 sequences is matched against all choices
 

@@ -138,4 +138,4 @@ def test_one_text_that_fails_fails_its_request_alone(tiny_llama):
 def test_half_a_letter_in_a_list_is_no_text(client):
     body = {"prompt": ["Tom", "\udfff"], "echo": True, "stream": True}
     status, answer = client.post(PATH, body)
-    assert status == 400 and answer["error"]["message"].startswith("prompt.1: not valid UTF-8")
+    assert status == 400 and answer["error"]["message"].startswith("prompt.1: not UTF-8 text")

@@ -262,7 +262,7 @@ FUNCTION = {"type": "function", "name": "f", "parameters": {"a": {"b": {"c": [LO
 )
 def test_half_a_letter_is_refused_by_the_path_of_its_field(client, path, fields, field):
     needed = {"messages": MESSAGES} if path == CHAT else {}
-    message = f"{field}: not valid UTF-8: it has a lone surrogate"
+    message = f"{field}: not UTF-8 text: it has a lone surrogate"
     for stream in (False, True):
         found = client.post(path, needed | {"stream": stream} | fields)
         assert found == (400, refusal(message, field.partition(".")[0]))

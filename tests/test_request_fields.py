@@ -204,5 +204,5 @@ def test_stop_strings_at_their_limits(client):
 
 def test_half_a_letter_in_the_name_of_a_field(client):
     body = b'{"tools": {"\\ud800": 1}}'
-    refused = refusal("tools: not valid UTF-8: it has a lone surrogate", "tools")
+    refused = refusal("tools: not UTF-8 text: it has a lone surrogate", "tools")
     assert client.post("/v1/completions", body) == (400, refused)
