@@ -24,7 +24,6 @@ from command_line import (
     MODEL_HELP,
     STORIES,
     AppendToTuple,
-    HelpFormatter,
     Parser,
     add_defaults_option,
     add_model_options,
@@ -83,15 +82,15 @@ def default_model() -> str | Path:
 
 def add_server_options(parser: Parser) -> None:
     """Add the options of a server, in groups, and those of its model and engine."""
-    parser.formatter_class = HelpFormatter
-    model = parser.add_argument_group("model")
-    model.add_argument("--model", default=default_model(), help=MODEL_HELP)
-    add_model_options(model)
+    parser.add_argument("--model", default=default_model(), help=MODEL_HELP)
+    add_model_options(parser)
+    add_stride_option(parser)
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on")
     server.add_argument("--port", type=int, default=8000, help="TCP port; 0: any free one")
     server.add_argument(
         "--drain-seconds",
+        metavar="S",
         type=float,
         default=30,
         help="seconds that running requests may continue after SIGTERM or Ctrl-C",
@@ -108,19 +107,16 @@ def add_server_options(parser: Parser) -> None:
     access.add_argument(
         "--allowed-host", metavar="NAME", action=AppendToTuple, default=(), help=host_help
     )
-    queue = parser.add_argument_group("queue", "A request beyond these limits gets a 429.")
+    queue = parser.add_argument_group("queue", "Requests that do not fit now are refused with 429.")
     waiting_help = "maximum number of waiting sequences, in addition to --max-num-seqs"
     queue.add_argument("--max-waiting", metavar="N", type=int, default=1024, help=waiting_help)
     tokens_help = "maximum number of prompt tokens of requests without output so far"
     queue.add_argument(
         "--max-waiting-tokens", metavar="N", type=int, default=2**20, help=tokens_help
     )
-    chat = parser.add_argument_group("chat")
-    add_template_option(chat)
-    add_defaults_option(chat)
-    engine = parser.add_argument_group("engine")
-    add_engine_options(engine)
-    add_stride_option(engine)
+    add_template_option(parser)
+    add_defaults_option(parser)
+    add_engine_options(parser)
 
 
 def run(args) -> None:

@@ -52,7 +52,7 @@ def make_parser() -> Parser:
     max_help = "maximum number of engines under load (default: --replicas)"
     ray.add_argument("--max-replicas", metavar="N", type=int, help=max_help)
     scale_help = "seconds of more or less load before --max-replicas adds or removes an engine"
-    ray.add_argument("--scale-seconds", type=float, default=30, help=scale_help)
+    ray.add_argument("--scale-seconds", metavar="S", type=float, default=30, help=scale_help)
     ray.add_argument(
         "--cpus", metavar="N", type=float, default=1, help="CPUs reserved for each engine"
     )
