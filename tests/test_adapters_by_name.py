@@ -16,6 +16,7 @@ import serve_ray
 from infer import generate
 from loading.load import load_model
 from sampling import SamplingParams
+from server.backend import GenerateInput
 
 FROGS = CHECKPOINTS / "stories-frogs"
 LLAMA = ["--model", CHECKPOINTS / "stories-llama"]
@@ -139,7 +140,7 @@ def test_calls_with_different_adapters_have_no_prefix_in_common(monkeypatch):
     router = runpy.run_path(str(ROOT / "server" / "router.py"))
     assert "prompts_and_salt" in router
     calls = [
-        ([[1]], "params", cache_salt, "name", adapter)
+        (GenerateInput([[1]], [SamplingParams()], cache_salt, "name", adapter),)
         for cache_salt in "xy"
         for adapter in ("", "a")
     ]
