@@ -218,6 +218,18 @@ def tool(name: str, properties: dict | None = None, **more) -> dict:
     return {"type": "function", "function": {"name": name, "parameters": parameters} | more}
 
 
+def tool_grammar(directory, tools, choice="auto", parallel=True) -> str:
+    """The grammar of replies of a chat model that may call these tools."""
+    from constraints import get_vocabulary
+    from loading.chat import Chat
+    from loading.tools import build_tool_grammar, detect_tool_format
+
+    encoding = load_encoding(directory, 4104)
+    tool_format = detect_tool_format(Chat(directory), encoding, (4098,))
+    vocabulary = get_vocabulary(encoding, 4104, (4098,))
+    return build_tool_grammar(tool_format, tools, vocabulary, choice, parallel)
+
+
 def call(name: str, arguments, id: str = "abcdefghi") -> dict:
     """A call of a tool, as a message has it. arguments: an object, or JSON for a request."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -630,6 +630,19 @@ def write_chat(chat_base, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def chat_engine(tiny_llama, write_chat):
+    """A function that makes an engine of a random model with the vocabulary of `write_chat`."""
+    from chats import HERMES
+
+    from engine.engine import Engine
+    from loading.tokenizer import load_encoding
+
+    shape = {"vocab_size": 4104, "block_size": 1280, "bos_token_id": 4096, "eos_token_id": 4098}
+    encoding = load_encoding(write_chat(HERMES), 4104)
+    return lambda: Engine(tiny_llama(**shape), encoding=encoding)
+
+
+@pytest.fixture(scope="session")
 def chat_pair(write_chat):
     """A function that gives a template as ours, and the tokenizer of transformers."""
     made = {}

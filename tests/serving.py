@@ -23,6 +23,24 @@ PATH = "/v1/completions"
 ENDLESS = {"prompt": "Tom", "max_tokens": 2**18, "ignore_eos": True}
 
 
+IGNORED_FIELDS = {  # field -> what asks for nothing, and for something
+    "cache_prompt": (True, False),
+    "enable_thinking": (None, True),
+    "guided_decoding_backend": (None, "guidance"),
+    "id_slot": (-1, 0),
+    "keep_alive": (None, "5m"),
+    "media_io_kwargs": ({}, {"image": {}}),
+    "mm_processor_kwargs": ({}, {"num_crops": 4}),
+    "moderation": (None, {"model": "omni-moderation-latest"}),
+    "priority": (0, 1),
+    "request_id": (None, "a"),
+    "service_tier": ("auto", "flex"),
+    "store": (False, True),
+    "think": (None, True),
+    "timings_per_token": (False, True),
+}
+
+
 @functools.cache
 def small_encoding():
     from text.tokenizer import load_encoding
@@ -140,6 +158,16 @@ def refusal(message: str, param: str | None = None, code: str | None = None) -> 
     return {"error": error}
 
 
+def check_refused(answer: tuple, param: str | None, said: str = "", status=400, code=None) -> None:
+    """Check that an answer refuses a request for this field. said: words of its short message."""
+    found, body = answer
+    error = body["error"]
+    expected = (status, "invalid_request_error", param, code)
+    assert (found, error["type"], error["param"], error["code"]) == expected, body
+    message = error["message"]
+    assert 0 < len(message) < 500 and all(word in message for word in said.split()), message
+
+
 def server_error(message: str) -> dict:
     """The body of an answer to a good request that the server cannot serve."""
     return {"error": refusal(message)["error"] | {"type": "server_error"}}
@@ -233,6 +261,20 @@ class Client:
         with self.send(*request) as answer:
             data = answer.read()
             return answer.status, json.loads(data) if data else None
+
+
+def official_client(client):
+    """OpenAI's own client of this server."""
+    import openai
+
+    url = f"http://127.0.0.1:{client.port}/v1"
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+
+
+def stop_engine(client) -> None:
+    """End the engine of a server by an error."""
+    client.thread.commands.put(lambda: 1 / 0)
+    client.thread.thread.join(60)
 
 
 @contextlib.contextmanager

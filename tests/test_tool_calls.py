@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jsonschema
 import pytest
 from chats import BARE, CHATML, HERMES, LISTED, NEEDS_SYSTEM, WITH_TOOLS, call, conversation, tool
-from serving import refusal, results_of, serving
+from serving import check_refused, official_client, results_of, serving
 
 from sampling import SamplingParams
 from server.backend import GenerateInput
@@ -18,14 +18,8 @@ from text.tokenizer import load_encoding
 
 PATH = "/v1/chat/completions"
 MESSAGES = conversation("Tom")
-PLACE = {
-    "place": {"enum": ["sea", 'w"{}\\o\u00e9d']},
-    "far": {
-        "type": "array",
-        "maxItems": 2,
-        "items": {"type": "integer", "maximum": 9, "minimum": 0},
-    },
-}
+FAR = {"type": "array", "maxItems": 2, "items": {"type": "integer", "maximum": 9, "minimum": 0}}
+PLACE = {"place": {"enum": ["sea", 'w"{}\\o\u00e9d']}, "far": FAR}
 LOOK = tool("look", PLACE, description="What is there?")
 COUNT = tool("count", {"things": {"type": "integer", "minimum": 3, "maximum": 40}})
 TOOLS = [LOOK, COUNT]
@@ -40,22 +34,19 @@ FIELDS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_llama, write_chat):
-    """A function that makes an engine of a random model with the vocabulary of `write_chat`."""
-    from engine.engine import Engine
-
-    shape = {"vocab_size": 4104, "block_size": 1280, "bos_token_id": 4096, "eos_token_id": 4098}
-    encoding = load_encoding(write_chat(HERMES), 4104)
-    return lambda: Engine(tiny_llama(**shape), encoding=encoding)
-
-
 @pytest.fixture(scope="module", params=WITH_TOOLS)
-def served(request, engine, write_chat):
-    """A Client, and the chat behind it."""
+def served(request, chat_engine, write_chat):
+    """A Client, the chat behind it, and its template."""
     chat = Chat(write_chat(WITH_TOOLS[request.param]))
-    with serving(engine, chat) as client:
+    with serving(chat_engine, chat) as client:
         yield client, chat, WITH_TOOLS[request.param]
+
+
+@pytest.fixture(scope="module")
+def hermes(chat_engine, write_chat):
+    """A Client to a model that calls tools."""
+    with serving(chat_engine, Chat(write_chat(HERMES))) as client:
+        yield client
 
 
 def known(engine, chat, fields: dict, seed: int, length: int) -> tuple[str, str]:
@@ -99,18 +90,20 @@ def same(template: str, text: str, message: dict) -> bool:
 
 
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
-def test_a_reply_is_the_text_of_the_engine(served, engine, fields):
+def test_a_reply_is_the_text_of_the_engine(served, chat_engine, fields):
     client, chat, template = served
     called = 0
-    length = 250 if fields.get("tool_choice") in ("required", NAMED) else 60
-    for seed in range(4):
+    forced = fields.get("tool_choice") in ("required", NAMED)
+    length = 250 if forced else 60
+    for seed in range(3):
         body = {"messages": MESSAGES, "tools": TOOLS, "seed": seed, "max_tokens": length} | fields
-        text, reason = known(engine, chat, fields, seed, length)
-        status, found = client.post(PATH, body)
-        assert status == 200, found
-        (choice,) = found["choices"]
+        text, reason = known(chat_engine, chat, fields, seed, length)
+        (choice,) = client.post(PATH, body)[1]["choices"]
         message = choice["message"]
         calls = message.get("tool_calls", [])
+        streamed, stream_reason = whole_of(client.events(PATH, body | {"stream": True}))
+        assert without_ids(streamed) == without_ids(message)
+        assert stream_reason == choice["finish_reason"]
         if reason == "length":
             assert choice["finish_reason"] == "length"
             continue
@@ -127,7 +120,7 @@ def test_a_reply_is_the_text_of_the_engine(served, engine, fields):
             assert len(calls) == 1
         if fields.get("tool_choice") == "none":
             assert not calls
-    assert called or fields.get("tool_choice") not in ("required", NAMED)
+    assert called or not forced
 
 
 def whole_of(events: list[dict]) -> tuple[dict, str]:
@@ -154,22 +147,15 @@ def without_ids(message: dict) -> tuple:
     return message["content"] or "", [each["function"] for each in message.get("tool_calls", ())]
 
 
-@pytest.mark.parametrize("fields", FIELDS, ids=str)
-def test_a_stream_tells_the_same(served, fields):
+def test_arguments_come_in_pieces(served):
     client, _, _ = served
-    named = pieces = 0
-    for seed in range(3):
-        body = {"messages": MESSAGES, "tools": TOOLS, "seed": seed, "max_tokens": 120} | fields
-        (choice,) = client.post(PATH, body)[1]["choices"]
-        events = client.events(PATH, body | {"stream": True})
-        message, reason = whole_of(events)
-        assert without_ids(message) == without_ids(choice["message"])
-        assert reason == choice["finish_reason"]
-        for event in events:
-            parts = event["choices"][0]["delta"].get("tool_calls", ())
-            named += sum("id" in part for part in parts)
-            pieces += sum("id" not in part for part in parts)
-    assert fields.get("tool_choice") != "required" or pieces > named > 0
+    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "max_tokens": 120}
+    events = client.events(PATH, body | {"stream": True, "seed": 1})
+    parts = [
+        part for event in events for part in event["choices"][0]["delta"].get("tool_calls", ())
+    ]
+    named = sum("id" in part for part in parts)
+    assert len(parts) - named > named > 0
 
 
 def is_json(text: str) -> bool:
@@ -180,13 +166,13 @@ def is_json(text: str) -> bool:
     return True
 
 
-def test_a_call_that_is_cut_says_so(served, engine):
+def test_a_call_that_is_cut_says_so(served, chat_engine):
     """Its arguments are told as far as they were written; nothing of it is content."""
     client, chat, template = served
     fields = {"tool_choice": "required", "parallel_tool_calls": False}
-    for length in range(1, 60, 3):
+    for length in range(1, 60, 5):
         body = {"messages": MESSAGES, "tools": TOOLS, "seed": 5, "max_tokens": length} | fields
-        text, reason = known(engine, chat, fields, 5, length)
+        text, reason = known(chat_engine, chat, fields, 5, length)
         (choice,) = client.post(PATH, body)[1]["choices"]
         streamed = whole_of(client.events(PATH, body | {"stream": True}))
         assert without_ids(streamed[0]) == without_ids(choice["message"])
@@ -194,8 +180,7 @@ def test_a_call_that_is_cut_says_so(served, engine):
         if reason == "length":
             assert choice["finish_reason"] == "length"
             made = choice["message"].get("tool_calls")
-            begun = re.search(r'(?:arguments|parameters)": ', text)
-            assert bool(made) == bool(begun)
+            assert bool(made) == bool(re.search(r'(?:arguments|parameters)": ', text))
             assert text.startswith(choice["message"]["content"] or "")  # the beginning of a call
             assert not made or choice["message"]["content"] is None
             arguments = made[0]["function"]["arguments"] if made else ""
@@ -208,12 +193,8 @@ def test_results_go_back(served):
     client, chat, template = served
     said = call("look", '{"place": "sea", "far": []}', "aB3dE6gH9")
     back = {"role": "tool", "tool_call_id": "aB3dE6gH9", "content": "a ship"}
-    reply = {"role": "assistant", "content": None, "tool_calls": [said]}
-    parsed = {
-        "id": said["id"],
-        "type": "function",
-        "function": {"name": "look", "arguments": {"place": "sea", "far": []}},
-    }
+    reply = {"role": "assistant", "content": None, "tool_calls": [said | {"index": 0}]}
+    parsed = call("look", {"place": "sea", "far": []}, said["id"])
     plain = [*MESSAGES, reply | {"content": "", "tool_calls": [parsed]}, back]
     encoding = client.thread.engine.encoding
     for tools in (TOOLS, None):
@@ -222,28 +203,21 @@ def test_results_go_back(served):
         assert status == 200, found
         ids = chat.with_tools(tools).encode(plain, encoding)
         assert found["usage"]["prompt_tokens"] == len(ids)
-    client.post(
-        PATH, body | {"messages": [*MESSAGES, reply | {"tool_calls": [said | {"index": 0}]}, back]}
-    )
 
 
 def test_n_replies_have_calls_of_their_own(served):
     client, _, _ = served
     body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "n": 3, "seed": 2}
     body |= {"max_tokens": 120, "parallel_tool_calls": False}
-    choices = client.post(PATH, body)[1]["choices"]
-    alone = [
-        client.post(PATH, body | {"n": 1, "seed": 2 + row})[1]["choices"][0] for row in range(3)
-    ]
-    assert [without_ids(each["message"]) for each in choices] == [
-        without_ids(each["message"]) for each in alone
-    ]
-    ids = [made["id"] for each in choices for made in each["message"].get("tool_calls", ())]
+    messages = [choice["message"] for choice in client.post(PATH, body)[1]["choices"]]
+    ids = [made["id"] for message in messages for made in message.get("tool_calls", ())]
     assert len(set(ids)) == len(ids) > 0
     events = client.events(PATH, body | {"stream": True})
-    for index in range(3):
+    for index, message in enumerate(messages):
+        alone = client.post(PATH, body | {"n": 1, "seed": 2 + index})[1]["choices"][0]["message"]
+        assert without_ids(alone) == without_ids(message)
         own = [event for event in events if event["choices"][0]["index"] == index]
-        assert without_ids(whole_of(own)[0]) == without_ids(choices[index]["message"])
+        assert without_ids(whole_of(own)[0]) == without_ids(message)
 
 
 def test_log_probabilities_are_of_all_tokens(served):
@@ -255,159 +229,115 @@ def test_log_probabilities_are_of_all_tokens(served):
     assert same(template, text, choice["message"])
 
 
-def test_the_official_client_calls_tools(served):
-    import openai
-
-    client, _, _ = served
-    where = {"base_url": f"http://127.0.0.1:{client.port}/v1", "api_key": "none"}
-    with openai.OpenAI(**where, max_retries=0) as openai_client:
+def test_the_official_client_calls_tools(hermes):
+    with official_client(hermes) as openai_client:
+        completions = openai_client.chat.completions
         messages = list(MESSAGES)
         ask = {"model": "small", "tools": TOOLS, "seed": 1, "parallel_tool_calls": False}
+        ask |= {"tool_choice": "required", "max_tokens": 200}
         for turn in range(2):
-            options = ask | {"messages": messages, "tool_choice": "required"}
-            reply = openai_client.chat.completions.create(**options, max_tokens=200)
+            reply = completions.create(messages=messages, **ask)
             (made,) = reply.choices[0].message.tool_calls
             jsonschema.validate(json.loads(made.function.arguments), SCHEMAS[made.function.name])
-            with openai_client.chat.completions.stream(**options, max_tokens=200) as stream:
-                events = list(stream)
+            with completions.stream(messages=messages, **ask) as stream:
+                types = {event.type for event in stream}
                 (again,) = stream.get_final_completion().choices[0].message.tool_calls
             assert again.function.arguments == made.function.arguments
-            kinds = {event.type for event in events}
-            assert "tool_calls.function.arguments.delta" in kinds
-            assert "tool_calls.function.arguments.done" in kinds, events
-            messages.append(reply.choices[0].message)
+            assert types >= {f"tool_calls.function.arguments.{end}" for end in ("delta", "done")}
             result = {"role": "tool", "tool_call_id": made.id, "content": json.dumps(turn)}
-            messages.append(result)
-
-
-WITHOUT = "this chat template does not support tools"
-NONE = "messages.1.tool_call_id is not the id of an earlier tool call"
-ONLY = "messages.0.tool_calls is allowed for the role assistant only"
-NEEDED = "messages.1.tool_call_id must be set for the role tool, and only for it"
-FUNCTION = '{"type": "function", "function": {"name": ...}}'
-CHOICE = f"tool_choice: it must be none, auto, required or {FUNCTION}"
-OBJECT = "messages.1.tool_calls.0.function.arguments: it must be a JSON object, as a string"
+            messages += [reply.choices[0].message, result]
 
 
 def said(arguments) -> list[dict]:
     return [*MESSAGES, {"role": "assistant", "tool_calls": [call("look", arguments)]}]
 
 
-@pytest.mark.parametrize(
-    "fields, message, param",
-    [
-        ({"tools": [LOOK, LOOK]}, "tools.1.function.name: duplicate name look", "tools"),
-        ({"tools": [LOOK] * 129}, "tools: it must be a list of 1 to 128 tools", "tools"),
-        ({"tools": {}}, "tools: Input should be a valid list", "tools"),
-        ({"tools": TOOLS, "tool_choice": "some"}, CHOICE, "tool_choice"),
-        ({"tool_choice": "required"}, "tool_choice requires tools", "tool_choice"),
-        ({"tool_choice": NAMED}, "tool_choice requires tools", "tool_choice"),
-        (
-            {"tools": [LOOK], "tool_choice": NAMED},
-            "tool_choice.function.name: count is not in tools",
-            "tool_choice",
-        ),
-        (
-            {"tools": [tool("f", parameters={"not": {}})]},
-            "the keyword 'f.parameters.not' is not supported",
-            "tools",
-        ),
-        (
-            {"tools": TOOLS, "structured_outputs": {"regex": "a"}},
-            "structured_outputs cannot be combined with tools, unless tool_choice is none",
-            "structured_outputs",
-        ),
-        ({"tools": TOOLS, "min_tokens": 3, "max_tokens": 9}, None, "min_tokens"),
-        ({"messages": [MESSAGES[0] | {"tool_calls": [call("f", "{}")]}]}, ONLY, "messages"),
-        ({"messages": [*MESSAGES, MESSAGES[0] | {"tool_call_id": "a"}]}, NEEDED, "messages"),
-        ({"messages": [*MESSAGES, {"role": "tool", "content": "x"}]}, NEEDED, "messages"),
-        (
-            {"messages": [*MESSAGES, {"role": "tool", "content": "x", "tool_call_id": "a"}]},
-            NONE,
-            "messages",
-        ),
-        ({"messages": said("{")}, OBJECT, "messages"),
-        ({"messages": said("[1]")}, OBJECT, "messages"),
-        ({"messages": said("[" * 10**5)}, OBJECT, "messages"),
-        (
-            {"messages": said('{"a": ' + "[" * 900 + "]" * 900 + "}")},
-            "",  # too deep for older Pythons, and too long for this model
-            "messages",
-        ),
-    ],
-)
-def test_what_is_refused(served, fields, message, param):
-    client, _, _ = served
-    body = {"messages": MESSAGES, "max_tokens": 4} | fields
+def after(*messages) -> dict:
+    return {"messages": [*MESSAGES, *messages]}
+
+
+TOOL_RESULT = {"role": "tool", "content": "x"}
+NOT = tool("f", parameters={"not": {}})
+OTHER = {"structured_outputs": {"regex": "a"}}
+REFUSED = [  # fields, the one that is named, words of the message
+    ({"tools": [LOOK, LOOK]}, "tools", "tools.1.function.name look"),
+    ({"tools": [LOOK] * 129}, "tools", "128"),
+    ({"tools": {}}, "tools", "list"),
+    ({"tools": [{}]}, "tools", ""),
+    ({"functions": [{"name": "f"}]}, "functions", ""),
+    ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice", "none auto required"),
+    ({"tool_choice": "required"}, "tool_choice", "tools"),
+    ({"tool_choice": NAMED}, "tool_choice", "tools"),
+    ({"tools": [LOOK], "tool_choice": NAMED}, "tool_choice", "tool_choice.function.name count"),
+    ({"tools": [NOT]}, "tools", "f.parameters.not"),
+    ({"tools": TOOLS} | OTHER, "structured_outputs", "tools"),
+    ({"tools": TOOLS, "min_tokens": 3, "max_tokens": 9}, "min_tokens", ""),
+    (after({"role": "user", "tool_calls": []}), "messages", "messages.1"),
+    (after(MESSAGES[0] | {"tool_calls": [call("f", "{}")]}), "messages", ".tool_calls assistant"),
+    (after(MESSAGES[0] | {"tool_call_id": "a"}), "messages", "messages.1.tool_call_id tool"),
+    (after(TOOL_RESULT), "messages", "messages.1.tool_call_id tool"),
+    (after(TOOL_RESULT | {"tool_call_id": "a"}), "messages", "messages.1.tool_call_id"),
+    *(
+        ({"messages": said(text)}, "messages", "messages.1.tool_calls.0.function.arguments JSON")
+        for text in ("{", "[1]", "[" * 10**5)
+    ),
+]
+
+
+@pytest.mark.parametrize("fields, param, words", REFUSED)
+def test_what_is_refused(hermes, fields, param, words):
     for stream in (False, True):
-        status, found = client.post(PATH, body | {"stream": stream})
-        assert status == 400, found
-        assert found["error"]["param"] == param and len(found["error"]["message"]) < 500
-        if message:
-            assert (status, found) == (400, refusal(message, param))
+        body = {"messages": MESSAGES, "max_tokens": 4, "stream": stream} | fields
+        check_refused(hermes.post(PATH, body), param, words)
 
 
 def test_what_is_too_deep_for_python_is_refused():
     """How deep that is depends on its version."""
-    served = SimpleNamespace(chat=None)
-    with pytest.raises(APIError, match="^messages: nested too deeply$") as found:
-        with ServedModel.as_api_error(served, "messages"):
+    with pytest.raises(APIError, match="^messages") as found:
+        with ServedModel.as_api_error(SimpleNamespace(chat=None), "messages"):
             raise RecursionError
     assert (found.value.status, found.value.param) == (400, "messages")
 
 
-def test_a_template_may_want_a_system_message(engine, write_chat):
+def test_deep_arguments_are_refused_by_their_depth_or_their_length(hermes):
+    status, answer = hermes.post(PATH, {"messages": said(f'{{"a": {"[" * 900 + "]" * 900}}}')})
+    assert (status, answer["error"]["param"]) == (400, "messages")
+
+
+def test_a_template_may_want_a_system_message(chat_engine, write_chat):
     """Which the conversation has, and no probe of ours has by itself."""
-    chat = Chat(write_chat(NEEDS_SYSTEM))
-    with serving(engine, chat) as client:
+    with serving(chat_engine, Chat(write_chat(NEEDS_SYSTEM))) as client:
         body = {"tools": TOOLS, "max_tokens": 300, "temperature": 1.0, "tool_choice": NAMED}
         messages = conversation("Tom", system="Be kind.")
-        status, found = client.post(PATH, body | {"messages": messages, "seed": 1})
-        assert status == 200, found
-        (made,) = found["choices"][0]["message"]["tool_calls"]
-        assert made["function"]["name"] == "count"
-        status, found = client.post(PATH, body | {"messages": MESSAGES})
-        assert (status, found) == (
-            400,
-            refusal("chat template: a system message first", "messages"),
-        )
-
-
-def test_still_refused(served):
-    client, _, _ = served
-    nothing = [*MESSAGES, {"role": "user", "tool_calls": []}]
-    for fields in ({"tools": [{}]}, {"functions": [{"name": "f"}]}, {"messages": nothing}):
-        status, found = client.post(PATH, {"messages": MESSAGES} | fields)
-        assert status == 400 and found["error"]["param"] == next(iter(fields))
+        (choice,) = client.post(PATH, body | {"messages": messages, "seed": 1})[1]["choices"]
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == "count"
+        answer = client.post(PATH, body | {"messages": MESSAGES})
+        check_refused(answer, "messages", "a system message first")
 
 
 @pytest.mark.parametrize("template", [CHATML, "{{ messages[0].content }}"])
-def test_a_template_without_calls_is_named(engine, write_chat, template):
-    with serving(engine, Chat(write_chat(template))) as client:
-        status, found = client.post(PATH, {"messages": MESSAGES, "tools": TOOLS})
-        assert status == 400 and found["error"]["param"] == "tools"
-        assert found["error"]["message"].startswith("this chat template ")
-        messages = [*said("{}"), {"role": "tool", "content": "x", "tool_call_id": "abcdefghi"}]
-        status, found = client.post(PATH, {"messages": messages})
-        assert status == 400 and found["error"]["param"] == "messages"
-        assert client.post(PATH, {"messages": MESSAGES, "tools": [], "max_tokens": 1})[0] == 200
-        body = {"messages": MESSAGES, "tools": None, "tool_choice": "auto", "max_tokens": 1}
-        assert client.post(PATH, body | {"parallel_tool_calls": True})[0] == 200
+def test_a_template_without_calls_is_named(chat_engine, write_chat, template):
+    with serving(chat_engine, Chat(write_chat(template))) as client:
+        body = {"messages": MESSAGES, "max_tokens": 1}
+        check_refused(client.post(PATH, body | {"tools": TOOLS}), "tools", "chat template")
+        messages = [*said("{}"), TOOL_RESULT | {"tool_call_id": "abcdefghi"}]
+        check_refused(client.post(PATH, {"messages": messages}), "messages")
+        assert client.post(PATH, body | {"tools": []})[0] == 200
+        body |= {"tools": None, "tool_choice": "auto", "parallel_tool_calls": True}
+        assert client.post(PATH, body)[0] == 200
 
 
-def test_a_model_that_reasons_can_be_told_not_to(engine, write_chat):
+def test_a_model_that_reasons_can_be_told_not_to(chat_engine, write_chat):
     """Its replies begin with an empty reasoning then, in new messages and not in old ones."""
+    start = "'<|im_start|>assistant\\n' }}"
     empty = "{%- if enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
-    template = HERMES.replace(
-        "'<|im_start|>assistant\\n' }}", "'<|im_start|>assistant\\n' }}" + empty
-    )
+    template = HERMES.replace(start, start + empty)
     assert template != HERMES
-    messages = [*said("{}"), {"role": "tool", "content": "x", "tool_call_id": "abcdefghi"}]
+    messages = [*said("{}"), TOOL_RESULT | {"tool_call_id": "abcdefghi"}]
     body = {"messages": messages, "tools": TOOLS, "tool_choice": "required", "max_tokens": 9}
-    with serving(engine, Chat(write_chat(template))) as client:
+    with serving(chat_engine, Chat(write_chat(template))) as client:
         for variables in ({}, {"enable_thinking": False}):
-            status, found = client.post(PATH, body | {"chat_template_kwargs": variables})
-            assert status == 200, found
+            assert client.post(PATH, body | {"chat_template_kwargs": variables})[0] == 200
 
 
 def test_what_arguments_say_is_seen_by_checks():
@@ -467,10 +397,9 @@ def test_results_come_in_any_order():
     assert len(ChatRequest.model_validate({"messages": messages}).messages) == 6
 
 
-def test_a_text_of_another_form_calls_nothing(served):
-    client, _, _ = served
+def test_where_no_tool_may_be_called_another_constraint_may_be_given(hermes):
     body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none", "seed": 1}
     text = {"response_format": {"type": "text"}, "max_tokens": 9}
-    assert client.post(PATH, body | text)[0] == 200
-    status, found = client.post(PATH, body | {"structured_outputs": {"choice": ["Yes.", "No."]}})
+    assert hermes.post(PATH, body | text)[0] == 200
+    _, found = hermes.post(PATH, body | {"structured_outputs": {"choice": ["Yes.", "No."]}})
     assert found["choices"][0]["message"]["content"] in ("Yes.", "No.")
