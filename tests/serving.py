@@ -165,7 +165,7 @@ def check_refused(answer: tuple, param: str | None, said: str = "", status=400, 
     expected = (status, "invalid_request_error", param, code)
     assert (found, error["type"], error["param"], error["code"]) == expected, body
     message = error["message"]
-    assert 0 < len(message) < 500 and all(word in message for word in said.split()), message
+    assert 0 < len(message) < 700 and all(word in message for word in said.split()), message
 
 
 def server_error(message: str) -> dict:

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from serving import run_calls, server_error, serving, small_engine
+from serving import run_calls, small_engine
 
 from sampling import SamplingParams
 from server.backend import GenerateInput
@@ -28,15 +28,3 @@ def test_a_text_that_is_there_is_no_error_when_the_engine_ends(tiny_llama):
 
     found = run_calls(lambda: small_engine(tiny_llama), use)
     assert found == (3, "the server is shutting down")
-
-
-def test_the_models_of_a_dead_engine(tiny_llama):
-    with serving(lambda: small_engine(tiny_llama)) as client:
-
-        def die():
-            raise MemoryError("no more")
-
-        client.thread.commands.put(die)
-        client.thread.thread.join(60)
-        error = server_error("the engine has failed: MemoryError: no more")
-        assert client.get("/v1/models") == (503, error)

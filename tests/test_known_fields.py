@@ -1,8 +1,9 @@
 """A field that nothing knows is refused by its name, wherever it stands."""
 
 import pytest
-from serving import PATH, refusal
+from serving import PATH, check_refused, official_client
 
+from server.protocol import ChatRequest, find_lone_surrogate
 from text.chat import Chat
 
 CHAT = "/v1/chat/completions"
@@ -10,74 +11,54 @@ MESSAGES = [{"role": "user", "content": "Tom"}]
 PART = {"type": "text", "text": "Tom"}
 
 
-def refused(client, path: str, fields: dict, message: str, param: str) -> None:
-    needed = {"messages": MESSAGES} if path == CHAT else {}
-    for stream in (False, True):
-        body = needed | {"max_tokens": 1, "stream": stream} | fields
-        assert client.post(path, body) == (400, refusal(message, param))
+UNKNOWN = {  # name -> the one that was meant
+    "max_token": "max_tokens?",
+    "temprature": "temperature?",
+    "n_predict": "max_tokens?",
+    "repeat_penalty": "repetition_penalty?",
+    "Seed": "seed?",
+    **dict.fromkeys(["num_ctx", "", "{what}", "{field}"], ""),
+}
 
 
 @pytest.mark.parametrize("path", [PATH, CHAT])
-@pytest.mark.parametrize(
-    "name, words",
-    [
-        ("max_token", "; did you mean max_tokens?"),
-        ("temprature", "; did you mean temperature?"),
-        ("n_predict", "; did you mean max_tokens?"),
-        ("repeat_penalty", "; did you mean repetition_penalty?"),
-        ("num_ctx", ""),
-        ("Seed", "; did you mean seed?"),
-        ("", ""),
-        ("{what}", ""),
-        ("{field}", ""),
-    ],
-)
-@pytest.mark.parametrize("value", [1, None])
-def test_a_field_that_nothing_knows_is_refused_by_its_name(client, path, name, words, value):
-    message = f"{name} is not a field of this request{words}"
-    refused(client, path, {name: value}, message, name)
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_field_that_nothing_knows_is_refused_by_its_name(client, path, name):
+    for stream, value in ((False, 1), (True, 1), (False, None)):
+        body = {"messages": MESSAGES} if path == CHAT else {}
+        answer = client.post(path, body | {"stream": stream, name: value})
+        check_refused(answer, name, f"{name} {UNKNOWN[name]}")
+        assert UNKNOWN[name] or "?" not in answer[1]["error"]["message"]
 
 
 def test_a_field_of_the_other_api_is_none_of_this_one(client):
-    message = "messages is not a field of this request"
-    refused(client, PATH, {"messages": MESSAGES}, message, "messages")
-    refused(client, CHAT, {"prompt": "Tom"}, "prompt is not a field of this request", "prompt")
+    check_refused(client.post(PATH, {"messages": MESSAGES}), "messages")
+    check_refused(client.post(CHAT, {"messages": MESSAGES, "prompt": "Tom"}), "prompt")
     name = "max_completion_tokens"
-    message = f"{name} is not a field of this request; did you mean max_tokens?"
-    refused(client, PATH, {name: 3}, message, name)
+    check_refused(client.post(PATH, {name: 3}), name, "max_tokens?")
 
 
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        (
-            {"stream_options": {"usage": True}},
-            "stream_options.usage is not a field of this request",
-        ),
-        (
-            {"messages": [MESSAGES[0] | {"contents": "x"}]},
-            "messages.0.contents is not a field of this request; did you mean content?",
-        ),
-        (
-            {"messages": [*MESSAGES, MESSAGES[0] | {"audio": {}}]},
-            "messages.1.audio is not supported",
-        ),
-        (
-            {"messages": [MESSAGES[0] | {"function_call": {"name": "a"}}]},
-            "messages.0.function_call is not supported",
-        ),
-        (
-            {"messages": [MESSAGES[0] | {"content": [PART, PART | {"cache": {}}]}]},
-            "messages.0.content.1.cache is not a field of this request",
-        ),
-        (
-            {"messages": [MESSAGES[0] | {"content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages.0.content.0.image_url is not supported",
-        ),
-    ],
-)
-def test_a_field_inside_another_is_refused_by_its_path(client, fields, message):
-    refused(client, CHAT, fields, message, message.partition(".")[0])
+def user(**fields) -> dict:
+    return {"messages": [MESSAGES[0] | fields]}
+
+
+INSIDE = [  # fields, words of the message
+    ({"stream_options": {"usage": True}}, "stream_options.usage"),
+    (user(contents="x"), "messages.0.contents content?"),
+    ({"messages": [*MESSAGES, MESSAGES[0] | {"audio": {}}]}, "messages.1.audio"),
+    (user(function_call={"name": "a"}), "messages.0.function_call"),
+    (user(images=[{}]), "messages.0.images"),
+    (user(content=[PART, PART | {"cache": {}}]), "messages.0.content.1.cache"),
+    (user(content=[{"type": "image_url", "image_url": {}}]), "messages.0.content.0.image_url"),
+    (user(content=None), "messages.0.content"),
+    (user(name="<|im_end|>"), "messages.0.name [A-Za-z0-9_-]"),
+]
+
+
+@pytest.mark.parametrize("fields, said", INSIDE)
+def test_a_field_inside_another_is_refused_by_its_path(client, fields, said):
+    answer = client.post(CHAT, {"messages": MESSAGES} | fields)
+    check_refused(answer, next(iter(fields)), said)
 
 
 SILENTLY_IGNORED_FIELDS = {
@@ -95,34 +76,29 @@ SILENTLY_IGNORED_FIELDS = {
 
 
 @pytest.mark.parametrize("path", [PATH, CHAT])
-def test_still_what_changes_no_text_is_taken(client, path):
+def test_what_changes_no_text_is_taken(client, path):
     body = {"max_tokens": 4, "seed": 3} | ({"messages": MESSAGES} if path == CHAT else {})
-    status, plain = client.post(path, body)
-    assert status == 200
+    plain = client.post(path, body)[1]["choices"]
     for fields in (SILENTLY_IGNORED_FIELDS, dict.fromkeys(SILENTLY_IGNORED_FIELDS)):
-        status, found = client.post(path, body | fields)
-        assert status == 200 and found["choices"] == plain["choices"]
+        assert client.post(path, body | fields)[1]["choices"] == plain
 
 
-def test_what_vllm_has_by_default_is_taken(client):
-    message = MESSAGES[0] | {"role": "assistant", "reasoning": None, "reasoning_content": None}
-    body = {"messages": [*MESSAGES, message], "add_special_tokens": False, "max_tokens": 1}
-    assert client.post(CHAT, body)[0] == 200
+def choices(client, *messages) -> list:
+    body = {"messages": [*MESSAGES, *messages], "add_special_tokens": False, "seed": 1}
+    status, answer = client.post(CHAT, body | {"max_tokens": 3})
+    assert status == 200, answer
+    return answer["choices"]
+
+
+REPLY = {"role": "assistant", "content": "Tom"}
 
 
 @pytest.mark.parametrize("said", [{"provider_specific_fields": {"refusal": None}}, {}])
 def test_an_answer_can_be_sent_back_as_litellm_has_it(client, said):
     names = "annotations audio function_call images provider_specific_fields reasoning_content"
-    message = {"role": "assistant", "content": "Tom"}
-    message |= dict.fromkeys([*names.split(), "refusal", "thinking_blocks", "tool_calls"]) | said
-    body = {"messages": [*MESSAGES, message, *MESSAGES], "max_tokens": 3, "seed": 1}
-    plain = body | {"messages": [*MESSAGES, {"role": "assistant", "content": "Tom"}, *MESSAGES]}
-    answers = [client.post(CHAT, each) for each in (body, plain)]
-    assert [status for status, _ in answers] == [200, 200]
-    assert answers[0][1]["choices"] == answers[1][1]["choices"]
-    asked = body | {"messages": [MESSAGES[0] | {"images": [{}]}]}
-    refused = refusal("messages.0.images is not supported", "messages")
-    assert client.post(CHAT, asked) == (400, refused)
+    names += " reasoning refusal thinking_blocks tool_calls"
+    message = REPLY | dict.fromkeys(names.split()) | said
+    assert choices(client, message, *MESSAGES) == choices(client, REPLY, *MESSAGES)
 
 
 METADATA_FIELDS = {  # what clients note in messages
@@ -139,62 +115,34 @@ METADATA_FIELDS = {  # what clients note in messages
 
 
 def test_what_clients_note_in_messages_changes_no_text(client):
-    reply = {"role": "assistant", "content": "Tom"}
-    noted = {
-        "role": "assistant",
-        "content": [PART | METADATA_FIELDS],
-        "reasoning_content": "why",
-    } | METADATA_FIELDS
-    body = {"max_tokens": 3, "seed": 1}
-    (_, plain), (status, found) = [
-        client.post(CHAT, body | {"messages": [*MESSAGES, each, MESSAGES[0] | notes]})
-        for each, notes in ((reply, {}), (noted, METADATA_FIELDS))
-    ]
-    assert status == 200 and found["choices"] == plain["choices"]
+    noted = REPLY | {"content": [PART | METADATA_FIELDS], "reasoning_content": "why"}
+    found = choices(client, noted | METADATA_FIELDS, MESSAGES[0] | METADATA_FIELDS)
+    assert found == choices(client, REPLY, *MESSAGES)
 
 
 @pytest.mark.parametrize("calls", [{}, {"tool_calls": []}, {"tool_calls": None}])
 def test_a_reply_may_have_no_content(client, calls):
-    answers = [
-        client.post(CHAT, {"messages": [*MESSAGES, reply, *MESSAGES], "max_tokens": 3, "seed": 1})
-        for reply in (
-            {"role": "assistant", "content": ""},
-            {"role": "assistant", "content": None} | calls,
-            {"role": "assistant", "refusal": None} | calls,
-        )
-    ]
-    assert [status for status, _ in answers] == [200] * 3
-    assert answers[0][1]["choices"] == answers[1][1]["choices"] == answers[2][1]["choices"]
-    nothing = {"messages": [{"role": "user", "content": None}]}
-    status, found = client.post(CHAT, nothing)
-    assert status == 400 and found["error"]["message"].startswith("messages.0.content: it must be")
+    empty = choices(client, REPLY | {"content": ""}, *MESSAGES)
+    assert choices(client, REPLY | {"content": None} | calls, *MESSAGES) == empty
+    assert choices(client, {"role": "assistant", "refusal": None} | calls, *MESSAGES) == empty
 
 
-def test_still_an_answer_can_be_sent_back_as_the_official_client_has_it(client):
-    from openai import OpenAI
-
-    openai_client = OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key="none")
-    ask = {"model": "small", "max_tokens": 3, "seed": 1}
-    reply = openai_client.chat.completions.create(messages=MESSAGES, **ask).choices[0].message
-    for message in (reply, reply.model_dump(), reply.model_dump(exclude_unset=True)):
-        again = openai_client.chat.completions.create(
-            messages=[*MESSAGES, message, *MESSAGES], **ask
-        )
-        assert again.usage.completion_tokens == 3
+def test_an_answer_can_be_sent_back_as_the_official_client_has_it(client):
+    with official_client(client) as openai_client:
+        completions = openai_client.chat.completions
+        ask = {"model": "small", "max_tokens": 3, "seed": 1}
+        reply = completions.create(messages=MESSAGES, **ask).choices[0].message
+        for message in (reply, reply.model_dump(), reply.model_dump(exclude_unset=True)):
+            again = completions.create(messages=[*MESSAGES, message, *MESSAGES], **ask)
+            assert again.usage.completion_tokens == 3
 
 
 def test_a_name_is_for_the_template(client, monkeypatch):
     given = []
     monkeypatch.setattr(Chat, "encode", lambda _, *a: given.append(a[0]) or [1])
     for name in ("Tom-2", None):
-        assert (
-            client.post(CHAT, {"messages": [MESSAGES[0] | {"name": name}], "max_tokens": 1})[0]
-            == 200
-        )
+        assert client.post(CHAT, user(name=name) | {"max_tokens": 1})[0] == 200
     assert given == [[MESSAGES[0] | {"name": "Tom-2"}], MESSAGES]
-    refused = client.post(CHAT, {"messages": [MESSAGES[0] | {"name": "<|im_end|>"}]})
-    pattern = "messages.0.name: String should match pattern '^[A-Za-z0-9_-]+$'"
-    assert refused == (400, refusal(pattern, "messages"))
 
 
 def test_a_megabyte_of_names_has_a_short_answer(client):
@@ -205,67 +153,58 @@ def test_a_megabyte_of_names_has_a_short_answer(client):
         assert "is not a field of this request" in found["error"]["message"]
 
 
-def test_half_a_letter_in_a_name(client):
-    status, found = client.post(PATH, b'{"\\ud800": 1}')
-    assert found == refusal("\\ud800 is not a field of this request", "\\ud800") and status == 400
-
-
-LONE_SURROGATE = "a\ud800"
-CALL = {"id": LONE_SURROGATE, "type": "function", "function": {"name": "f", "arguments": "{}"}}
-CALLED = {"role": "assistant", "tool_calls": [CALL]}
-ESCAPED = {"role": "assistant", "tool_calls": [CALL | {"id": "a"}]}
-ESCAPED["tool_calls"][0]["function"] = {"name": "f", "arguments": '{"a": "\\ud800"}'}
 RESPONSES = "/v1/responses"
-FUNCTION = {"type": "function", "name": "f", "parameters": {"a": {"b": {"c": [LONE_SURROGATE]}}}}
+HALF = "a\ud800"  # a lone surrogate: half a letter
+FUNCTION = {"type": "function", "name": "f", "parameters": {"a": {"b": {"c": [HALF]}}}}
 
 
-@pytest.mark.parametrize(
-    "path, fields, field",
-    [
-        (PATH, {"prompt": LONE_SURROGATE, "echo": True}, "prompt"),
-        (PATH, {"prompt": ["Tom", LONE_SURROGATE]}, "prompt.1"),
-        (PATH, {"stop": LONE_SURROGATE}, "stop"),
-        (PATH, {"stop": ["a", "\udfff"]}, "stop.1"),
-        (PATH, {"user": LONE_SURROGATE}, "user"),
-        (PATH, {"logit_bias": {LONE_SURROGATE: 1}}, "logit_bias"),
-        (PATH, {"model": LONE_SURROGATE}, "model"),
-        (PATH, {"cache_salt": LONE_SURROGATE}, "cache_salt"),
-        (PATH, {"structured_outputs": {"choice": [LONE_SURROGATE]}}, "structured_outputs.choice.0"),
-        (CHAT, {"messages": [MESSAGES[0] | {"content": LONE_SURROGATE}]}, "messages.0.content"),
-        (
-            CHAT,
-            {"messages": [MESSAGES[0] | {"content": [PART, PART | {"text": LONE_SURROGATE}]}]},
-            "messages.0.content.1.text",
-        ),
-        (CHAT, {"messages": [*MESSAGES, CALLED]}, "messages.1.tool_calls.0.id"),
-        (CHAT, {"messages": [*MESSAGES, ESCAPED]}, "messages.1.tool_calls.0.function.arguments"),
-        (
-            CHAT,
-            {"messages": [*MESSAGES, ESCAPED | {"reasoning": LONE_SURROGATE}]},
-            "messages.1.reasoning",
-        ),
-        (CHAT, {"tools": [{"type": LONE_SURROGATE}]}, "tools.0.type"),
-        (CHAT, {"tools": [{"a\ud800.b": {"c": LONE_SURROGATE}}]}, "tools.0"),
-        (RESPONSES, {"input": LONE_SURROGATE}, "input"),
-        (RESPONSES, {"input": [{"role": "user", "content": LONE_SURROGATE}]}, "input.0.content"),
-        (RESPONSES, {"input": "a", "instructions": LONE_SURROGATE}, "instructions"),
-        (RESPONSES, {"input": "a", "metadata": {LONE_SURROGATE: "a"}}, "metadata"),
-        (RESPONSES, {"input": "a", "tools": [FUNCTION]}, "tools.0.parameters.a.b.c"),
-        (RESPONSES, {"input": "a", "text": {"format": {"a": LONE_SURROGATE}}}, "text.format.a"),
-        (RESPONSES, {"input": "a", "stop": LONE_SURROGATE}, "stop"),
-        (
-            RESPONSES,
-            {"input": [{"type": "function_call", "call_id": LONE_SURROGATE}]},
-            "input.0.call_id",
-        ),
-    ],
-)
+def called(id: str, arguments: str = "{}", **fields) -> dict:
+    calls = [{"id": id, "type": "function", "function": {"name": "f", "arguments": arguments}}]
+    message = {"role": "assistant", "tool_calls": calls} | fields
+    return {"messages": [*MESSAGES, message]}
+
+
+ESCAPED = '{"a": "\\ud800"}'
+HALVES = [
+    (PATH, {"prompt": HALF, "echo": True}, "prompt"),
+    (PATH, {"prompt": ["Tom", HALF]}, "prompt.1"),
+    (PATH, {"stop": HALF}, "stop"),
+    (PATH, {"stop": ["a", "\udfff"]}, "stop.1"),
+    (PATH, {"user": HALF}, "user"),
+    (PATH, {"logit_bias": {HALF: 1}}, "logit_bias"),
+    (PATH, {"model": HALF}, "model"),
+    (PATH, {"cache_salt": HALF}, "cache_salt"),
+    (PATH, {"structured_outputs": {"choice": [HALF]}}, "structured_outputs.choice.0"),
+    (CHAT, user(content=HALF), "messages.0.content"),
+    (CHAT, user(content=[PART, PART | {"text": HALF}]), "messages.0.content.1.text"),
+    (CHAT, called(HALF), "messages.1.tool_calls.0.id"),
+    (CHAT, called("a", ESCAPED), "messages.1.tool_calls.0.function.arguments"),
+    (CHAT, called("a", ESCAPED, reasoning=HALF), "messages.1.reasoning"),
+    (CHAT, {"tools": [{"type": HALF}]}, "tools.0.type"),
+    (CHAT, {"tools": [{"a\ud800.b": {"c": HALF}}]}, "tools.0"),
+    (CHAT, {"tools": {HALF: 1}}, "tools"),
+    (RESPONSES, {"input": HALF}, "input"),
+    (RESPONSES, {"input": [{"role": "user", "content": HALF}]}, "input.0.content"),
+    (RESPONSES, {"input": "a", "instructions": HALF}, "instructions"),
+    (RESPONSES, {"input": "a", "metadata": {HALF: "a"}}, "metadata"),
+    (RESPONSES, {"input": "a", "tools": [FUNCTION]}, "tools.0.parameters.a.b.c"),
+    (RESPONSES, {"input": "a", "text": {"format": {"a": HALF}}}, "text.format.a"),
+    (RESPONSES, {"input": "a", "stop": HALF}, "stop"),
+    (RESPONSES, {"input": [{"type": "function_call", "call_id": HALF}]}, "input.0.call_id"),
+]
+
+
+@pytest.mark.parametrize("path, fields, field", HALVES)
 def test_half_a_letter_is_refused_by_the_path_of_its_field(client, path, fields, field):
     needed = {"messages": MESSAGES} if path == CHAT else {}
-    message = f"{field}: not UTF-8 text: it has a lone surrogate"
     for stream in (False, True):
-        found = client.post(path, needed | {"stream": stream} | fields)
-        assert found == (400, refusal(message, field.partition(".")[0]))
+        answer = client.post(path, needed | {"stream": stream} | fields)
+        check_refused(answer, field.partition(".")[0], "UTF-8 surrogate")
+        assert answer[1]["error"]["message"].startswith(f"{field}: ")
+
+
+def test_half_a_letter_in_a_name(client):
+    check_refused(client.post(PATH, b'{"\\ud800": 1}'), "\\ud800", "\\ud800")
 
 
 def test_a_whole_letter_beyond_16_bits_is_text(client):
@@ -274,9 +213,7 @@ def test_a_whole_letter_beyond_16_bits_is_text(client):
 
 
 def test_half_a_letter_below_many_objects_is_found():
-    from server.protocol import find_lone_surrogate
-
-    deep = LONE_SURROGATE
+    deep = HALF
     for _ in range(900):
         deep = {"a": [deep]}
     assert find_lone_surrogate({"b": ["c"], "tools": deep}) == ("tools", "a", 0, "a", 0, "a")
@@ -284,8 +221,6 @@ def test_half_a_letter_below_many_objects_is_found():
 
 
 def test_a_hint_for_a_cache_in_a_tool_is_not_written_into_the_prompt():
-    from server.protocol import ChatRequest
-
     tool = {"type": "function", "function": {"name": "look"}}
     body = ChatRequest(messages=MESSAGES, tools=[tool | {"cache_control": {"type": "ephemeral"}}])
     assert body.tools == [tool]

@@ -1,7 +1,10 @@
 """The fields of a request: those that work, against the engine, and those that are refused."""
 
 import pytest
-from serving import engine_alone, refusal, serving, small_engine
+from serving import IGNORED_FIELDS, PATH, check_refused, engine_alone, serving, small_engine
+
+from server import protocol
+from server.protocol import UNSUPPORTED_FIELDS, CompletionRequest
 
 PARAMS = [
     {"seed": 1},
@@ -15,14 +18,14 @@ PARAMS = [
 ]
 
 
-def alone(tiny_llama, prompt: str, **params) -> tuple:
-    return engine_alone(tiny_llama, prompt, max_new_tokens=40, **params)[1::2]
-
-
 def text_of(client, body: dict) -> tuple:
-    status, found = client.post("/v1/completions", body)
+    status, found = client.post(PATH, body)
     assert status == 200, found
     return found["choices"][0]["text"], found["choices"][0]["finish_reason"]
+
+
+def alone(tiny_llama, prompt: str, **params) -> tuple:
+    return engine_alone(tiny_llama, prompt, max_new_tokens=40, **params)[1::2]
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=str)
@@ -40,10 +43,9 @@ def test_a_stop_string_ends_a_text_wherever_tokens_cut_it(client, tiny_llama):
 
 
 def test_a_seed_counts_modulo_2_to_the_64th(client):
-    texts = [text_of(client, {"prompt": "Tom", "seed": seed}) for seed in (-1, 2**64 - 1, 0)]
-    assert texts[0] == texts[1] != texts[2]
-    texts = [text_of(client, {"prompt": "Tom", "seed": seed}) for seed in (-(2**63), 2**63)]
-    assert texts[0] == texts[1]
+    seeds = (-1, 2**64 - 1, 0, -(2**63), 2**63)
+    texts = [text_of(client, {"prompt": "Tom", "seed": seed}) for seed in seeds]
+    assert texts[0] == texts[1] != texts[2] and texts[3] == texts[4]
 
 
 def test_a_salt_keeps_prefixes_apart(tiny_llama):
@@ -51,7 +53,7 @@ def test_a_salt_keeps_prefixes_apart(tiny_llama):
         shared = []
         for cache_salt in ("a", None, "a", "b", None):
             body = {"prompt": "word " * 30, "max_tokens": 1, "cache_salt": cache_salt}
-            client.post("/v1/completions", body)
+            client.post(PATH, body)
             shared.append(client.thread.engine.scheduler.prefix_cache_hits)
     assert shared[:2] == [0, 0] and shared[2] == shared[3] > 0 and shared[4] == 2 * shared[3]
 
@@ -100,109 +102,72 @@ ASKING = {  # field -> what asks for nothing, and for something
 def test_what_is_not_supported_is_refused_by_name(client, field):
     nothing, something = ASKING[field]
     for value in (nothing, None):
-        assert client.post("/v1/completions", {"max_tokens": 1, field: value})[0] == 200
-    found = client.post("/v1/completions", {"max_tokens": 1, field: something})
-    hint = ": use structured_outputs" if field.startswith("guided_") else ""
-    assert found == (400, refusal(f"{field} is not supported{hint}", field))
+        assert client.post(PATH, {"max_tokens": 1, field: value})[0] == 200
+    hint = "structured_outputs" if field.startswith("guided_") else ""
+    answer = client.post(PATH, {"max_tokens": 1, field: something})
+    check_refused(answer, field, f"{field} supported {hint}")
 
 
-def test_still_a_field_works_or_is_refused():
-    from server.protocol import UNSUPPORTED_FIELDS, CompletionRequest
-
+def test_a_field_works_or_is_refused():
     assert ASKING.keys() == UNSUPPORTED_FIELDS.keys()
     assert not UNSUPPORTED_FIELDS.keys() & CompletionRequest.model_fields.keys()
 
 
-IGNORED_FIELDS = {  # field -> what asks for nothing, and for something
-    "cache_prompt": (True, False),
-    "enable_thinking": (False, True),
-    "guided_decoding_backend": (None, "guidance"),
-    "id_slot": (-1, 0),
-    "keep_alive": (None, "5m"),
-    "media_io_kwargs": ({}, {"image": {}}),
-    "mm_processor_kwargs": ({}, {"num_crops": 4}),
-    "moderation": (None, {"model": "omni-moderation-latest"}),
-    "priority": (0, 1),
-    "reasoning_effort": ("none", "low"),
-    "request_id": (None, "a"),
-    "service_tier": ("auto", "flex"),
-    "store": (False, True),
-    "think": (False, True),
-    "timings_per_token": (False, True),
-    "verbosity": ("medium", "low"),
-}
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_field_that_changes_no_text_is_taken_and_named(client, stream):
-    from server import protocol
-
-    assert IGNORED_FIELDS.keys() == protocol.IGNORED_FIELDS.keys()
-    body = {"max_tokens": 1, "seed": 1, "stream": stream}
+    known = IGNORED_FIELDS | dict.fromkeys(["think", "enable_thinking"], (False, True))
+    known |= {"reasoning_effort": ("none", "low"), "verbosity": ("medium", "low")}
+    assert known.keys() == protocol.IGNORED_FIELDS.keys()
     headers = []
     for place in (0, 1):
-        fields = {name: values[place] for name, values in IGNORED_FIELDS.items()}
-        fields["stream_options"] = {"include_obfuscation": bool(place)}
-        with client.send("POST", "/v1/completions", body | fields) as answer:
+        fields = {name: values[place] for name, values in known.items()}
+        fields |= {"stream_options": {"include_obfuscation": bool(place)}, "stream": stream}
+        with client.send("POST", PATH, {"max_tokens": 1} | fields) as answer:
             assert answer.status == 200
             headers.append(answer.headers["X-Ignored-Fields"])
-    names = [*sorted(IGNORED_FIELDS), "stream_options.include_obfuscation"]
-    assert headers == [None, ", ".join(names)]
+    assert headers == [None, ", ".join([*sorted(known), "stream_options.include_obfuscation"])]
 
 
 def test_minus_one_is_no_limit_of_its_own(client):
     """The window has 64 tokens: so long is a text, and a reply is what it has room for."""
-    body = {"prompt": "Tom", "seed": 1, "ignore_eos": True}
-    status, found = client.post("/v1/completions", body | {"max_tokens": -1})
-    assert (status, found["usage"]["completion_tokens"]) == (200, 64)
-    chat = {"messages": [{"role": "user", "content": "Tom"}], "seed": 1, "ignore_eos": True}
-    plain = client.post("/v1/chat/completions", chat)[1]["usage"]
-    for name in ("max_tokens", "max_completion_tokens"):
-        status, found = client.post("/v1/chat/completions", chat | {name: -1})
-        assert status == 200 and found["usage"] == plain
-    assert plain["total_tokens"] == 64
+    body = {"seed": 1, "ignore_eos": True}
+    completion = {"prompt": "Tom", "max_tokens": -1} | body
+    assert client.post(PATH, completion)[1]["usage"]["completion_tokens"] == 64
+    chat = {"messages": [{"role": "user", "content": "Tom"}]} | body
+    for name in ("max_tokens", "max_completion_tokens", "seed"):
+        found = client.post("/v1/chat/completions", chat | {name: -1})[1]
+        assert found["usage"]["total_tokens"] == 64
+    response = {"input": "Tom", "max_output_tokens": -1} | body
+    assert client.post("/v1/responses", response)[1]["usage"]["total_tokens"] == 64
 
 
 def test_empty_names_and_stop_strings_are_none(client):
     body = {"prompt": "Tom", "max_tokens": 9, "seed": 1}
-    plain = client.post("/v1/completions", body)[1]["choices"]
+    plain = client.post(PATH, body)[1]["choices"]
     for fields in ({"stop": ""}, {"stop": [""]}, {"stop": ["", "\0"]}, {"model": ""}):
-        status, found = client.post("/v1/completions", body | fields)
+        status, found = client.post(PATH, body | fields)
         assert status == 200 and found["choices"] == plain and found["model"] == "small"
 
 
-PENALTY = "presence_penalty: presence_penalty"
-STOP = "stop: it must be a string or a list of up to 16, each of 1 to 256 characters"
+OUT_OF_RANGE = [  # field, value, words of the message
+    ("top_p", 0, "0.0 (0, 1]"),
+    ("top_k", -2, "-2 0"),
+    ("presence_penalty", 2.1, "2.1 [-2, 2]"),
+    ("seed", 2**64, str(2**64)),
+    ("seed", -(2**63) - 1, str(-(2**63))),
+    ("seed", 1.5, "integer"),
+    ("ignore_eos", 1, "boolean"),
+    *(
+        ("stop", value, "string 16 256")
+        for value in ("x" * 257, ["x" * 256] * 17, ["", *["x"] * 17], ["x", 1])
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    "field, value, message",
-    [
-        ("top_p", 0, "top_p: top_p is 0.0; it must be a number in (0, 1]"),
-        ("top_k", -2, "top_k: top_k is -2; it must be an integer >= 0"),
-        ("presence_penalty", 2.1, f"{PENALTY} is 2.1; it must be a number in [-2, 2]"),
-        ("seed", 2**64, f"seed: Input should be less than {2**64}"),
-        ("seed", -(2**63) - 1, f"seed: Input should be greater than or equal to {-(2**63)}"),
-        ("seed", 1.5, "seed: Input should be a valid integer"),
-        ("ignore_eos", 1, "ignore_eos: Input should be a valid boolean"),
-        ("stop", "x" * 257, STOP),
-        ("stop", ["x"] * 17, STOP),
-        ("stop", ["", *["x"] * 17], STOP),
-        ("stop", ["x", 1], STOP),
-    ],
-)
-def test_values_out_of_range(client, field, value, message):
-    found = client.post("/v1/completions", {"prompt": "Tom", field: value})
-    assert found == (400, refusal(message, field))
+@pytest.mark.parametrize("field, value, said", OUT_OF_RANGE)
+def test_values_out_of_range(client, field, value, said):
+    check_refused(client.post(PATH, {"prompt": "Tom", field: value}), field, f"{field} {said}")
 
 
 def test_stop_strings_at_their_limits(client):
-    longest = ["x" * 256] * 16
-    assert text_of(client, {"prompt": "Tom", "stop": longest})
-    assert client.post("/v1/completions", {"prompt": "Tom", "stop": [*longest, "x"]})[0] == 400
-
-
-def test_half_a_letter_in_the_name_of_a_field(client):
-    body = b'{"tools": {"\\ud800": 1}}'
-    refused = refusal("tools: not UTF-8 text: it has a lone surrogate", "tools")
-    assert client.post("/v1/completions", body) == (400, refused)
+    assert text_of(client, {"prompt": "Tom", "stop": ["x" * 256] * 16})

@@ -469,12 +469,6 @@ def test_what_is_ignored_is_named_as_the_client_wrote_it(client, stream):
     assert sorted(named[1].split(", ")) == sorted(IGNORED_FIELDS | NESTED_FIELDS)
 
 
-def test_minus_one_is_no_limit_of_its_own(client):
-    body = {"input": "Tom", "seed": 1, "ignore_eos": True}
-    found = [whole(client, body | {"max_output_tokens": most}) for most in (-1, None)]
-    assert found[0]["usage"] == found[1]["usage"] and found[0]["usage"]["total_tokens"] == 64
-
-
 def test_a_part_and_a_name_as_chats_have_them():
     from server.responses_protocol import ResponsesRequest
 

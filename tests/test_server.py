@@ -1,7 +1,7 @@
 """What a server serves, whether it is well, and what it does not know, over a real socket."""
 
 import pytest
-from serving import refusal, serving, small_engine
+from serving import check_refused, serving, small_engine, stop_engine
 
 
 def test_models(client):
@@ -18,35 +18,41 @@ def test_models(client):
 
 @pytest.mark.parametrize("name", ["other", "org/other", "x" * 5000])
 def test_another_model_is_not_found(client, name):
-    message = f"the model {name[:100]!r} does not exist; this server has 'small'"
-    error = refusal(message, "model", "model_not_found")
-    assert client.get(f"/v1/models/{name}") == (404, error)
+    answer = client.get(f"/v1/models/{name}")
+    check_refused(answer, "model", f"{name[:100]} small", 404, "model_not_found")
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
+def test_another_model_writes_nothing(client, path):
+    body = {"messages": [{"role": "user", "content": "a"}]} if path[:4] == "chat" else {}
+    body |= {"input": "a"} if path == "responses" else {}
+    answer = client.post(f"/v1/{path}", body | {"model": "gpt-4"})
+    check_refused(answer, "model", "gpt-4 small", 404, "model_not_found")
 
 
 def test_unknown_paths_and_methods(client):
     for path in ("/v1/nothing", "/docs", "/redoc"):
-        assert client.get(path) == (404, refusal("Not Found"))
+        check_refused(client.get(path), None, "", 404)
     assert client.get("/openapi.json")[1]["info"]["title"] == "serve.py"
-    assert client.post("/v1/models", {}) == (405, refusal("Method Not Allowed"))
+    check_refused(client.post("/v1/models", {}), None, "", 405)
     with client.send("POST", "/v1/models", {}) as answer:
         assert answer.headers["Allow"] == "GET"
 
 
-def test_health_of_a_dead_engine(tiny_llama):
+@pytest.mark.parametrize("path", ["/health", "/v1/models"])
+def test_a_dead_engine_is_503(tiny_llama, path):
     with serving(lambda: small_engine(tiny_llama)) as client:
-        assert client.get("/health") == (200, None)
-
-        def die():
-            raise MemoryError("no more")
-
-        client.thread.commands.put(die)
-        client.thread.thread.join(60)
-        assert client.get("/health") == (503, None)
+        assert client.get(path)[0] == 200
+        stop_engine(client)
+        status, answer = client.get(path)
+        assert status == 503
+        assert path == "/health" or answer["error"]["type"] == "server_error"
 
 
-@pytest.mark.parametrize(
-    "path", ["/health", "/", "/player.js", "/metrics", "/v1/models", "/v1/models/small"]
-)
+PAGES = ["/health", "/", "/player.js", "/metrics", "/v1/models", "/v1/models/small"]
+
+
+@pytest.mark.parametrize("path", PAGES)
 def test_monitors_ask_with_head(client, path):
     with client.send("GET", path) as whole, client.send("HEAD", path) as head:
         assert (head.status, head.read()) == (whole.status, b"") == (200, b"")
@@ -54,11 +60,10 @@ def test_monitors_ask_with_head(client, path):
 
 
 def test_what_has_a_body_or_no_end_is_not_for_head(client):
-    for path in ("/v1/completions", "/v1/chat/completions", "/live"):
+    refused = dict.fromkeys(["/v1/completions", "/v1/chat/completions", "/live"], 405)
+    for path, status in (refused | {"/v1/models/other": 404}).items():
         with client.send("HEAD", path) as head:
-            assert head.status == 405
-    with client.send("HEAD", "/v1/models/other") as head:
-        assert head.status == 404
+            assert head.status == status
 
 
 def test_the_schema_of_the_api_names_each_operation_once(client, recwarn):

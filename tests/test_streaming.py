@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from serving import (
     PATH,
+    check_refused,
     engine_alone,
     failing,
     in_turns,
-    refusal,
     server_error,
     serving,
     small_encoding,
@@ -91,18 +91,11 @@ def test_usage_in_events(client, continuous):
         assert counts == sorted(counts) and 1 <= counts[0] and counts[-1] == 6
     else:
         assert all(event["usage"] is None for event in events)
-
-
-@pytest.mark.parametrize("options", [None, {}, {"include_usage": False}])
-def test_no_usage_in_events_if_not_asked_for(client, options):
-    body = {"max_tokens": 2, "stream": True, "stream_options": options}
-    assert all("usage" not in event for event in client.events(PATH, body))
-
-
-def test_options_of_a_stream_are_of_their_types(client):
-    body = {"prompt": "Tom", "stream": True, "stream_options": {"include_usage": 1}}
-    message = "stream_options.include_usage: Input should be a valid boolean"
-    assert client.post(PATH, body) == (400, refusal(message, "stream_options"))
+    for options in (None, {}, {"include_usage": False}):
+        events = client.events(PATH, body | {"stream_options": options})
+        assert all("usage" not in event for event in events)
+    answer = client.post(PATH, body | {"stream_options": {"include_usage": 1}})
+    check_refused(answer, "stream_options", "stream_options.include_usage boolean")
 
 
 def test_a_first_token_comes_before_the_second_is_computed(tiny_llama):

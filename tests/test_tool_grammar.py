@@ -1,18 +1,31 @@
-"""Lesson 152: a reply calls tools only as its template writes calls. Oracle: transformers."""
+"""A reply calls tools only as its template writes calls. Oracle: transformers."""
 
 import json
 import re
 
 import jsonschema
 import pytest
-from chats import BARE, CHATML, HERMES, LISTED, WITH_TOOLS, call, conversation, theirs, tool
+from chats import (
+    BARE,
+    CHATML,
+    HERMES,
+    LISTED,
+    WITH_TOOLS,
+    call,
+    conversation,
+    theirs,
+    tool,
+    tool_grammar,
+)
 from conftest import is_one_line, refused
 
+from constraints import Grammar, get_vocabulary
 from infer import generate
 from loading.load import load_model
 from sampling import SamplingParams
 from text.chat import Chat
 from text.tokenizer import load_encoding
+from text.tools import detect_tool_format
 
 TRIGGER = 4102  # <tool_call>
 PLACE = {"place": {"enum": ["sea", "wood"]}, "far": {"type": "boolean"}}
@@ -39,15 +52,9 @@ def directory(write_chat, template):
     return write_chat(template)
 
 
-def grammar(directory, choice="auto", parallel=True, tools=TOOLS) -> str:
-    from constraints import get_vocabulary
-    from text.tools import build_tool_grammar, detect_tool_format
-
-    encoding = load_encoding(directory, 4104)
-    tool_format = detect_tool_format(Chat(directory), encoding, (4098,))
-    return build_tool_grammar(
-        tool_format, tools, get_vocabulary(encoding, 4104, (4098,)), choice, parallel
-    )
+def matcher_of(directory, choice="auto"):
+    vocabulary = get_vocabulary(load_encoding(directory, 4104), 4104, (4098,))
+    return Grammar("tool_grammar", tool_grammar(directory, TOOLS, choice), vocabulary).matcher()
 
 
 def replies(directory, seeds, length=110, cut=False, **params) -> list[str]:
@@ -60,8 +67,7 @@ def replies(directory, seeds, length=110, cut=False, **params) -> list[str]:
     options = {"max_new_tokens": length, "temperature": 1.0} | params
     each = [SamplingParams(**options, seed=seed) for seed in seeds]
     steps = list(generate(load_model(directory), [prompt] * len(each), each, encoding=encoding))
-    rows = [[step[row] for step in steps] for row in range(len(each))]
-    rows = [[token for token in row if token is not None] for row in rows]
+    rows = [[step[row] for step in steps if step[row] is not None] for row in range(len(each))]
     rows = [row for row in rows if cut or row[-1] == 4098]
     return [encoding.decode([token for token in row if token != 4098]) for row in rows]
 
@@ -78,8 +84,6 @@ def read(template: str, text: str) -> tuple[str, list[tuple[str, dict]]]:
 
 
 def test_the_format_is_what_transformers_writes(chat_pair, template):
-    from text.tools import detect_tool_format
-
     ours, tokenizer = chat_pair(template)
     encoding = load_encoding(ours.file.parent, 4104)
     tool_format = detect_tool_format(ours, encoding, (4098,))
@@ -108,8 +112,6 @@ OPENED = HERMES.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")  # as 
 @pytest.mark.parametrize("template", [NEEDING, SWITCHED, OPENED, LISTED])
 def test_the_format_is_the_same(write_chat, template, tools):
     """Whatever a new reply begins with, and whether or not there are tools."""
-    from text.tools import detect_tool_format
-
     if template == NEEDING and not tools:
         return
     known = LISTED if template == LISTED else HERMES
@@ -123,23 +125,20 @@ def test_the_format_is_the_same(write_chat, template, tools):
 
 def test_a_format_has_no_result_and_no_numbers(write_chat):
     """Results in the turn of the reply (Apertus); ids that are counted (Command R7B)."""
-    from text.tools import detect_tool_format
-
+    end = "{{- '<|im_end|>\\n' }}\n    {%- elif message.role == 'tool' %}"
     inside = HERMES.replace(
-        "{{- '<|im_end|>\\n' }}\n    {%- elif message.role == 'tool' %}",
+        end,
         "{%- if not message.tool_calls %}{{- '<|im_end|>' }}{%- endif %}"
         "\n    {%- elif message.role == 'tool' %}",
     ).replace("'<|im_start|>user\\n<tool_response>", "'<tool_response>")
     assert inside.count("im_end") == HERMES.count("im_end")
     directory = write_chat(inside)
     encoding = load_encoding(directory, 4104)
-    words = "this chat template writes tool calls in an unsupported format"
-    assert words in refused(detect_tool_format, Chat(directory), encoding, (4098,))
-    counted = HERMES.replace(
-        """<tool_call>\\n{"name": "'""",
-        """<tool_call>\\n{"id": ' + loop.index | string + ', "name": "'""",
-    )
-    assert "loop.index |" in counted
+    assert "chat template" in refused(detect_tool_format, Chat(directory), encoding, (4098,))
+    start = """<tool_call>\\n{"name": "'"""
+    numbered = """<tool_call>\\n{"id": ' + loop.index | string + ', "name": "'"""
+    counted = HERMES.replace(start, numbered)
+    assert counted != HERMES
     tool_format = detect_tool_format(Chat(write_chat(counted)), encoding, (4098,))
     assert tool_format.between is None and tool_format.begin == '<tool_call>\n{"id": 1, "name": "'
 
@@ -147,7 +146,8 @@ def test_a_format_has_no_result_and_no_numbers(write_chat):
 def test_a_reply_calls_what_there_is(directory, template):
     """Drawn from random weights: each is whole, or was cut."""
     seen = set()
-    for text in replies(directory, range(24), tool_grammar=grammar(directory, "required")):
+    grammar = tool_grammar(directory, TOOLS, "required")
+    for text in replies(directory, range(24), tool_grammar=grammar):
         before, calls = read(template, text)
         assert before == "" and calls
         seen |= {name for name, _ in calls} | {len(calls)}
@@ -155,51 +155,36 @@ def test_a_reply_calls_what_there_is(directory, template):
 
 
 def test_a_text_may_come_first(directory, template):
-    if template == BARE:
-        biases = {}
-        seeds = range(4)
-    else:
-        biases = {TRIGGER: 6.0}
-        seeds = range(24)
-    calls = grammar(directory)
-    texts = replies(directory, seeds, tool_grammar=calls, logit_bias=biases)
+    biases = {} if template == BARE else {TRIGGER: 6.0}
+    seeds = range(4 if template == BARE else 24)
+    grammar = tool_grammar(directory, TOOLS)
+    texts = replies(directory, seeds, tool_grammar=grammar, logit_bias=biases)
     found = [read(template, text) for text in texts]
     assert template == BARE or any(before and made for before, made in found)
 
 
 def test_one_tool_or_one_call_or_none(directory, template):
-    biases = {"logit_bias": {TRIGGER: 100.0}}
-    texts = replies(
-        directory, range(6), tool_grammar=grammar(directory, "required", False, [COUNT]), **biases
-    )
+    def drawn(*grammar, **options):
+        grammar = tool_grammar(directory, *grammar)
+        biases = {TRIGGER: 100.0}
+        return replies(directory, range(6), tool_grammar=grammar, logit_bias=biases, **options)
+
+    texts = drawn([COUNT], "required", False)
     assert texts
     for text in texts:
         assert [name for name, _ in read(template, text)[1]] == ["count"]
-    single = grammar(directory, "required", parallel=False)
-    for text in replies(directory, range(6), tool_grammar=single, **biases):
+    for text in drawn(TOOLS, "required", False):
         assert len(read(template, text)[1]) == 1
     if template != BARE:
-        options = {"length": 9, "cut": True} | biases
-        texts = replies(directory, range(6), tool_grammar=grammar(directory, "none"), **options)
+        texts = drawn(TOOLS, "none", length=9, cut=True)
         assert len(texts) == 6 and "<tool_call>" not in "".join(texts)
-
-
-def test_still_a_text_without_calls_is_what_it_was(directory):
-    """Where it is UTF-8."""
-    free = replies(directory, range(12), 12, True)
-    held = replies(directory, range(12), 12, True, tool_grammar=grammar(directory))
-    same = [ours == known for ours, known in zip(held, free) if "\ufffd" not in known]
-    assert len(same) > 3 and all(same)
 
 
 @pytest.mark.parametrize("template", [HERMES, LISTED], ids=["hermes", "listed"])
 def test_a_token_is_no_text(directory, template):
     """Added tokens may stand in a text, but not in a call; their letters begin none."""
-    from constraints import Grammar, get_vocabulary
-
     encoding = load_encoding(directory, 4104)
-    vocabulary = get_vocabulary(encoding, 4104, (4098,))
-    matcher = Grammar("tool_grammar", grammar(directory), vocabulary).matcher()
+    matcher = matcher_of(directory)
     added = [*range(4095, 4098), *range(4099, 4104)]
     assert matcher.token_mask([])[added].all() and matcher.token_mask([4096, 4096])[added].all()
     letters = encoding.encode_ordinary("x <tool_call")
@@ -209,15 +194,32 @@ def test_a_token_is_no_text(directory, template):
     begun = '{"name": "look", "arguments": {"place": "'
     begun = encoding.encode_ordinary("\n" + begun if template == HERMES else "[" + begun)
     assert not matcher.token_mask([*letters, TRIGGER, *begun])[added].any()
-    required = Grammar("tool_grammar", grammar(directory, "required"), vocabulary).matcher()
-    assert required.token_mask([]).nonzero().tolist() == [[TRIGGER]]
+    assert matcher_of(directory, "required").token_mask([]).nonzero().tolist() == [[TRIGGER]]
+
+
+@pytest.mark.parametrize("blank", ["", " "])
+def test_items_are_separated_as_in_the_template(write_chat, blank):
+    """Without blanks, too, as some templates write JSON."""
+    dense = HERMES.replace("arguments | tojson", "arguments | tojson(separators=(',', ':'))")
+    directory = write_chat(dense)
+    arguments = f'{{"place":{blank}"sea","far":{blank}true}}'
+    text = f'\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>'
+    tokens = [TRIGGER, *load_encoding(directory, 4104).encode_ordinary(text)]
+    matcher = matcher_of(directory, "required")
+    taken = [matcher.token_mask(tokens[:size])[tokens[size]] for size in range(len(tokens))]
+    assert all(taken) == (blank == "")
+
+
+@pytest.fixture
+def tools_file(tmp_path):
+    file = tmp_path / "tools.json"
+    file.write_text(json.dumps(TOOLS))
+    return file
 
 
 @pytest.mark.parametrize("template", [HERMES, LISTED], ids=["hermes", "listed"])
-def test_the_scripts_hold_replies_to_calls(cli, engine_cli, directory, template, tmp_path):
-    file = tmp_path / "tools.json"
-    file.write_text(json.dumps(TOOLS))
-    arguments = ("--model", directory, "--chat", "--prompt", "Tom", "--tools", file)
+def test_the_scripts_hold_replies_to_calls(cli, engine_cli, directory, template, tools_file):
+    arguments = ("--model", directory, "--chat", "--prompt", "Tom", "--tools", tools_file)
     arguments += ("--max-new-tokens", 110, "--logit-bias", f"{TRIGGER}=100")
     code, out, err = cli(*arguments)
     assert code == 0, err
@@ -231,32 +233,28 @@ DEAF = HERMES.replace("<tool_response>\\n' + message.content }}", "<tool_respons
 ONE_WORD = HERMES.replace('", "arguments": \'', "_'")  # where does a name end?
 
 
-def test_what_cannot_be_held_is_one_line(cli, write_chat, tmp_path):
-    file = tmp_path / "tools.json"
-    file.write_text(json.dumps(TOOLS))
-    arguments = ("--chat", "--prompt", "x", "--tools", file)
-    words = "tokenizer_config.json: this chat template writes tool calls in an unsupported format"
+def test_what_cannot_be_held_is_one_line(cli, write_chat, tools_file):
+    arguments = ("--chat", "--prompt", "x", "--tools", tools_file)
     for strange in (STRANGE, CHATML, DEAF, ONE_WORD):
-        assert is_one_line(cli("--model", write_chat(strange), *arguments), words)
+        found = cli("--model", write_chat(strange), *arguments)
+        assert is_one_line(found, "tokenizer_config.json: ", "chat template")
     model = "--model", write_chat(HERMES)
-    words = "regex does not go with tool_grammar: a text has one constraint"
-    assert is_one_line(cli(*model, *arguments, "--regex", "a"), words)
-    words = "--num-beams neither draws nor penalises tokens; leave out --tools"
-    assert is_one_line(cli(*model, *arguments, "--num-beams", 2), words)
+    assert is_one_line(cli(*model, *arguments, "--regex", "a"), "regex", "tool_grammar")
+    assert is_one_line(cli(*model, *arguments, "--num-beams", 2), "--num-beams", "--tools")
 
 
 @pytest.mark.parametrize(
     "schema, words",
     [
-        ({"type": "string"}, "f.parameters.type is 'string'; it must be object"),
-        ({"not": {}}, "the keyword 'f.parameters.not' is not supported"),
-        ({"properties": 1}, "f.parameters.properties is 1; it must be an object"),
-        ({"x-guidance": {}}, "the keyword 'f.parameters.x-guidance' is not"),
+        ({"type": "string"}, "f.parameters.type is 'string'"),
+        ({"not": {}}, "'f.parameters.not'"),
+        ({"properties": 1}, "f.parameters.properties is 1"),
+        ({"x-guidance": {}}, "'f.parameters.x-guidance'"),
     ],
 )
 def test_parameters_that_are_not_done(write_chat, schema, words):
     tools = [LOOK, {"type": "function", "function": {"name": "f", "parameters": schema}}]
-    assert words in refused(lambda: grammar(write_chat(HERMES), tools=tools))
+    assert words in refused(tool_grammar, write_chat(HERMES), tools)
 
 
 @pytest.mark.parametrize(
@@ -280,29 +278,6 @@ def test_a_tool_that_cannot_be_compiled_is_named(cli, write_chat, tmp_path, sche
 def test_all_tools_together_are_bounded(write_chat):
     many = {f"p{number}": {"type": "integer"} for number in range(10)}
     tools = [tool(f"f{number}", many) for number in range(120)]
-    assert "more than 1,000 schemas" in refused(lambda: grammar(write_chat(HERMES), tools=tools))
-
-
-def test_a_grammar_is_bounded(write_chat):
+    assert "1,000 schemas" in refused(tool_grammar, write_chat(HERMES), tools)
     tools = [tool("f", {"a": {"description": "x" * 2**18}})]
-    words = "their grammar has 262,"
-    assert words in refused(lambda: grammar(write_chat(HERMES), tools=tools))
-
-
-def test_items_are_separated_as_in_the_template(write_chat):
-    """Without blanks, too, as some templates write JSON."""
-    from constraints import Grammar, get_vocabulary
-
-    dense = HERMES.replace("arguments | tojson", "arguments | tojson(separators=(',', ':'))")
-    directory = write_chat(dense)
-    encoding = load_encoding(directory, 4104)
-    held = Grammar(
-        "tool_grammar", grammar(directory, "required"), get_vocabulary(encoding, 4104, (4098,))
-    )
-    for blank in ("", " "):
-        arguments = f'{{"place":{blank}"sea","far":{blank}true}}'
-        text = f'\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>'
-        tokens = [TRIGGER, *encoding.encode_ordinary(text)]
-        matcher = held.matcher()
-        taken = [matcher.token_mask(tokens[:size])[tokens[size]] for size in range(len(tokens))]
-        assert all(taken) == (blank == "")
+    assert "262," in refused(tool_grammar, write_chat(HERMES), tools)
