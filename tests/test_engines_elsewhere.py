@@ -10,6 +10,9 @@ from conftest import CHECKPOINTS
 from replicas import Handle, check_texts, make_engine, parse, save_small, serving_replicas
 from serving import ENDLESS, PATH, connect, is_free, request_of, serving, until
 
+import constraints
+from server import replicas
+
 
 @pytest.fixture(scope="module")
 def model(tiny_llama, tmp_path_factory):
@@ -40,8 +43,6 @@ def test_what_an_engine_refuses_is_told(servers):
 
 def test_no_engine_compiles_a_constraint_where_streams_wait(servers, monkeypatch):
     """The ingress process has done it, but an engine elsewhere finds nothing of that."""
-    import constraints
-
     compiled = []
     compile_source = constraints.compile_source.__wrapped__
 
@@ -118,8 +119,6 @@ def test_a_salt_reaches_the_engine(model):
 
 
 def test_the_ingress_process_collects_no_garbage_of_its_imports(monkeypatch):
-    from server import replicas
-
     frozen = []
     monkeypatch.setattr(replicas, "freeze", lambda: frozen.append(True))
     options = {"host": "127.0.0.1", "api_key": None, "allow_origin": [], "allowed_host": []}

@@ -5,10 +5,11 @@ import signal
 
 from serving import Script
 
+import serve
+
 
 def test_garbage_is_not_looked_for_among_what_stays(tmp_path, monkeypatch):
     """A body of half a million lists would have it looked through several times."""
-    import serve
 
     def main(words, real=serve.main):
         gc.unfreeze()

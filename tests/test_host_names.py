@@ -5,9 +5,11 @@ import socket
 from types import SimpleNamespace
 
 import pytest
+from fastapi.testclient import TestClient
 from serving import PATH, refusal, serving, small_engine
 
 import serve
+from server.app import allowed_hosts, make_app
 
 BODY = {"max_tokens": 1}
 
@@ -19,8 +21,6 @@ def status_for(client, host: bytes, path: str = "/v1/models") -> int:
 
 @pytest.fixture(scope="module")
 def named(tiny_llama):
-    from server.app import allowed_hosts
-
     options = {"origins": ["https://page.example"]}
     options["hosts"] = allowed_hosts("models.lan", ["Proxy.Example"])
     with serving(lambda: small_engine(tiny_llama), app_options=options) as client:
@@ -69,8 +69,6 @@ def test_a_refused_host_is_told_why_also_across_origins(named):
     ],
 )
 def test_which_hosts_are_allowed(host, others, names):
-    from server.app import allowed_hosts
-
     assert allowed_hosts(host, others) == names
 
 
@@ -97,10 +95,6 @@ def test_a_name_that_no_client_can_send_is_refused(run_main, name):
 
 def test_an_app_with_hosts_starts_under_a_server_that_runs_its_lifespan():
     """Some servers run the lifespan."""
-    from fastapi.testclient import TestClient
-
-    from server.app import make_app
-
     app = make_app(None, hosts=["localhost"])
     with TestClient(app, base_url="http://evil.example") as http_client:
         assert http_client.get("/").status_code == 403

@@ -5,11 +5,10 @@ from serving import collect, results_of, run_calls, small_engine
 
 from sampling import SamplingParams
 from server.backend import GenerateInput
+from server.engine_thread import Update
 
 
 def test_what_a_slow_reader_has_not_fetched_is_one_update(tiny_llama):
-    from server.engine_thread import Update
-
     prompts = [random_tokens(4, 4000, 0), random_tokens(6, 4000, 1)]
     params = [SamplingParams(max_new_tokens=40, logprobs=1), SamplingParams(max_new_tokens=3)]
 

@@ -8,6 +8,7 @@ from engines import finish, greedy, make_engine
 from serving import in_turns, metric_families, until
 
 from engine.drafter import PromptLookupDrafter
+from server.metrics import Metrics
 
 COUNTERS = """num_preemptions prefix_cache_queries prefix_cache_hits spec_decode_num_draft_tokens
     spec_decode_num_accepted_tokens prompt_tokens generation_tokens request_success""".split()
@@ -66,8 +67,6 @@ def test_buckets_end_at_1_2_and_5_of_each_power_of_ten(start):
 
 def test_tokens_and_requests_are_counted(start):
     """By each server for itself, and nothing is kept of texts that are over."""
-    from server.metrics import Metrics
-
     client = start()
     write(client, random_tokens(5), random_tokens(9, seed=1), tokens=4)
     write(client, random_tokens(2, seed=2), tokens=7, stream=False)

@@ -7,6 +7,7 @@ import re
 from html.parser import HTMLParser
 from urllib.parse import urljoin
 
+import anyio
 from conftest import ROOT
 from serving import serving, small_engine
 
@@ -102,8 +103,6 @@ def test_the_page_reads_what_the_live_view_sends():
 
 def test_a_page_takes_no_descriptor_of_its_own(tiny_llama, monkeypatch):
     """While it is sent to a client that does not read, no file is open."""
-    import anyio
-
     monkeypatch.setattr(anyio, "open_file", None)
     with serving(lambda: small_engine(tiny_llama)) as client:
         for path in ("/", "/player.js"):

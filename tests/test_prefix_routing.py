@@ -10,16 +10,16 @@ from types import SimpleNamespace
 from conftest import ROOT, random_tokens
 from engines import make_greedy
 
+import serve_ray
 from sampling import SamplingParams
 from server.backend import GenerateInput
+from server.prefixes import PrefixIndex
 
 SIZES = {"block_size": 64, "stride": None, "page_size": 4, "num_pages": 48, "max_num_seqs": 3}
 
 
 def make(*replicas, **sizes):
     assert importlib.util.find_spec("server.prefixes")
-    from server.prefixes import PrefixIndex
-
     prefix_index = PrefixIndex(**SIZES | sizes)
     prefix_index.set_replicas(set(replicas))
     return prefix_index
@@ -160,8 +160,6 @@ def test_pages_found_are_those_that_an_engine_finds(tiny):
 
 
 def test_it_is_what_chooses_if_nothing_is_said():
-    import serve_ray
-
     parser = serve_ray.make_parser()
     assert getattr(parser.parse_args([]), "routing", None) == "prefix"
 

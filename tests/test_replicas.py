@@ -7,13 +7,13 @@ import sys
 import pytest
 from conftest import CHECKPOINTS, ROOT
 
+import serve_ray
 from errors import UserError
+from serve_ray import build
 
 
 def run_script(run_main, *arguments) -> tuple[int, str, str]:
     assert (ROOT / "serve_ray.py").is_file()
-    import serve_ray
-
     assert hasattr(serve_ray, "main")
     code, out, err = run_main(serve_ray.main, "--port", 0, *arguments)
     return code, out, err.partition("error: ")[2]
@@ -36,8 +36,6 @@ def test_cpus_out_of_range_are_a_line(run_main, cpus):
 
 
 def test_still_options_of_serve_run(monkeypatch):
-    from serve_ray import build
-
     monkeypatch.setattr("serve_ray.application", lambda args: args)
     args = build({"replicas": "3", "max-num-seqs": "8"})
     assert (args.replicas, args.max_num_seqs) == (3, 8)

@@ -8,6 +8,11 @@ import pytest
 from conftest import ROOT
 from serving import SMALL, Client, Script, start
 
+import serve
+from command_line import Parser
+from errors import UserError
+from serve import add_server_options, listen
+
 
 def test_the_script_prints_its_address_and_answers_there():
     with start() as server:
@@ -22,8 +27,6 @@ def test_the_script_prints_its_address_and_answers_there():
 
 
 def test_an_address_that_is_taken(run_main, monkeypatch):
-    import serve
-
     monkeypatch.setattr(serve, "load_engine", None)  # that is before the model is loaded
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -33,8 +36,6 @@ def test_an_address_that_is_taken(run_main, monkeypatch):
 
 
 def test_what_is_sent_does_not_wait_for_an_acknowledgement():
-    from serve import listen
-
     with listen("127.0.0.1", 0) as sock, socket.create_connection(sock.getsockname()):
         accepted, _ = sock.accept()
         with accepted:
@@ -52,9 +53,6 @@ def test_an_address_that_cannot_be_printed_is_one_line(tmp_path):
 
 
 def test_the_address_is_that_of_the_readme():
-    from command_line import Parser
-    from serve import add_server_options
-
     parser = Parser()
     add_server_options(parser)
     found = parser.parse_args([])
@@ -63,10 +61,6 @@ def test_the_address_is_that_of_the_readme():
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_the_model_is_one_that_takes_system_messages_where_it_is_installed(monkeypatch, installed):
-    import serve
-    from command_line import Parser
-    from errors import UserError
-
     def find_package_file(name):
         assert name == "smollm2"
         if not installed:

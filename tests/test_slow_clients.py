@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from serving import ENDLESS, PATH, Script, connect, request_of, serving, small_engine, until
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import serve
 
@@ -85,8 +86,6 @@ def test_a_half_request_does_not_hold_it(tmp_path):
 
 
 def test_a_server_reads_with_h11_whatever_is_installed():
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
     state = SimpleNamespace(served=SimpleNamespace(monitor=None))
     config = serve.Server(SimpleNamespace(state=state), None, 1).config
     config.load()
