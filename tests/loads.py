@@ -44,6 +44,11 @@ def timed_completion(*timestamps: float) -> list[tuple[float, bytes]]:
     return [(0, STREAM), *chunks, (timestamps[-1], end)]
 
 
+def steady(body: dict, first: float = 0.25, gap: float = 0.25) -> list[tuple[float, bytes]]:
+    """An answer to a request for so many tokens: the first one, and then one each `gap`."""
+    return timed_completion(*[first + gap * at for at in range(body["max_tokens"])])
+
+
 class Waiting(selectors.DefaultSelector):
     """Has a clock, which jumps to the next moment that a task waits for."""
 

@@ -97,11 +97,3 @@ def test_a_signal_while_the_model_is_loaded(slow):
     server.signal(signal.SIGTERM)
     assert server.end()[0] == 128 + signal.SIGTERM
     assert server.written(server.out) == ""
-
-
-@pytest.mark.parametrize("seconds", ["-1", "inf", "nan"])
-def test_how_long_texts_may_go_on_is_a_number_of_seconds(run_main, seconds):
-    code, out, err = run_main(serve.main, "--port", 0, f"--drain-seconds={seconds}")
-    assert (code, out) == (2, "")
-    words = f"drain_seconds is {float(seconds)}; it must be a number from 0 to below 1000000"
-    assert err.endswith(f"error: {words}\n")

@@ -12,6 +12,7 @@ from engine.drafter import PromptLookupDrafter
 from errors import UserError
 from sampling import SamplingParams
 from server.backend import GenerateInput
+from server.engine_thread import Update
 
 
 def random_prompts(lengths) -> list[list[int]]:
@@ -128,3 +129,40 @@ def test_the_thread_ends_with_the_block(tiny_llama):
 
     thread = run_calls(lambda: small_engine(tiny_llama, max_num_seqs=2), use)
     assert not thread.thread.is_alive()
+
+
+def test_a_text_that_is_there_is_no_error_when_the_engine_ends(tiny_llama):
+    """Its end is not fetched by then."""
+
+    async def use(thread):
+        updates = thread.generate([[5]], [SamplingParams(max_new_tokens=3, ignore_eos=True)])
+        tokens = len((await anext(updates))[0].tokens)
+        while thread.engine.busy:
+            await asyncio.sleep(0.001)
+        thread.stop()
+        await asyncio.to_thread(thread.thread.join, 10)
+        while not thread.error:
+            await asyncio.sleep(0)
+        async for step in updates:
+            tokens += len(step[0].tokens)
+        return tokens, thread.error
+
+    found = run_calls(lambda: small_engine(tiny_llama), use)
+    assert found == (3, "the server is shutting down")
+
+
+def test_what_a_slow_reader_has_not_fetched_is_one_update(tiny_llama):
+    prompts = [random_tokens(4, 4000, 0), random_tokens(6, 4000, 1)]
+    params = [SamplingParams(max_new_tokens=40, logprobs=1), SamplingParams(max_new_tokens=3)]
+
+    async def use(thread):
+        slow = thread.generate(prompts[:1], params[:1])
+        first = await anext(slow)
+        other = await collect(thread.generate(prompts, params))  # behind it, and as long
+        rest = [step async for step in slow]
+        assert len(rest) == 1
+        return tuple(Update.join([first[0], rest[0][0]])), other
+
+    found, other = run_calls(lambda: small_engine(tiny_llama), use)
+    alone = results_of(small_engine(tiny_llama), prompts, params)
+    assert found == alone[0] and [other[0], other[1]] == alone

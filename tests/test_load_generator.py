@@ -17,6 +17,7 @@ from loads import (
     metrics_of,
     near,
     raw_chunk,
+    steady,
     timed_completion,
 )
 
@@ -52,9 +53,7 @@ def test_known_times_give_exactly_these_figures(fake):
 
 
 def test_a_text_of_one_token_has_no_time_per_token(fake):
-    fake.respond = lambda body: timed_completion(
-        *[0.5 + 0.25 * at for at in range(body["max_tokens"])]
-    )
+    fake.respond = lambda body: steady(body, 0.5)
     values = metrics_of(send(1, 1, 3), tpot=1)
     assert (values["tpot, ms, p50"], values["tpot, ms, p99"]) == (near(250), near(250))
     assert values["goodput, requests/s"] == near(2 / 10)  # one token is within any limit
@@ -66,19 +65,14 @@ def test_a_text_of_one_token_has_no_time_per_token(fake):
 def test_clients_wait_for_their_answers(fake):
     client = module_with("benchmarks.client", "run")
 
-    fake.respond = lambda body: timed_completion(
-        *[float(at) for at in range(1, body["max_tokens"] + 1)]
-    )
+    fake.respond = lambda body: steady(body, 1.0, 1.0)
     request_bodies = itertools.repeat({"prompt": "x", "max_tokens": 2})
     endless = (client.Exchange(URL, body) for body in request_bodies)
     load = client.run(client.closed_loop(endless, 3, 5.0))
-    assert [arrived for arrived, _ in fake.requests] == [
-        near(at) for at in (0, 0, 0, 2, 2, 2, 4, 4, 4)
-    ]
+    arrived = [moment for moment, _ in fake.requests]
+    assert arrived == [near(at) for at in (0, 0, 0, 2, 2, 2, 4, 4, 4)]
     assert fake.max_open == 3
-    assert [output.send_time for output in load.outputs] == [
-        arrived for arrived, _ in fake.requests
-    ]
+    assert [output.send_time for output in load.outputs] == arrived
     assert [output.ttft for output in load.outputs] == [near(1000)] * 9
     # Tokens at 1, 2, 3, 4, then 5 and 6: those come when no client is to ask any more.
     assert metrics_of(load)["tokens/s"] == near(3 * 4 / 5)
@@ -234,9 +228,7 @@ def test_words_are_tokens():
 
 
 def test_the_command_line_asks_what_it_says(fake, table):
-    fake.respond = lambda body: timed_completion(
-        *[0.25 * at for at in range(1, body["max_tokens"] + 1)]
-    )
+    fake.respond = steady
     sizes = ("--prompt-words", 2, 6, "--new-tokens", 4, 8, "--goodput", 251, 251)
     line = ("--clients", 3, *sizes, "--extra-body", '{"model": "x", "ignore_eos": null}')
     code, values, err = table(*line)

@@ -8,7 +8,7 @@ import socket
 import numpy
 import pytest
 from conftest import module_with
-from loads import URL, in_time_shares, metrics_of, near, timed_completion
+from loads import URL, in_time_shares, metrics_of, near, steady, timed_completion
 
 BUSY = b"HTTP/1.1 429 Busy\r\nContent-Length: 0\r\n\r\n"
 
@@ -33,10 +33,8 @@ def test_a_stall_is_one_late_answer_in_a_closed_loop_and_many_in_an_open_one(fak
     fake.respond = answer
     shown = {}
     late = {}
-    for how in (
-        ("--clients", 1),
-        ("--request-rate", 10),
-    ):  # the same load for a server that never stalls
+    # The same load for a server that never stalls.
+    for how in (("--clients", 1), ("--request-rate", 10)):
         code, values, _ = table(*how, "--seconds", 30, "--new-tokens", 1, 1)
         assert (code, values["failed"]) == (0, 0)
         assert values["ttft, ms, p50"] == 100
@@ -54,15 +52,12 @@ def test_clocks_start_when_a_request_was_due_however_late_it_was_sent(fake):
     def answer(body):
         if body["max_tokens"] == 1:
             fake.clock.now += 3  # the client cannot run meanwhile
-        return timed_completion(*[0.5 + 0.25 * token for token in range(body["max_tokens"])])
+        return steady(body, 0.5)
 
     fake.respond = answer
     load = send([0.0, 1.0, 5.0], 1, 2, 3)
-    assert [arrived for arrived, _ in fake.requests] == [
-        0,
-        near(3),
-        near(5),
-    ]  # the third is not late
+    arrived = [moment for moment, _ in fake.requests]
+    assert arrived == [0, near(3), near(5)]  # the third is not late
     lags = [round(output.send_time - output.arrival_time, 6) for output in load.outputs]
     assert lags == [0, 2, 0]
     assert (load.outputs[1].ttft, load.outputs[1].tpot) == (near(2500), near(250))
@@ -106,11 +101,8 @@ def test_a_client_without_sockets_does_not_blame_the_server(fake, monkeypatch):
 def test_arrivals_are_poissons_and_seeded():
     client = module_with("benchmarks.client", "poisson_arrivals")
     arrival_times = client.poisson_arrivals(20_000, 8.0, "seed")
-    assert (
-        arrival_times
-        == client.poisson_arrivals(20_000, 8.0, "seed")
-        != client.poisson_arrivals(20_000, 8.0, "other")
-    )
+    assert arrival_times == client.poisson_arrivals(20_000, 8.0, "seed")
+    assert arrival_times != client.poisson_arrivals(20_000, 8.0, "other")
     assert arrival_times[-1] == near(20_000 / 8)
     gaps = numpy.diff([0.0, *arrival_times])
     assert gaps.min() > 0
@@ -123,9 +115,7 @@ def test_arrivals_are_poissons_and_seeded():
 
 
 def test_the_command_line_asks_at_random_moments(fake, table):
-    fake.respond = lambda body: timed_completion(
-        *[0.25 * at for at in range(1, body["max_tokens"] + 1)]
-    )
+    fake.respond = steady
     line = ("--request-rate", 10, "--new-tokens", 4, 8, "--goodput", 251, 251)
     code, values, err = table(*line)
     assert (code, err) == (0, "")

@@ -1,7 +1,7 @@
 """Log-probabilities of completions. Oracle: the engine itself."""
 
 import pytest
-from serving import PATH, results_of, serving, small_encoding, small_engine, writing
+from serving import PATH, check_refused, results_of, serving, small_encoding, small_engine, writing
 
 from sampling import SamplingParams
 
@@ -91,14 +91,12 @@ def test_without_asking_there_are_none(client):
 
 
 @pytest.mark.parametrize(
-    "body, message",
+    "body, said",
     [
-        ({"logprobs": 21}, "logprobs: Input should be less than or equal to 20"),
-        ({"logprobs": True}, "logprobs: Input should be a valid integer"),
-        ({"logprobs": 0, "echo": True}, "logprobs is not supported with echo: prompts have none"),
+        ({"logprobs": 21}, "20"),
+        ({"logprobs": True}, "integer"),
+        ({"logprobs": 0, "echo": True}, "echo"),
     ],
 )
-def test_what_is_refused(client, body, message):
-    status, found = client.post(PATH, body)
-    assert (status, found["error"]["message"]) == (400, message)
-    assert found["error"]["param"] == "logprobs"
+def test_what_is_refused(client, body, said):
+    check_refused(client.post(PATH, body), "logprobs", said)
