@@ -130,11 +130,11 @@ def test_the_end_of_the_thread_is_told_to_its_readers(tiny_llama):
             )
             while not thread.engine.steps:
                 await asyncio.sleep(0)
-        with pytest.raises(EngineDead, match="^the server is shutting down$"):
+        with pytest.raises(EngineDead, match="shutting down"):
             await asyncio.wait_for(reader, 5)
-        with pytest.raises(EngineDead, match="^the server is shutting down$"):
+        with pytest.raises(EngineDead, match="shutting down"):
             await anext(thread.generate(GenerateInput([[1]], [endless()])))
-        assert thread.error == "the server is shutting down"
+        assert "shutting down" in thread.error
 
     asyncio.run(main())
 

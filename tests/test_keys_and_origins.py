@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from serving import refusal, serving, small_engine
+from serving import check_refused, serving, small_engine
 
 PATH = "/v1/completions"
 KEY = "s3crét"
@@ -35,8 +35,8 @@ def test_the_key_opens_the_door(client):
 )
 @pytest.mark.parametrize("path", [PATH, "/v1/chat/completions", "/v1/nothing"])
 def test_without_it_nothing_is_told(client, headers, path):
-    error = refusal("the API key is missing or wrong", code="invalid_api_key")
-    assert client.post(path, b"no JSON", headers) == (401, error)
+    answer = client.post(path, b"no JSON", headers)
+    check_refused(answer, None, "API key", 401, "invalid_api_key")
 
 
 def test_a_body_is_not_read_without_the_key(client):

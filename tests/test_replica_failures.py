@@ -5,10 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from replicas import make_engine, parse, save_small, serving_replicas, streamed_texts
-from serving import ENDLESS, PATH, metric_families, server_error, serving, until
+from serving import ENDLESS, PATH, metric_families, serving, until
 
-GONE = "the replica of this request has ended, or cannot be reached: RuntimeError"
-ENDED = server_error(GONE)
+
+def check_ended(answer: dict) -> None:
+    """A text ends with an error because its process has ended."""
+    assert answer["error"]["type"] == "server_error"
+    assert answer["error"]["message"].endswith("RuntimeError")
 
 
 @pytest.fixture
@@ -30,14 +33,16 @@ def test_of_a_killed_replica_texts_end_with_an_error_and_others_go_on(servers):
             replicas[0].killed = True
             *_, error, done, empty = killed.read().split(b"\n\n")
             assert other.result() == streamed_texts(one, body)
-    assert json.loads(error.strip().removeprefix(b"data: ")) == ENDED
+    check_ended(json.loads(error.strip().removeprefix(b"data: ")))
     assert (done, empty) == (b"data: [DONE]", b"")
 
 
 def test_a_text_that_is_awaited_is_503(servers):
     client, replicas, _ = servers
     replicas[0].killed = True
-    assert client.post(PATH, ENDLESS) == (503, ENDED)
+    status, answer = client.post(PATH, ENDLESS)
+    assert status == 503
+    check_ended(answer)
     assert client.post(PATH, {"prompt": "Tom"})[0] == 200
 
 
@@ -52,8 +57,8 @@ def test_a_replica_is_well_until_its_engine_fails(servers, capfd):
     first.thread.engine.step = fail
     status, answer = client.post(PATH, ENDLESS)
     assert status == 503
-    assert answer["error"]["message"] == "the engine has failed: ValueError: a bug"
-    with pytest.raises(Exception, match="the engine has failed: ValueError: a bug"):
+    assert answer["error"]["message"].endswith("ValueError: a bug")
+    with pytest.raises(Exception, match="ValueError: a bug"):
         first.check_health()
     second.check_health()
     assert "ValueError: a bug" in capfd.readouterr().err
