@@ -9,6 +9,7 @@ import jsonschema
 import pydantic
 import pytest
 from chats import HERMES, call, conversation, tool
+from replicas import make_engine, parse, save_small, serving_replicas
 from serving import (
     IGNORED_FIELDS,
     SMALL,
@@ -790,3 +791,16 @@ def test_the_official_client(hermes):
         assert found.output_text
         with pytest.raises(openai.NotFoundError, match="no response is stored"):
             responses.retrieve(found.id)
+
+
+def test_replicas_write_the_same(tiny_llama, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}\n{% endfor %}")
+    args = parse(save_small(tiny_llama, tmp_path), "--chat-template", template)
+    body = {"input": "Tom", "max_output_tokens": 7, "seed": 2}
+    chat = Chat(tmp_path, template)
+    with serving_replicas(args, 2) as (client, _), serving(lambda: make_engine(args), chat) as one:
+        own = whole(one, body)
+        for _ in range(2):  # each of them once
+            assert plain(whole(client, body)["output"]) == plain(own["output"])
+        assert plain(replayed(events_of(client, body))) == plain(own["output"])
