@@ -91,9 +91,7 @@ def check(ours, models: dict, prompts: list[list[int]], length: int, device: str
     exact = ours.dtype == torch.float32
     for output in outputs.values():
         if len(output) != length or (exact and output != first):
-            sys.exit(
-                f"{', '.join(outputs)} do not make the same tokens: no timing of wrong results"
-            )
+            sys.exit(f"{', '.join(outputs)} generate different tokens: no timing of wrong results")
     if not exact:
         hf_model = models.get("transformers")
         generated = torch.tensor(first[:-1]).t()
@@ -186,11 +184,11 @@ def plot(summary):
         title = f"{textwrap.fill(model, 45)}\n{dtype}, batch size {batch_size}"
         axes.set_title(title, fontsize="medium")
         axes.set_xticks(sorted(set(summary["new_tokens"])))
-        axes.set_xlabel("new tokens in each text")
+        axes.set_xlabel("new tokens per sequence")
     for axes in panels.flat:
         axes.set_ylim(0)  # after all lines, because it turns autoscaling off
     for axes in panels[:, 0]:
-        axes.set_ylabel("decode rate, tokens/s in all texts")
+        axes.set_ylabel("decode throughput (tokens/s)")
     panels[0][0].legend(fontsize="small")
     figure.suptitle("Greedy decoding after the first token: median, min and max")
     return figure
@@ -202,11 +200,11 @@ def main(argv=None) -> None:
     models = {"nargs": "+", "default": [str(STORIES)]}
     names = "directories, gpt2[-medium|-large|-xl] or random:gpt2"
     parser.add_argument("--model", **models, help=names)
-    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES, help="what to time")
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES, help="modes to time")
     sizes = {"type": common.integer_in_range(1, MAX_SEQUENCES), "default": [1]}
-    parser.add_argument("--batch-size", **common.LIST, **sizes, help="texts at once")
+    parser.add_argument("--batch-size", **common.LIST, **sizes, help="sequences per batch")
     tokens = {"type": common.integer_in_range(1), "default": 16}
-    parser.add_argument("--prompt-tokens", **tokens, help="random ids in each prompt")
+    parser.add_argument("--prompt-tokens", **tokens, help="random tokens per prompt")
     common.add_profile_option(parser, "the first mode, model, dtype and batch size")
     common.add_options(parser, "kv_cache_cpu.csv", lengths=[60, 120, 220], repeats=3)
     common.run_benchmark(parser, measure, "no cache", plot, argv)

@@ -70,19 +70,19 @@ def check(target, draft, prompt: list[int], params: SamplingParams, gammas: list
         tokens = torch.tensor([prompt + outputs[0]], device=target.device)
         common.check_half_precision(target, tokens, pass_size=max(gammas) + 1)
     elif any(output != outputs[0] for output in outputs):
-        sys.exit("speculation does not generate the target's text: no timing of wrong results")
+        sys.exit("speculation and target generate different tokens: no timing of wrong results")
 
 
 def check_options(args) -> None:
     """Raise UserError for a random model, or for a length shorter than two full passes."""
     random = [name for name in (args.target, args.draft) if resolve_source(name).type == "random"]
     if random:
-        why = "a random model agrees with no other, so speculation says nothing; train a pair"
+        why = "random models accept no drafts; give a trained target and draft"
         raise UserError(f"{random[0]}: {why}")
     least = 2 * (max(args.gamma) + 1)
     shortest = min(args.max_new_tokens)
     if shortest < least:
-        why = f"two passes may make {least}; give at least that"
+        why = f"must be at least 2 * (gamma + 1) = {least}"
         raise UserError(f"--max-new-tokens {shortest}: {why}")
 
 
@@ -96,7 +96,9 @@ def encode_prompts(args, config) -> list[list[int]]:
     longest = max(args.max_new_tokens) + max(len(prompt) for prompt in prompts)
     if longest > config.block_size:
         size = config.block_size
-        raise UserError(f"{longest} tokens do not fit the target's window of {size}")
+        raise UserError(
+            f"{longest} tokens of prompt and output exceed the target's context window of {size}"
+        )
     return prompts
 
 
@@ -186,8 +188,8 @@ def plot(summary):
         axes.errorbar(at, median, yerr=spread, marker="o", capsize=3, label=label)
     axes.axhline(1, color="grey", linestyle="--", label="the target alone, with its cache")
     axes.set_xticks(sorted(set(gammas)))
-    axes.set_xlabel("gamma: drafts for each pass of the target")
-    axes.set_ylabel("decode rate / the target's")
+    axes.set_xlabel("gamma: drafts per target pass")
+    axes.set_ylabel("decode rate / decode rate of the target")
     axes.set_ylim(0, None)
     names = textwrap.fill("{} drafted by {}".format(*summary.loc[0, ["model", "draft"]]), 90)
     title = f"Speculative decoding: median, min and max of paired ratios\n{names}"
@@ -197,17 +199,19 @@ def plot(summary):
 
 
 def main(argv=None) -> None:
-    description = "Time speculative decoding against its cached target, on beginnings of stories."
+    description = "Time speculative decoding against the target alone, on story prompts."
     parser = Parser(description=description)
     gamma = {"type": common.integer_in_range(1, 16), "default": [2, 3, 4]}
-    parser.add_argument("--gamma", **common.LIST, **gamma, help="drafts a pass, 1 to 16")
+    parser.add_argument("--gamma", **common.LIST, **gamma, help="drafts per target pass, 1 to 16")
     temperature = {"type": float, "default": [0.0, 0.8]}
-    parser.add_argument("--temperature", **common.LIST, **temperature, help="0: greedy")
+    parser.add_argument(
+        "--temperature", **common.LIST, **temperature, help="sampling temperatures; 0: greedy"
+    )
     parser.add_argument("--target", default=STORIES, help="directory, gpt2[-medium|-large|-xl]")
     small = STORIES.with_name("stories-draft")
-    parser.add_argument("--draft", default=small, help="a smaller one, same vocabulary")
+    parser.add_argument("--draft", default=small, help="smaller model with the target's vocabulary")
     prompts = {"type": common.integer_in_range(1, len(PROMPTS)), "default": len(PROMPTS)}
-    parser.add_argument("--prompts", **prompts, help="how many, 1 to %(default)s")
+    parser.add_argument("--prompts", **prompts, help="number of prompts, 1 to %(default)s")
     common.add_profile_option(parser, "the first gamma and dtype, greedy")
     common.add_options(parser, "speculative_cpu.csv", lengths=[200], repeats=2)
     common.run_benchmark(parser, measure, "target", plot, argv)

@@ -26,10 +26,7 @@ from text.tokenizer import Encoding
 from text.tools import build_tool_grammar, detect_tool_format, read_tools
 
 STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
-MODEL_HELP = (
-    "directory, FILE.gguf, ORG/NAME of the hub, gpt2, random:gpt2, ... or"
-    " smollm2 (538 MB of memory in float32, 135 in int8)"
-)
+MODEL_HELP = "directory, FILE.gguf, ORG/NAME on the Hub, gpt2, random:gpt2 or smollm2"
 # Lists for 10**9 sequences would fill the memory before any tensor is allocated.
 MAX_SEQUENCES = 2**16
 # Packages of the extra `test` that benchmarks import lazily.
@@ -47,10 +44,11 @@ OPTION_NAMES = {"choices": "--choice", "stop_token_ids": "--stop-token-id"}
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """A formatter that shows defaults, except None and (), which the help text explains."""
+    """A formatter that shows defaults, except None, False and (), which the help text explains."""
 
     def _get_help_string(self, action):
-        return super()._get_help_string(action) if action.default not in (None, ()) else action.help
+        hidden = action.default is None or action.default is False or action.default == ()
+        return action.help if hidden else super()._get_help_string(action)
 
 
 RENAMED_OPTIONS = (  # old name, new name
@@ -72,6 +70,16 @@ RENAMED_OPTIONS = (  # old name, new name
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser with one-line errors that refuses old option names."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.groups = {}
+
+    def group(self, title: str):
+        """Return the argument group of this title, which several functions may add options to."""
+        if title not in self.groups:
+            self.groups[title] = self.add_argument_group(title)
+        return self.groups[title]
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -114,96 +122,84 @@ def parse_logit_bias(text: str) -> tuple[int, float]:
     raise argparse.ArgumentTypeError(f"{text!a} is not ID=BIAS, such as 11=-100")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: Parser) -> None:
     """Add the prompt and seed options, and those of `add_model_options`."""
-    parser.add_argument(
-        "--prompt", action="append", help="text to continue, repeatable; empty: a text of its own"
-    )
-    parser.add_argument(
-        "--prompt-file", type=Path, help="UTF-8 file with one more prompt in each line"
-    )
-    parser.add_argument(
-        "--seed", type=int, help="equal seeds give equal texts; a new one if not given"
-    )
-    parser.add_argument(
-        "--num-samples", type=int, default=1, help="how many texts to generate for each prompt"
-    )
+    group = parser.group("prompts")
+    prompt_help = "text to continue, repeatable; empty: start from the BOS token (default: empty)"
+    group.add_argument("--prompt", metavar="TEXT", action="append", help=prompt_help)
+    file_help = "UTF-8 file with one more prompt in each line"
+    group.add_argument("--prompt-file", metavar="FILE", type=Path, help=file_help)
+    samples_help = "number of outputs per prompt"
+    group.add_argument("--num-samples", metavar="N", type=int, default=1, help=samples_help)
+    seed_help = "seed of the random draws (default: a random one)"
+    parser.group("sampling").add_argument("--seed", metavar="N", type=int, help=seed_help)
     add_model_options(parser)
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
+def add_model_options(parser: Parser) -> None:
     """Add the options for device, dtype, KV cache, adapter and backend."""
     parser.formatter_class = HelpFormatter
-    parser.add_argument(
-        "--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run"
-    )
-    dtype_help = "of weights and activations; in native code, float16 and bfloat16: of weights only"
-    dtype_help += "; int8: weights and inputs of products, rotated first; the rest float32"
-    dtype_help += "; blocks: the same, not rotated, with a scale for each 32"
-    dtype_help += "; where torch attends, such texts may depend on their batch"
-    dtype_help += "; memory of a weight: 4 bytes, 2 or in int8 1, in whatever form its file has it"
-    dtype_help += "; in blocks as in the file, or 1.1"
-    parser.add_argument("--dtype", default="float32", choices=DTYPES, help=dtype_help)
-    cache_help = "of keys and values; auto: as the model computes; int8: rotated, each with a scale"
-    cache_help += "; of float32's memory float16 takes half and int8 a bit more than a quarter"
+    group = parser.group("model")
+    devices = ("auto", "cuda", "mps", "cpu")
+    group.add_argument("--device", default="auto", choices=devices, help="device to run on")
+    dtype_help = "weight dtype; int8 and blocks quantise weights and matmul inputs"
+    group.add_argument("--dtype", default="float32", choices=DTYPES, help=dtype_help)
+    cache_help = "KV cache dtype; auto: the model's compute dtype"
     names = "--cache-dtype", "--kv-cache-dtype"
-    parser.add_argument(*names, default="auto", choices=CACHE_DTYPES, help=cache_help)
-    adapter_help = "directory of a LoRA adapter, as peft writes it, for the weights of the model"
-    parser.add_argument("--adapter", help=adapter_help)
-    backend_help = "what computes; native: C code for this CPU; auto: that where it can"
-    parser.add_argument(
-        "--backend", default="auto", choices=("auto", "torch", "native"), help=backend_help
-    )
+    group.add_argument(*names, default="auto", choices=CACHE_DTYPES, help=cache_help)
+    adapter_help = "directory of a LoRA adapter in peft's format, merged into the weights"
+    group.add_argument("--adapter", metavar="DIR", help=adapter_help)
+    backend_help = "compute backend: C compiled for this CPU, or torch; auto prefers native"
+    backends = ("auto", "torch", "native")
+    group.add_argument("--backend", default="auto", choices=backends, help=backend_help)
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+def add_sampling_options(parser: Parser) -> None:
     """Add the sampling options and --stride."""
-    parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
-    temperature_help = "0: greedy; below 1: safer; above 1: more surprising"
-    parser.add_argument("--temperature", type=float, action=StoreExplicit, help=temperature_help)
-    top_k_help = "draw from the k most likely tokens; 0: from all"
-    parser.add_argument("--top-k", type=int, action=StoreExplicit, help=top_k_help)
-    top_p_help = "draw from the fewest tokens with this mass; 1: from all"
-    parser.add_argument("--top-p", type=float, action=StoreExplicit, help=top_p_help)
-    min_p_help = "draw from tokens with at least this share of the largest probability; 0: from all"
-    parser.add_argument("--min-p", type=float, action=StoreExplicit, help=min_p_help)
-    parser.add_argument(
-        "--presence-penalty", type=float, help="against tokens in the output; -2 to 2"
-    )
-    parser.add_argument(
-        "--frequency-penalty", type=float, help="charged for each occurrence in the output; -2 to 2"
-    )
-    repetition_help = "against tokens in prompt and output; 1: off"
-    parser.add_argument(
-        "--repetition-penalty", type=float, action=StoreExplicit, help=repetition_help
-    )
-    bias_help = "add to the logit of a token, -100 to 100; repeatable; no bias if not given"
-    bias = {
-        "type": parse_logit_bias,
-        "action": AppendToTuple,
-        "metavar": "ID=BIAS",
-        "help": bias_help,
-    }
-    parser.add_argument("--logit-bias", **bias)
-    stop_help = "id of a token that ends the text, as EOS does; repeatable"
+    group = parser.group("sampling")
+    length_help = "maximum number of new tokens"
+    group.add_argument("--max-new-tokens", metavar="N", type=int, help=length_help)
+    min_help = "minimum number of new tokens before EOS or a stop token ends the output"
+    group.add_argument("--min-tokens", metavar="N", type=int, help=min_help)
+    eos_help = "continue after EOS, up to --max-new-tokens"
+    group.add_argument("--ignore-eos", action="store_true", help=eos_help)
+    stop_help = "token id that ends the output, as EOS does; repeatable"
     stop = {"type": int, "action": AppendToTuple, "dest": "stop_token_ids", "help": stop_help}
-    parser.add_argument("--stop-token-id", metavar="ID", **stop)
-    parser.add_argument("--min-tokens", type=int, help="nothing ends the text before, in tokens")
+    group.add_argument("--stop-token-id", metavar="ID", **stop)
+    number = {"type": float, "metavar": "X"}
+    temperature_help = "divisor of the logits; 0: greedy, below 1: sharper, above 1: flatter"
+    group.add_argument("--temperature", **number, action=StoreExplicit, help=temperature_help)
+    top_k_help = "sample from the K most likely tokens; 0: off"
+    group.add_argument("--top-k", metavar="K", type=int, action=StoreExplicit, help=top_k_help)
+    top_p_help = "sample from the fewest tokens that hold probability mass X; 1: off"
+    group.add_argument("--top-p", **number, action=StoreExplicit, help=top_p_help)
+    min_p_help = "drop tokens below X times the largest probability; 0: off"
+    group.add_argument("--min-p", **number, action=StoreExplicit, help=min_p_help)
+    presence_help = "subtract X from the logits of tokens in the output, -2 to 2"
+    group.add_argument("--presence-penalty", **number, help=presence_help)
+    frequency_help = "subtract X for each occurrence of a token in the output, -2 to 2"
+    group.add_argument("--frequency-penalty", **number, help=frequency_help)
+    repetition_help = "divide positive logits of tokens in prompt and output by X; 1: off"
+    group.add_argument("--repetition-penalty", **number, action=StoreExplicit, help=repetition_help)
+    bias_help = "add BIAS, -100 to 100, to the logit of token ID; repeatable"
+    bias = {"type": parse_logit_bias, "action": AppendToTuple, "help": bias_help}
+    group.add_argument("--logit-bias", metavar="ID=BIAS", **bias)
     add_stride_option(parser)
     parser.set_defaults(explicit=frozenset(), **dataclasses.asdict(SamplingParams()))
 
 
-def add_constraint_options(parser: argparse.ArgumentParser) -> None:
+def add_constraint_options(parser: Parser) -> None:
     """Add the structured output options: choices, JSON schema, regex and grammar."""
-    choice_help = "one of the texts to choose from: nothing else is written; repeatable"
+    group = parser.group("constraints")
+    choice_help = "restrict the output to TEXT; repeat it for several choices"
     options = {"dest": "choices", "metavar": "TEXT", "action": AppendToTuple, "default": ()}
-    parser.add_argument(OPTION_NAMES["choices"], help=choice_help, **options)
-    schema_help = "file with a JSON schema: the text must be JSON, without blanks, that it allows"
-    parser.add_argument("--json-schema", metavar="FILE", type=text_file, help=schema_help)
-    parser.add_argument("--regex", help="the whole text must match this; Rust's syntax")
-    grammar_help = "file with a grammar, in llguidance's form of Lark, that the text must have"
-    parser.add_argument("--grammar", metavar="FILE", type=text_file, help=grammar_help)
+    group.add_argument(OPTION_NAMES["choices"], help=choice_help, **options)
+    schema_help = "file with a JSON schema that the output satisfies, as compact JSON"
+    group.add_argument("--json-schema", metavar="FILE", type=text_file, help=schema_help)
+    regex_help = "regular expression, in Rust's syntax, that the whole output matches"
+    group.add_argument("--regex", metavar="REGEX", help=regex_help)
+    grammar_help = "file with a grammar, in llguidance's Lark, that the output follows"
+    group.add_argument("--grammar", metavar="FILE", type=text_file, help=grammar_help)
 
 
 def text_file(name: str) -> str:
@@ -216,10 +212,9 @@ def text_file(name: str) -> str:
         raise argparse.ArgumentTypeError(f"{name!a}: not UTF-8 text") from None
 
 
-def add_stride_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--stride", type=int, help="how far a full window moves; half its length if not given"
-    )
+def add_stride_option(parser: Parser) -> None:
+    stride_help = "tokens that a context shift drops (default: half of the context window)"
+    parser.group("model").add_argument("--stride", metavar="N", type=int, help=stride_help)
 
 
 def sampling_params(args, defaults: Mapping[str, float] | None = None) -> SamplingParams:
@@ -243,7 +238,10 @@ def sampling_params(args, defaults: Mapping[str, float] | None = None) -> Sampli
     explicit |= {"--min-p": params.min_p > 0}
     if params.temperature == 0 and any(explicit.values()):
         useless = ", ".join(name for name, is_given in explicit.items() if is_given)
-        print(f"note: temperature 0 is greedy, so this changes nothing: {useless}", file=sys.stderr)
+        print(
+            f"note: temperature 0 is greedy, so these options have no effect: {useless}",
+            file=sys.stderr,
+        )
     return params
 
 
@@ -272,7 +270,7 @@ def read_prompts(args) -> list[str]:
         raise UserError(f"--num-samples {args.num_samples}: it must be an integer >= 1")
     if len(prompts) * args.num_samples > MAX_SEQUENCES:
         requested = f"{len(prompts)} prompts x --num-samples {args.num_samples}"
-        raise UserError(f"{requested}: at most {MAX_SEQUENCES} texts at once")
+        raise UserError(f"{requested}: at most {MAX_SEQUENCES} sequences are allowed")
     return [prompt for prompt in prompts for _ in range(args.num_samples)]
 
 
@@ -284,54 +282,50 @@ def check_utf8(name: str, text: str) -> None:
         raise UserError(f"{name} {text!a}: not UTF-8 text") from None
 
 
-def add_chat_options(parser: argparse.ArgumentParser) -> None:
+def add_chat_options(parser: Parser) -> None:
     """Add the options for a chat model."""
-    chat_help = "prompts are messages to a chat model; without any, talk: a message a line"
-    parser.add_argument("--chat", action="store_true", help=chat_help)
-    parser.add_argument(
-        "--system", help="for --chat: what the model is told before the first message"
-    )
-    thinking_help = "for --chat: let a model that reasons first, such as Qwen3, reply at once"
-    parser.add_argument("--no-thinking", action="store_true", help=thinking_help)
-    add_template_option(parser, "for --chat: ")
-    add_defaults_option(parser, "for --chat: ")
-    tools_help = "for --chat: JSON file with the tools that a reply may call, in OpenAI's form"
-    parser.add_argument("--tools", metavar="FILE", type=text_file, help=tools_help)
+    group = parser.group("chat")
+    chat_help = "send prompts as chat messages; without a prompt, converse line by line"
+    group.add_argument("--chat", action="store_true", help=chat_help)
+    group.add_argument("--system", metavar="TEXT", help="system message, for --chat")
+    thinking_help = "disable reasoning of models such as Qwen3, for --chat"
+    group.add_argument("--no-thinking", action="store_true", help=thinking_help)
+    add_template_option(parser, ", for --chat")
+    add_defaults_option(parser, ", for --chat")
+    tools_help = "JSON file with tools that a reply may call, in OpenAI's format, for --chat"
+    group.add_argument("--tools", metavar="FILE", type=text_file, help=tools_help)
 
 
-def add_defaults_option(parser: argparse.ArgumentParser, where: str = "") -> None:
-    defaults_help = "temperature, top-k and so on that nobody names; auto: as the model says"
-    parser.add_argument(
-        "--generation-config",
-        default="auto",
-        choices=("auto", "none"),
-        help=f"{where}{defaults_help}",
-    )
+def add_defaults_option(parser: Parser, where: str = "") -> None:
+    """Add --generation-config. where: when it applies, for the help."""
+    defaults_help = f"sampling defaults of the model (auto) or of this program (none){where}"
+    options = {"default": "auto", "choices": ("auto", "none"), "help": defaults_help}
+    parser.group("chat").add_argument("--generation-config", **options)
 
 
-def add_template_option(parser: argparse.ArgumentParser, where: str = "") -> None:
-    template_help = "file with a chat template, in the place of the model's own"
-    parser.add_argument(
-        "--chat-template", metavar="FILE", type=Path, help=f"{where}{template_help}"
-    )
+def add_template_option(parser: Parser, where: str = "") -> None:
+    """Add --chat-template. where: when it applies, for the help."""
+    template_help = f"file with a chat template that replaces the model's{where}"
+    options = {"metavar": "FILE", "type": Path, "help": template_help}
+    parser.group("chat").add_argument("--chat-template", **options)
 
 
 def check_chat_options(args) -> None:
     """Raise UserError for options that conflict with --chat or require it."""
     if args.system is not None and not args.chat:
-        raise UserError("--system is for --chat only")
+        raise UserError("--system requires --chat")
     if args.no_thinking and not args.chat:
-        raise UserError("--no-thinking is for --chat only")
+        raise UserError("--no-thinking requires --chat")
     if args.chat_template and not args.chat:
-        raise UserError("--chat-template is for --chat only")
+        raise UserError("--chat-template requires --chat")
     if args.generation_config != "auto" and not args.chat:
-        raise UserError("--generation-config is for --chat only")
+        raise UserError("--generation-config requires --chat")
     if args.tools is not None and not args.chat:
-        raise UserError("--tools is for --chat only")
+        raise UserError("--tools requires --chat")
     check_utf8("--system", args.system or "")
     if is_interactive(args) and args.num_samples > 1:
-        reason = "a conversation goes on from one reply"
-        raise UserError(f"--num-samples is for --prompt and --prompt-file; {reason}")
+        reason = "a conversation continues from one reply"
+        raise UserError(f"--num-samples requires --prompt or --prompt-file: {reason}")
 
 
 def chat_sampling_defaults(args, source: Source) -> dict[str, float]:
@@ -368,7 +362,7 @@ def load_chat(args, source: Source) -> Chat | None:
     if not args.no_thinking:
         return chat
     if "enable_thinking" not in chat.template_text:
-        raise UserError(f"--no-thinking: {chat.file}: this template knows no enable_thinking")
+        raise UserError(f"--no-thinking: {chat.file}: the template does not use enable_thinking")
     return chat.with_template_kwargs({"enable_thinking": False})
 
 
@@ -455,7 +449,7 @@ def warn_dropped_bytes(encoding, *texts: str, plain: bool = False) -> None:
     plain: as in `Encoding.dropped_bytes`.
     """
     if dropped := encoding.dropped_bytes(*texts, plain=plain):
-        reason = f"the vocabulary lacks these bytes of the text, which are dropped: {dropped}"
+        reason = f"the vocabulary lacks these bytes of the input, which are dropped: {dropped}"
         print(f"note: {reason}", file=sys.stderr)
 
 
@@ -485,13 +479,39 @@ def system_messages(args) -> list[dict[str, str]]:
     return [] if args.system is None else [{"role": "system", "content": args.system}]
 
 
+def chat_loop(
+    chat: Chat, encoding, system: list[dict[str, str]], max_prompt_tokens: int, write
+) -> None:
+    """Reply to each line of standard input, with the system message and the history as context.
+
+    Beyond `max_prompt_tokens` tokens the oldest messages are dropped, each with its reply. The
+    context shift of `generate` would drop the system message first and cut inside another message.
+    It still cuts a last message that is too long alone.
+    """
+    history = []
+    for line in read_lines():
+        warn_dropped_bytes(encoding, line, plain=True)
+        history.append({"role": "user", "content": line})
+        tokens = chat.encode(system + history, encoding)
+        left_out = 0
+        while len(tokens) > max_prompt_tokens and len(history) > 1:
+            del history[:2]
+            left_out += 2
+            tokens = chat.encode(system + history, encoding)
+        if left_out:
+            full = f"the context window is full: dropped the {left_out} oldest messages"
+            print(f"note: {full}; a smaller --max-new-tokens keeps more", file=sys.stderr)
+        (reply,) = write([tokens], [""])
+        history.append({"role": "assistant", "content": reply})
+
+
 def read_lines() -> Iterator[str]:
     """Yield the nonempty lines of standard input. On a terminal, print a prompt before each.
 
     Raises UserError if standard input is closed or not UTF-8.
     """
     if sys.stdin is None:
-        raise UserError("standard input is closed, and there is no --prompt")
+        raise UserError("standard input is closed: give --prompt or --prompt-file")
     typed = sys.stdin.isatty()
     coding = "utf-8-sig"  # the first line may begin with a byte order mark
     while True:
@@ -522,7 +542,7 @@ def warn_truncated_outputs(
     cut = [output for output in outputs if not matcher.is_accepting(output)]
     if cut:
         limit = f"--max-new-tokens {params.max_new_tokens}"
-        what = f"cut {len(cut)} of {len(outputs)} texts before their end"
+        what = f"truncated {len(cut)} of {len(outputs)} constrained outputs"
         print(f"note: {limit} {what}", file=sys.stderr)
 
 
@@ -551,7 +571,7 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
     try:
         torch.ones(2, 2, dtype=dtype, device=device) @ torch.ones(2, 2, dtype=dtype, device=device)
     except (RuntimeError, TypeError):
-        reason = f"{device} does not compute in it; float32 works everywhere"
+        reason = f"not supported on {device}; float32 works everywhere"
         raise UserError(f"--dtype {name}: {reason}") from None
     return dtype
 
@@ -592,7 +612,7 @@ def use_native_backend(models: list[Model], is_explicit: bool) -> None:
             if is_explicit:
                 print(f"note: --backend native: {error}; torch computes instead", file=sys.stderr)
     if is_explicit and is_native and ("plain C" in kernel() or "one thread" in kernel()):
-        note = f"without what makes it fast: {kernel()}"
+        note = f"a slow build: {kernel()}"
         print(f"note: --backend native: {note}", file=sys.stderr)
 
 

@@ -32,7 +32,7 @@ class Vocabulary:
         self.encoding = encoding
         self.eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
         if not self.eos_token_ids:
-            raise UserError("this model has no token that ends a text, so no text is ever whole")
+            raise UserError("the model has no EOS token, so constrained output could never end")
         special = {encoding.added_token_ids[name] for name in encoding.special_tokens_set} | set(
             self.eos_token_ids
         )
@@ -206,13 +206,13 @@ class Matcher:
 
     def reason(self) -> str:
         """Return why no token is allowed."""
-        return "the constraint allows nothing, or nothing that this vocabulary can write"
+        return "no output satisfies the constraint, or none that this vocabulary can write"
 
     def checked_token_mask(self, output: list[int]) -> torch.Tensor:
         """Return `token_mask`. Raises UserError if it allows no token."""
         token_mask = self.token_mask(output)
         if not token_mask.numpy().any():  # numpy stops at the first true, torch does not
-            where = f"after {len(output)} token{'s' * (len(output) != 1)} of the text"
+            where = f"after {len(output)} token{'s' * (len(output) != 1)} of output"
             raise UserError(f"no token may follow {where}: {self.reason()}")
         return token_mask
 
@@ -424,17 +424,21 @@ def check_lark(source: str) -> None:
             allowed = " and ".join(sorted(LARK_DIRECTIVES))
             raise UserError(f"{lexeme:.40} is not supported in a grammar; {allowed} are")
         if token_type == "special":
-            raise UserError(f"{lexeme:.40} is not supported: a special token is no text")
+            raise UserError(f"{lexeme:.40} is not supported: output cannot contain special tokens")
         if token_type == "reference":
-            raise UserError(f"{lexeme:.40} is not supported: there is no other grammar")
+            raise UserError(f"{lexeme:.40} is not supported: a grammar cannot refer to another one")
         code += {"comment": "", "string": '""', "regex": "//"}.get(token_type, lexeme)
     for options in re.findall(r"(?m)^[ \t]*[!?_]*[a-z][^\n:|\[]*\[([^\]]*)\]\s*:", code):
         for option in options.split(","):
             if option.strip() not in LARK_OPTIONS:
                 name = option.partition("=")[0].strip()
-                raise UserError(f"the option {name!r:.40} is not supported in a grammar; lazy is")
+                raise UserError(
+                    f"the option {name!r:.40} is not supported in a grammar; only lazy is"
+                )
     if "=" in code:
-        raise UserError("the sign = is not supported in a grammar: of all options only lazy is")
+        raise UserError(
+            "the sign = is not supported in a grammar: the only supported option is lazy"
+        )
 
 
 def single_allowed_token(token_mask: torch.Tensor | None) -> int | None:
@@ -517,7 +521,7 @@ def parse_schema(source: str) -> dict:
     try:
         schema = json.loads(source)
     except RecursionError:
-        raise UserError(f"schemas are nested more than {MAX_SCHEMA_DEPTH} deep") from None
+        raise UserError(f"more than {MAX_SCHEMA_DEPTH} levels of nested schemas") from None
     except ValueError as error:
         raise UserError(f"not JSON: {error}") from None
     if not isinstance(schema, dict):
@@ -583,7 +587,7 @@ def check_schemas(schemas: dict[str, dict]) -> None:
                 raise UserError(f"{child_path:.100} is {value!r:.40}; it must be a string")
             elif name == "format" and value in UNSUPPORTED_FORMATS:
                 allowed = ", ".join(sorted(FORMATS))
-                raise UserError(f"{child_path:.100} is {value!r}; of these it may be {allowed}")
+                raise UserError(f"{child_path:.100} is {value!r}; it must be one of {allowed}")
             elif name == "minProperties":
                 check_min_properties(child_path, schema)
             elif name == "discriminator" and "oneOf" not in schema:
@@ -606,11 +610,14 @@ def check_schemas(schemas: dict[str, dict]) -> None:
             and schema.keys() - IN_PLACE_APPLICATORS - ANNOTATION_KEYWORDS
         )
         limits = (
-            (depth, MAX_SCHEMA_DEPTH, "schemas inside each other"),
+            (depth, MAX_SCHEMA_DEPTH, "levels of nested schemas"),
             (count, MAX_SCHEMAS, "schemas"),
         )
-        limits += (values, MAX_VALUES, "values"), (pattern, MAX_PATTERN, "characters in patterns")
-        limits += ((intersected, MAX_INTERSECTED, "schemas that hold beside another"),)
+        limits += (
+            (values, MAX_VALUES, "enum values"),
+            (pattern, MAX_PATTERN, "characters in patterns"),
+        )
+        limits += ((intersected, MAX_INTERSECTED, "schemas intersected with another"),)
         for found, limit, what in limits:
             if found > limit:
                 raise UserError(f"more than {limit:,} {what}")
@@ -623,7 +630,7 @@ CONTROL_CHARACTER = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 ESCAPED_CONTROL_CHARACTER = re.compile(
     r"\\(x(0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])|u00(0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])|v)"
 )
-CONTROL_ADVICE = r"of control characters a string may have \b, \f, \n, \r and \t"
+CONTROL_ADVICE = r"the only control characters allowed are \b, \f, \n, \r and \t"
 
 
 def check_values(path: str, value: Any) -> None:
@@ -669,8 +676,8 @@ def check_min_properties(path: str, schema: dict) -> None:
     required = schema.get("required")
     names = {str(name) for name in required} if isinstance(required, list) else set()
     if isinstance(least, int | float) and least > len(names) + 1:
-        reason = "names of other properties may repeat, and a reader of JSON counts them once"
-        allowed = f"with {len(names)} required properties it may be up to {len(names) + 1}"
+        reason = "other names may repeat, and JSON parsers count a repeated name once"
+        allowed = f"with {len(names)} required properties it must be at most {len(names) + 1}"
         raise UserError(f"{path:.100} is {least}; {allowed}: {reason}")
 
 
@@ -766,6 +773,6 @@ def make_matcher(params: SamplingParams, encoding, config) -> Matcher | None:
     if params.constraint is None:
         return None
     if encoding is None:
-        raise UserError(f"{params.constraint.field}: the constraint of a text needs an encoding")
+        raise UserError(f"{params.constraint.field}: a constraint needs an encoding")
     vocabulary = get_vocabulary(encoding, config.vocab_size, tuple(config.eos_token_ids))
     return compile_constraint(params, vocabulary).matcher()

@@ -274,18 +274,18 @@ def pass_logits(
 
 def main(argv=None) -> None:
     parser = Parser(description="Generate text with a GPT-2, Llama, Mistral, Qwen or Gemma.")
-    parser.add_argument("--model", default=STORIES, help=MODEL_HELP)
-    parser.add_argument(
-        "--no-cache", action="store_true", help="compute all positions again in each step"
-    )
-    parser.add_argument(
-        "--num-beams", type=int, help="search for a probable text, keeping that many in each step"
-    )
-    parser.add_argument(
-        "--length-penalty", type=float, help="for --num-beams; above 0: longer; 0 if not given"
-    )
+    parser.group("model").add_argument("--model", default=STORIES, help=MODEL_HELP)
+    no_cache_help = "recompute all positions in each step, without a KV cache"
+    parser.group("model").add_argument("--no-cache", action="store_true", help=no_cache_help)
     add_options(parser)
     add_sampling_options(parser)
+    beams = parser.group("beam search")
+    beams_help = "running beams; replaces sampling by a search for a likely output"
+    beams.add_argument("--num-beams", metavar="N", type=int, help=beams_help)
+    penalty_help = (
+        "exponent of the output length in scores, -10 to 10; above 0: longer (default: 0)"
+    )
+    beams.add_argument("--length-penalty", metavar="X", type=float, help=penalty_help)
     add_constraint_options(parser)
     add_chat_options(parser)
     run_script(parser, run, argv)
@@ -298,8 +298,9 @@ def run(args) -> None:
     """
     check_beam_options(args)
     check_chat_options(args)
-    if args.no_cache and CACHE_DTYPES[args.cache_dtype]:
-        raise UserError("--cache-dtype is for a cache; leave out --no-cache")
+    cache_dtype = CACHE_DTYPES[args.cache_dtype]
+    if args.no_cache and cache_dtype:
+        raise UserError("--cache-dtype conflicts with --no-cache")
     source = resolve_source(args.model)
     # Beam search does not sample.
     defaults = {} if args.num_beams else chat_sampling_defaults(args, source)
@@ -330,7 +331,7 @@ def check_beam_options(args) -> None:
     """Raise UserError for options that conflict with --num-beams, or need it."""
     if args.num_beams is None:
         if args.length_penalty is not None:
-            raise UserError("--length-penalty is for --num-beams only")
+            raise UserError("--length-penalty requires --num-beams")
         return
     unused = dataclasses.asdict(SamplingParams(args.max_new_tokens, args.ignore_eos))
     del unused["tool_grammar"]
@@ -340,7 +341,7 @@ def check_beam_options(args) -> None:
         names = ", ".join(
             OPTION_NAMES.get(name, "--" + name.replace("_", "-")) for name in unsupported
         )
-        raise UserError(f"--num-beams neither draws nor penalises tokens; leave out {names}")
+        raise UserError(f"--num-beams neither samples nor penalises tokens; omit {names}")
 
 
 def print_samples(
@@ -389,7 +390,7 @@ def print_beams(args, model: Model, prompts: list[list[int]], output: OutputWrit
                     output.add(row, token)
                 output.end_step()
                 total = f"sum of log-probabilities {score * len(tokens) ** penalty:.6g}"
-                best = f"{len(tokens)} tokens, the best of {len(beams)} texts"
+                best = f"{len(tokens)} tokens, the best of {len(beams)} beams"
                 summaries.append(f"score {score:.6g}, {total}, {best}")
     for line in summaries:
         print(line, file=sys.stderr)

@@ -249,24 +249,21 @@ class DraftOutput(OutputWriter):
         counts = [step.accepted for step in self.passes]
         accepted = sum(counts)
         rate = f"{accepted} of {drafts} drafts accepted ({accepted / max(drafts, 1):.0%})"
-        mean = f"{self.count / len(self.passes):.2f} tokens a target pass"
+        mean = f"{self.count / len(self.passes):.2f} tokens per target pass"
         passes = ", ".join(f"{count}: {counts.count(count)}" for count in range(max(counts) + 1))
         return f"{rate}, {mean}\npasses by accepted drafts: {passes}\n{super().statistics()}"
 
 
 def main(argv=None) -> None:
-    parser = Parser(
-        description="Generate text with two models, of which one drafts and the other verifies."
-    )
-    target_help = f"whose text it is: {MODEL_HELP}"
-    parser.add_argument("--target", default=STORIES, help=target_help)
-    draft_help = "a smaller one, same vocabulary; lookup: copies from the text before"
-    parser.add_argument("--draft", default=STORIES.with_name("stories-draft"), help=draft_help)
-    parser.add_argument(
-        "--gamma", type=int, default=3, help="how many tokens to draft for a pass; 1 to 16"
-    )
-    show_help = "accepted drafts in green, the target's tokens in magenta"
-    parser.add_argument("--show", action="store_true", help=show_help)
+    parser = Parser(description="Generate text from a target model, with drafts to speed it up.")
+    parser.group("model").add_argument("--target", default=STORIES, help=MODEL_HELP)
+    group = parser.group("speculation")
+    draft_help = "smaller model with the target's vocabulary, or lookup for prompt lookup"
+    group.add_argument("--draft", default=STORIES.with_name("stories-draft"), help=draft_help)
+    gamma_help = "maximum number of drafts per target pass, 1 to 16"
+    group.add_argument("--gamma", metavar="N", type=int, default=3, help=gamma_help)
+    show_help = "show accepted drafts in green, the target's tokens in magenta"
+    group.add_argument("--show", action="store_true", help=show_help)
     add_options(parser)
     add_sampling_options(parser)
     add_constraint_options(parser)

@@ -86,7 +86,7 @@ def source_limit(size: int) -> tuple:
     return (
         str | None,
         lambda v: v is None or utf8_size((v,)) <= size,
-        f"None or a text of {size:,} bytes of UTF-8 at most",
+        f"None or a string of at most {size:,} bytes of UTF-8",
     )
 
 
@@ -122,7 +122,7 @@ LIMITS = {  # field of SamplingParams: type, predicate for valid values, their d
     "logit_bias": (
         tuple,
         are_logit_biases,
-        "pairs of an id >= 0, each once, and a number in [-100, 100]",
+        "pairs of a distinct token id >= 0 and a bias in [-100, 100]",
     ),
     "seed": (
         int | None,
@@ -132,10 +132,10 @@ LIMITS = {  # field of SamplingParams: type, predicate for valid values, their d
     "stop": (
         tuple,
         lambda v: all(isinstance(string, str) and string for string in v),
-        "a tuple of strings that are not empty",
+        "a tuple of nonempty strings",
     ),
-    "stop_token_ids": (tuple, lambda v: all(map(is_token_id, v)), "a tuple of ids >= 0"),
-    "skip_token_ids": (tuple, lambda v: all(map(is_token_id, v)), "a tuple of ids >= 0"),
+    "stop_token_ids": (tuple, lambda v: all(map(is_token_id, v)), "a tuple of token ids >= 0"),
+    "skip_token_ids": (tuple, lambda v: all(map(is_token_id, v)), "a tuple of token ids >= 0"),
     "min_tokens": (int, lambda v: v >= 0, "an integer >= 0"),
     "logprobs": (
         int | None,
@@ -145,7 +145,7 @@ LIMITS = {  # field of SamplingParams: type, predicate for valid values, their d
     "choices": (
         tuple,
         lambda v: all(isinstance(string, str) for string in v) and utf8_size(v) <= MAX_CHOICES,
-        "a tuple of texts, of 16,384 bytes of UTF-8 at most",
+        "a tuple of strings of at most 16,384 bytes of UTF-8 in all",
     ),
     # Longer sources may take llguidance seconds, or overflow its stack by a chain of rules.
     "json_schema": source_limit(2**16),
@@ -168,13 +168,17 @@ def utf8_size(strings: tuple[str, ...]) -> float:
 
 def check_constraint(params: SamplingParams) -> None:
     """Raise UserError for two constraints, or for a field that conflicts with the constraint."""
-    constraint = params.constraint
+    constraint_field, *others = [
+        name for name in CONSTRAINT_FIELDS if getattr(params, name) not in ((), None)
+    ] or [None]
+    if others:
+        raise UserError(
+            f"{constraint_field} conflicts with {others[0]}: only one constraint is allowed"
+        )
     for name in ("ignore_eos", "min_tokens", "stop_token_ids"):
-        if constraint and getattr(params, name):
-            decide = "they decide" if constraint.field == "choices" else "it decides"
-            raise UserError(
-                f"{name} does not go with {constraint.field}: {decide} where a text ends"
-            )
+        if constraint_field and vars(params).get(name):
+            reason = "the constraint decides where the output ends"
+            raise UserError(f"{name} conflicts with {constraint_field}: {reason}")
 
 
 def params_per_prompt(
@@ -193,7 +197,7 @@ def params_per_prompt(
 def check_engine_only_params(params_list: list[SamplingParams]) -> None:
     """Raise UserError for parameters that only the engine supports."""
     if any(params.stop or params.logprobs is not None for params in params_list):
-        raise UserError("stop and logprobs are for the engine alone")
+        raise UserError("only the engine supports stop and logprobs; use infer_engine.py")
 
 
 def check_token_ids(params: SamplingParams, config) -> None:
@@ -209,7 +213,7 @@ def check_token_ids(params: SamplingParams, config) -> None:
             allowed = f"ids of this model are integers from 0 to {size - 1}"
             raise UserError(f"{name} has the id {wrong[0]}; {allowed}")
     if params.min_tokens and len(set(all_stop_token_ids(params, config.eos_token_ids))) == size:
-        reason = "every token of this model ends the text"
+        reason = "every token of this model ends the output"
         raise UserError(f"min_tokens is {params.min_tokens}; it must be 0, as {reason}")
 
 

@@ -13,7 +13,7 @@ from model import GPTConfig
 
 
 def search(model, prompt, num_beams, max_new_tokens, **options):
-    """The tokens of the texts that beam search finds, and their scores."""
+    """The tokens of outputs that beam search finds, and their scores."""
     from infer import beam_search
 
     beams = beam_search(model, prompt, num_beams, max_new_tokens, **options)
@@ -275,7 +275,7 @@ def test_the_command_line_searches(cli, tiny_checkpoint):
     statistics, found = err.splitlines()
     assert statistics.startswith("50 tokens, ")
     total = f"sum of log-probabilities {scores.expected[0]:.6g}"
-    assert found.endswith(f"{total}, 50 tokens, the best of 4 texts")
+    assert found.endswith(f"{total}, 50 tokens, the best of 4 beams")
     assert cli(*args, "--num-beams", 4, "--no-cache")[1] == out
 
 
@@ -328,11 +328,11 @@ def test_the_best_text_of_each_prompt_is_printed(cli, monkeypatch, tiny_checkpoi
     "arguments, words",
     [
         ("--num-beams 0", "num_beams is 0; it must be an integer from 1 to 65536"),
-        ("--num-beams 2 --temperature 1", "draws nor penalises tokens; leave out --temperature"),
-        ("--num-beams 2 --num-samples 3 --top-k 5", "leave out --top-k, --num-samples"),
+        ("--num-beams 2 --temperature 1", "samples nor penalises tokens; omit --temperature"),
+        ("--num-beams 2 --num-samples 3 --top-k 5", "omit --top-k, --num-samples"),
         (
             "--num-beams 2 --top-p 0.5 --seed 1 --frequency-penalty 1",
-            "leave out --top-p, --frequency-penalty, --seed",
+            "omit --top-p, --frequency-penalty, --seed",
         ),
     ],
 )

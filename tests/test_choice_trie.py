@@ -216,13 +216,13 @@ def test_a_first_blank_of_sentencepiece_is_written_as_it_stands(kind, tiny):
 
 
 WRONG = [
-    ({"choices": ["a"]}, "choices is ['a']; it must be a tuple of texts, of 16,384 bytes"),
-    ({"choices": (1,)}, "choices is (1,); it must be a tuple of texts"),
-    ({"choices": ("\udcff",)}, "it must be a tuple of texts, of 16,384 bytes of UTF-8 at most"),
-    ({"choices": ("a" * 16385,)}, "it must be a tuple of texts, of 16,384 bytes of UTF-8 at most"),
-    ({"choices": ("a",), "ignore_eos": True}, "ignore_eos does not go with choices"),
-    ({"choices": ("a",), "min_tokens": 1}, "min_tokens does not go with choices"),
-    ({"choices": ("a",), "stop_token_ids": (1,)}, "stop_token_ids does not go with choices"),
+    ({"choices": ["a"]}, "choices is ['a']; it must be a tuple of strings of at most"),
+    ({"choices": (1,)}, "choices is (1,); it must be a tuple of strings"),
+    ({"choices": ("\udcff",)}, "it must be a tuple of strings of at most 16,384 bytes"),
+    ({"choices": ("a" * 16385,)}, "it must be a tuple of strings of at most 16,384 bytes"),
+    ({"choices": ("a",), "ignore_eos": True}, "ignore_eos conflicts with choices"),
+    ({"choices": ("a",), "min_tokens": 1}, "min_tokens conflicts with choices"),
+    ({"choices": ("a",), "stop_token_ids": (1,)}, "stop_token_ids conflicts with choices"),
 ]
 
 
@@ -272,10 +272,10 @@ def test_a_text_that_its_limit_cuts_is_noted(cli, run_main):
     rows = [text.strip("\n") for text in out.split("\n" + "-" * 40 + "\n")]
     cut = len(rows) - rows.count(SAID[3] + " cat")
     assert 0 < cut < 40
-    assert err.endswith(f"note: --max-new-tokens 2 cut {cut} of 40 texts before their end\n")
+    assert err.endswith(f"note: --max-new-tokens 2 truncated {cut} of 40 constrained outputs\n")
     options = ["--target", DRAFT, *SAID[2:], "--choice", " elephant and", "--max-new-tokens", 1]
     _, _, err = run_main(infer_speculative.main, *options)
-    assert err.endswith("note: --max-new-tokens 1 cut 1 of 1 texts before their end\n")
+    assert err.endswith("note: --max-new-tokens 1 truncated 1 of 1 constrained outputs\n")
     _, out, err = cli(*SAID, "--choice", " big", "--max-new-tokens", 1)  # whole, if not ended
     assert (out, "note" in err) == (SAID[3] + " big\n", False)
 
@@ -283,8 +283,8 @@ def test_a_text_that_its_limit_cuts_is_noted(cli, run_main):
 @pytest.mark.parametrize(
     "options, words",
     [
-        (["--choice", "a", "--ignore-eos"], ["ignore_eos does not go with choices"]),
-        (["--choice", "a", "--num-beams", 2], ["--num-beams", "leave out --choice\n"]),
+        (["--choice", "a", "--ignore-eos"], ["ignore_eos conflicts with choices"]),
+        (["--choice", "a", "--num-beams", 2], ["--num-beams", "omit --choice\n"]),
         (["--choice"], ["--choice", "expected one argument"]),
         (["--choice", "\udcff"], ["--choice '\\udcff': not UTF-8 text\n"]),
     ],

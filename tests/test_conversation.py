@@ -140,8 +140,8 @@ def test_a_full_window_leaves_out_the_oldest_messages_whole(talk, encode, monkey
         assert prompts[2] == encode(heard)
         assert err.count("note") == (left_out > 0)
         if left_out:
-            note = f"note: the window is full: the {left_out} oldest messages are left out; "
-            assert note + "a smaller --max-new-tokens leaves more room\n" in err
+            note = f"note: the context window is full: dropped the {left_out} oldest messages; "
+            assert note + "a smaller --max-new-tokens keeps more\n" in err
 
 
 def test_still_a_short_message_leaves_nothing_out_however_long_its_reply_may_be(talk):
@@ -175,7 +175,7 @@ def test_nothing_said_is_nothing_done(talk, given_prompts):
 
 def test_one_reply_goes_on(cli, directory):
     result = cli("--model", directory, "--chat", "--num-samples", 2)
-    words = "--num-samples is for --prompt and --prompt-file; a conversation goes on from one reply"
+    words = "--num-samples requires --prompt or --prompt-file"
     assert is_one_line(result, words)
 
 
@@ -186,4 +186,4 @@ def test_input_that_is_not_utf8_is_one_line(talk):
 def test_closed_standard_input_is_one_line(cli, directory, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     result = cli("--model", directory, "--chat")
-    assert is_one_line(result, "standard input is closed, and there is no --prompt")
+    assert is_one_line(result, "standard input is closed: give --prompt")

@@ -192,10 +192,6 @@ def test_rows_of_a_tensor_in_parts(files, monkeypatch):
     assert all(torch.equal(found[key], expected[key]) for key in found)
 
 
-def test_the_command_line_says_what_a_weight_takes(cli):
-    assert "in blocks as in the file, or 1.1" in " ".join(cli("--help")[1].split())
-
-
 def test_all_types_of_4_and_5_bits_and_8_0_are_kept():
     assert list(blocks.BLOCK_FORMATS) == list(SIZES)
     kinds = gguf.GGMLQuantizationType

@@ -57,7 +57,7 @@ def test_a_dtype_that_the_device_lacks_is_one_line(cli, tiny_checkpoint, monkeyp
 
     monkeypatch.setattr(torch, "ones", ones)
     result = cli("--model", tiny_checkpoint, "--dtype", "bfloat16")
-    assert is_one_line(result, "--dtype bfloat16: cpu does not compute in it")
+    assert is_one_line(result, "--dtype bfloat16: not supported on cpu")
 
 
 def test_an_unknown_dtype_lists_the_valid_ones(cli):

@@ -52,11 +52,6 @@ def test_native_is_for_the_cpu():
     assert str(error.value) == "--backend native is for --device cpu; not cuda"
 
 
-def test_help_says_what_native_computes_in(cli):
-    code, out, _ = cli("--help")
-    assert "in native code, float16 and bfloat16: of weights only;" in " ".join(out.split())
-
-
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_each_number_of_16_bits_is_read_as_it_is(dtype, target):
     """Subnormal ones, both zeros, infinities and NaN too."""

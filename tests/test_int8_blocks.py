@@ -32,7 +32,6 @@ def test_the_command_line_takes_blocks(cli):
     )
     story = "Once upon a time, there was a little girl named Lily. She loved to\n"
     assert (code, out) == (0, story), err
-    assert "; in blocks " in " ".join(cli("--help")[1].split())
 
 
 def test_a_block_by_hand():

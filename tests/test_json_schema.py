@@ -199,7 +199,7 @@ def nested(count: int) -> dict:
 
 
 REMAINDERS = "more than 50,000 remainders of multipleOf"
-BESIDE = "more than 8 schemas that hold beside another"
+BESIDE = "more than 8 schemas intersected with another"
 SCHEMAS = [
     ("{", "not JSON: Expecting property name"),
     ("[]", "it must be an object"),
@@ -214,7 +214,7 @@ SCHEMAS = [
     ({"anyOf": 3}, "anyOf is 3; it must be a list"),
     ({"properties": [1]}, "properties is [1]; it must be an object"),
     ({"type": "text"}, "Invalid type: text"),
-    ({"type": "string", "format": "iri"}, "format is 'iri'; of these it may be date, date-time"),
+    ({"type": "string", "format": "iri"}, "format is 'iri'; it must be one of date, date-time"),
     ({"items": {"format": 3}}, "items.format is 3; it must be a string"),
     ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
     ({"$ref": "http://a.org/b.json"}, "$ref is 'http://a.org/b.json'; it must begin with #"),
@@ -225,7 +225,7 @@ SCHEMAS = [
     ({"$ref": "#"}, "no token may follow after 0 tokens"),
     ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, ""),
     ({"allOf": [{"type": "string"}, {"type": "null"}]}, ""),
-    (deep(33), "more than 32 schemas inside each other"),
+    (deep(33), "more than 32 levels of nested schemas"),
     (deep(6000), "more than 32 "),  # found by json in older Pythons
     ('{"const":' + "[" * 900 + "]" * 900 + "}", "recursion limit exceeded"),
     ('{"const":' + "[" * 30000 + "]" * 30000 + "}", ""),  # by json, or by llguidance
@@ -335,15 +335,15 @@ def test_of_a_long_text_that_must_follow_little_is_spelled(constraint, monkeypat
 OTHERS = [
     ({"regex": "["}, 'regex: at 1(8): invalid regex "["'),
     ({"regex": "a" * 4097}, "regex is"),
-    ({"regex": r"[^\s\S]"}, "regex: no token may follow after 0 tokens of the text: the"),
+    ({"regex": r"[^\s\S]"}, "regex: no token may follow after 0 tokens of output: the"),
     ({"grammar": "begin: x"}, "grammar: no start rule found"),
     ({"grammar": "start: x"}, 'grammar: at 1(8): unknown name: "x"'),
     ({"grammar": 'start: %json {"foo": 1}'}, "grammar: %json is not supported in a grammar"),
     ({"grammar": "start: " + "(" * 4000 + '"a"' + ")" * 4000}, "grammar: "),
     ({"grammar": "a" * 8193}, "grammar is"),
-    ({"regex": "a", "grammar": "b"}, "regex does not go with grammar: a text has one constraint"),
-    ({"regex": "a", "ignore_eos": True}, "ignore_eos does not go with regex: it decides where"),
-    ({"json_schema": 3}, "json_schema is 3; it must be None or a text of 65,536 bytes of UTF-8"),
+    ({"regex": "a", "grammar": "b"}, "regex conflicts with grammar: only one constraint"),
+    ({"regex": "a", "ignore_eos": True}, "ignore_eos conflicts with regex: the constraint"),
+    ({"json_schema": 3}, "json_schema is 3; it must be None or a string of at most 65,536 bytes"),
 ]
 
 
@@ -386,7 +386,7 @@ def test_the_command_line(cli, run_main, tmp_path):
     drafted = ["--target", DRAFT, "--draft", "lookup", *SAID[2:], "--json-schema", schema]
     assert run_main(infer_speculative.main, *drafted, "--max-new-tokens", 60)[1] == out
     _, out, err = cli(*SAID, "--json-schema", schema, "--max-new-tokens", 3)
-    assert err.endswith("note: --max-new-tokens 3 cut 1 of 1 texts before their end\n")
+    assert err.endswith("note: --max-new-tokens 3 truncated 1 of 1 constrained outputs\n")
     grammar = tmp_path / "grammar.lark"
     grammar.write_text('start: " dog" | " cat"')
     assert cli(*SAID, "--grammar", grammar)[1] in (SAID[3] + " dog\n", SAID[3] + " cat\n")
@@ -399,8 +399,8 @@ def test_the_command_line(cli, run_main, tmp_path):
         (["--json-schema", "/missing.json"], ["--json-schema", "No such file"]),
         (["--grammar", CHECKPOINTS], ["--grammar", "Is a directory"]),
         (["--regex", "["], ["regex: ", "unclosed character class"]),
-        (["--regex", "a", "--choice", "b"], ["choices does not go with regex"]),
-        (["--regex", "a", "--num-beams", 2], ["leave out --regex"]),
+        (["--regex", "a", "--choice", "b"], ["choices conflicts with regex"]),
+        (["--regex", "a", "--num-beams", 2], ["omit --regex"]),
     ],
     ids=str,
 )

@@ -95,9 +95,9 @@ def test_the_command_line_takes_a_penalty(cli, tiny_checkpoint):
     count = len(tokens[0])
     total = f"sum of log-probabilities {score * count**0.5:.6g}"
     found = err.splitlines()[1]
-    assert found == f"score {score:.6g}, {total}, {count} tokens, the best of 4 texts"
+    assert found == f"score {score:.6g}, {total}, {count} tokens, the best of 4 beams"
 
 
 def test_a_penalty_without_beams_is_one_line(cli, tiny_checkpoint):
     result = cli("--model", tiny_checkpoint, "--max-new-tokens", 2, "--length-penalty", 1)
-    assert is_one_line(result, "--length-penalty is for --num-beams only")
+    assert is_one_line(result, "--length-penalty requires --num-beams")

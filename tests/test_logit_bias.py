@@ -211,7 +211,7 @@ def test_params_stay_plain_data():
     assert {type(bias) for _, bias in params.logit_bias} == {float}
 
 
-ALLOWED = "it must be pairs of an id >= 0, each once, and a number in [-100, 100]"
+ALLOWED = "it must be pairs of a distinct token id >= 0 and a bias in [-100, 100]"
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_bad_options_are_one_line(cli, tiny_checkpoint, options, message):
 
 def test_beams_refuse_it(cli, tiny_checkpoint):
     code, out, err = cli("--model", tiny_checkpoint, "--num-beams", 2, "--logit-bias", "5=1")
-    assert code == 2 and err.endswith("leave out --logit-bias\n")
+    assert code == 2 and err.endswith("omit --logit-bias\n")
 
 
 def test_the_server(client, tiny_llama):

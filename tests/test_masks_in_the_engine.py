@@ -146,7 +146,7 @@ def test_an_error_of_one_text_ends_that_one(model, monkeypatch):
         errors |= {event.request: event.error for event in engine.step() if event.error}
     for request, tokens in zip(requests, own):
         if "" in request.params.choices:
-            assert errors.pop(request).startswith("no token may follow after 0 tokens of the text:")
+            assert errors.pop(request).startswith("no token may follow after 0 tokens of output:")
             assert request.finish_reason == "error" and request.output == []
         else:
             assert request.output == tokens
@@ -291,7 +291,7 @@ def test_the_command_line(run_main, tmp_path):
     assert "note" not in err
     said += ["--max-new-tokens", 2]
     _, out, err = run_main(infer_engine.main, *said, "--json-schema", file)
-    assert "note: --max-new-tokens 2 cut 5 of 5 texts before their end" in err
+    assert "note: --max-new-tokens 2 truncated 5 of 5 constrained outputs" in err
 
 
 def test_a_constraint_needs_an_encoding(model):

@@ -261,7 +261,7 @@ def test_the_command_line(cli, engine_cli, run_main, tiny_checkpoint):
     assert drawn != cli(*args, *warm)[1]
     assert engine_cli(*args, *warm, "--min-p", 0.8)[1] == drawn
     code, out, err = cli(*args, "--min-p", 0.5)
-    assert (code, out) == greedy[:2] and "changes nothing: --min-p\n" in err
+    assert (code, out) == greedy[:2] and "have no effect: --min-p\n" in err
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_bad_values_are_one_line(cli, value, message):
 
 def test_beams_refuse_it(cli, tiny_checkpoint):
     code, out, err = cli("--model", tiny_checkpoint, "--num-beams", 2, "--min-p", 0.1)
-    assert code == 2 and err.endswith("leave out --min-p\n")
+    assert code == 2 and err.endswith("omit --min-p\n")
 
 
 def test_the_server(client, tiny_llama):

@@ -86,7 +86,7 @@ def test_greedy_reports_no_seed_and_says_what_changes_nothing(text):
     assert "seed" not in err and err.count("\n") == 1
     again, err = text("--seed", 6)
     assert again == out
-    note = "note: temperature 0 is greedy, so this changes nothing: --seed"
+    note = "note: temperature 0 is greedy, so these options have no effect: --seed"
     assert err.splitlines()[0] == note
     _, err = text("--seed", 6, "--num-samples", 2)
     assert err.splitlines()[0] == note + ", --num-samples"

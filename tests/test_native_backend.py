@@ -75,7 +75,7 @@ def test_a_note_says_that_compiling_happens_once(fresh, cli, monkeypatch):
 def test_a_note_says_what_is_not_there(cli, monkeypatch, kernel, backend):
     monkeypatch.setattr(command_line, "kernel", lambda: kernel)
     code, _, err = cli(*DRAFT, "--backend", backend)
-    note = f"note: --backend native: without what makes it fast: {kernel}\n"
+    note = f"note: --backend native: a slow build: {kernel}\n"
     noted = kernel != "AVX2" and backend == "native"
     assert code == 0 and err.startswith(note) == noted and err.count("note") == noted
 

@@ -177,7 +177,7 @@ def test_the_command_line_prints_the_text_of_the_target(run_main, cli):
     arguments = ("--prompt", AGAIN, "--prompt", "Lily and Tom", "--max-new-tokens", 8)
     code, out, err = run_main(main, "--target", DRAFT, "--draft", "lookup", *arguments)
     assert (code, out) == cli("--model", DRAFT, *arguments)[:2], err
-    assert "drafts accepted" in err and "tokens a target pass" in err
+    assert "drafts accepted" in err and "tokens per target pass" in err
 
 
 def test_lookup_is_no_directory(run_main, tmp_path, monkeypatch):

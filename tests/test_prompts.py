@@ -52,5 +52,5 @@ def test_as_many_texts_as_are_allowed():
     args = SimpleNamespace(prompt=["a", "b"], prompt_file=None, num_samples=2**15)
     assert len(read_prompts(args)) == 2**16
     args.num_samples += 1
-    words = "2 prompts x --num-samples 32769: at most 65536 texts at once"
+    words = "2 prompts x --num-samples 32769: at most 65536 sequences are allowed"
     assert refused(read_prompts, args) == words

@@ -160,7 +160,7 @@ def test_nothing_but_chats_takes_them(cli, advised):
     code, out, err = cli("--model", advised, *beams)
     assert (code, out) == cli("--model", SMALL, *beams)[:2] and "note" not in err
     alone = cli("--model", advised, *plain, "--generation-config", "none")
-    assert is_one_line(alone, "error: --generation-config is for --chat only")
+    assert is_one_line(alone, "error: --generation-config requires --chat")
 
 
 def test_a_server_takes_them_for_chats(tiny_llama):

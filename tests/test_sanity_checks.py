@@ -74,7 +74,7 @@ def test_an_integer_for_a_number_becomes_a_float(tiny, temperature):
         (["--top-p", "0"], "top_p is 0.0; it must be a number in (0, 1]"),
         (["--top-p", "1.5"], "top_p is 1.5; it must be a number in (0, 1]"),
         (["--num-samples", "0"], "--num-samples 0: it must be an integer >= 1"),
-        (["--num-samples", "65537"], "--num-samples 65537: at most 65536 texts at once"),
+        (["--num-samples", "65537"], "--num-samples 65537: at most 65536 sequences are allowed"),
         (["--seed", "-1"], "--seed -1: it must be an integer from 0 to 2**64 - 1"),
         (["--seed", str(2**64)], "2**64 - 1"),
     ],

@@ -251,7 +251,7 @@ def test_ranks_equal_one_process(engine_cli, tmp_path):
     "given, words",
     [
         (["--cache-dtype", "q8_0"], ["--cache-dtype", "'q8_0'", "'auto', 'float16', 'int8'"]),
-        (["--cache-dtype", "int8", "--no-cache"], ["--cache-dtype is for a cache; leave out --no"]),
+        (["--cache-dtype", "int8", "--no-cache"], ["--cache-dtype conflicts with --no-cache"]),
     ],
 )
 def test_bad_input_is_one_line(cli, given, words):

@@ -31,7 +31,7 @@ def test_the_text_is_that_of_the_target(run_main, cli, arguments):
     arguments = (*arguments, "--max-new-tokens", 6, "--stride", 100)
     code, out, err = run_main(main, "--target", DRAFT, "--draft", DRAFT, *arguments)
     assert (code, out) == cli("--model", DRAFT, *arguments)[:2]
-    assert "drafts accepted" in err and "tokens a target pass" in err
+    assert "drafts accepted" in err and "tokens per target pass" in err
 
 
 def test_samples_and_prompt_files(run_main, passes, tmp_path):
@@ -58,7 +58,7 @@ def test_the_report_counts_before_the_text_is_cut(run_main, passes, monkeypatch)
     monkeypatch.setattr(command_line.time, "perf_counter", lambda: next(clock))
     _, _, err = run_main(main, "--target", DRAFT, "--prompt", "Once")
     assert err.splitlines() == [
-        "3 of 6 drafts accepted (50%), 1.67 tokens a target pass",
+        "3 of 6 drafts accepted (50%), 1.67 tokens per target pass",
         "passes by accepted drafts: 0: 1, 1: 1, 2: 1",
         "5 tokens, 2.5 tokens/s, the first after 0.500 s",
     ]
@@ -67,7 +67,7 @@ def test_the_report_counts_before_the_text_is_cut(run_main, passes, monkeypatch)
 def test_the_report_of_one_token_without_a_draft(run_main, passes):
     passes(SpeculativeStep([4], [], 0))
     _, _, err = run_main(main, "--target", DRAFT, "--max-new-tokens", 1)
-    assert err.startswith("0 of 0 drafts accepted (0%), 1.00 tokens a target pass\n")
+    assert err.startswith("0 of 0 drafts accepted (0%), 1.00 tokens per target pass\n")
 
 
 def test_options_reach_the_loop(run_main, monkeypatch):

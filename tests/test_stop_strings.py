@@ -287,7 +287,7 @@ def test_a_text_of_no_tokens(model):
 def test_what_is_no_tuple_of_strings_is_refused(stop):
     with pytest.raises(UserError) as error:
         SamplingParams(stop=stop)
-    assert str(error.value) == f"stop is {stop!r}; it must be a tuple of strings that are not empty"
+    assert str(error.value) == f"stop is {stop!r}; it must be a tuple of nonempty strings"
 
 
 def test_generate_has_no_text_to_stop(model):
@@ -297,7 +297,7 @@ def test_generate_has_no_text_to_stop(model):
     params = [SamplingParams(3), SamplingParams(3, stop=("a",))]
     runs = generate(model, [[1], [2]], params), generate_speculative(model, model, [1], params[1])
     for run in runs:
-        said = "stop and logprobs are for the engine alone"
+        said = "only the engine supports stop and logprobs; use infer_engine.py"
         with pytest.raises(UserError, match=f"^{said}$"):
             next(run)
 

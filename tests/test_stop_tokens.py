@@ -253,11 +253,20 @@ def test_a_stop_token_prints_nothing(written):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"stop_token_ids": [3]}, "stop_token_ids is [3]; it must be a tuple of ids >= 0"),
-        ({"stop_token_ids": 3}, "stop_token_ids is 3; it must be a tuple of ids >= 0"),
-        ({"stop_token_ids": (-1,)}, "stop_token_ids is (-1,); it must be a tuple of ids >= 0"),
-        ({"stop_token_ids": (True,)}, "stop_token_ids is (True,); it must be a tuple of ids >= 0"),
-        ({"stop_token_ids": ("3",)}, "stop_token_ids is ('3',); it must be a tuple of ids >= 0"),
+        ({"stop_token_ids": [3]}, "stop_token_ids is [3]; it must be a tuple of token ids >= 0"),
+        ({"stop_token_ids": 3}, "stop_token_ids is 3; it must be a tuple of token ids >= 0"),
+        (
+            {"stop_token_ids": (-1,)},
+            "stop_token_ids is (-1,); it must be a tuple of token ids >= 0",
+        ),
+        (
+            {"stop_token_ids": (True,)},
+            "stop_token_ids is (True,); it must be a tuple of token ids >= 0",
+        ),
+        (
+            {"stop_token_ids": ("3",)},
+            "stop_token_ids is ('3',); it must be a tuple of token ids >= 0",
+        ),
         ({"min_tokens": -1}, "min_tokens is -1; it must be an integer >= 0"),
         ({"min_tokens": 1.0}, "min_tokens is 1.0; it must be an integer >= 0"),
         ({"min_tokens": True}, "min_tokens is True; it must be an integer >= 0"),
@@ -282,11 +291,11 @@ def test_bad_values_are_named(fields, message):
         ),
         (
             {"stop_token_ids": tuple(range(60)), "min_tokens": 1},
-            "min_tokens is 1; it must be 0, as every token of this model ends the text",
+            "min_tokens is 1; it must be 0, as every token of this model ends the output",
         ),
         (
             {"stop_token_ids": (*range(61), 5), "min_tokens": 2, "ignore_eos": True},
-            "min_tokens is 2; it must be 0, as every token of this model ends the text",
+            "min_tokens is 2; it must be 0, as every token of this model ends the output",
         ),
     ],
     ids=["id", "all", "all twice"],
@@ -345,7 +354,10 @@ def test_the_command_line(cli, engine_cli, run_main, tiny_checkpoint, monkeypatc
     "options, message",
     [
         (("--stop-token-id", "x"), "argument --stop-token-id: invalid int value: 'x'"),
-        (("--stop-token-id", "-1"), "stop_token_ids is (-1,); it must be a tuple of ids >= 0"),
+        (
+            ("--stop-token-id", "-1"),
+            "stop_token_ids is (-1,); it must be a tuple of token ids >= 0",
+        ),
         (
             ("--stop-token-id", "4096"),
             "stop_token_ids has the id 4096; ids of this model are integers from 0 to 4095",
@@ -362,7 +374,7 @@ def test_bad_options_are_one_line(cli, tiny_checkpoint, options, message):
 def test_beams_refuse_them(cli, tiny_checkpoint):
     args = ("--model", tiny_checkpoint, "--num-beams", 2, "--stop-token-id", 3, "--min-tokens", 1)
     code, out, err = cli(*args)
-    assert code == 2 and err.endswith("leave out --stop-token-id, --min-tokens\n")
+    assert code == 2 and err.endswith("omit --stop-token-id, --min-tokens\n")
 
 
 def test_the_server(client, tiny_llama):

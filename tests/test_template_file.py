@@ -72,4 +72,4 @@ def test_a_file_that_is_none_is_one_line(cli, run_main, write_chat, tmp_path, te
 
 def test_it_is_for_a_chat(cli, other):
     result = cli("--prompt", "x", "--chat-template", other)
-    assert is_one_line(result, "error: --chat-template is for --chat only")
+    assert is_one_line(result, "error: --chat-template requires --chat")

@@ -99,9 +99,9 @@ def test_a_user_cannot_write_the_tokens_that_the_template_writes(chat_pair, chat
 
 def test_what_does_not_go_together_is_one_line(cli, write_chat):
     alone = cli("--model", write_chat(THINKING), "--prompt", "x", "--no-thinking")
-    assert is_one_line(alone, "error: --no-thinking is for --chat only")
+    assert is_one_line(alone, "error: --no-thinking requires --chat")
     other = cli("--model", write_chat(CHATML), "--chat", "--prompt", "x", "--no-thinking")
-    words = "tokenizer_config.json: this template knows no enable_thinking"
+    words = "tokenizer_config.json: the template does not use enable_thinking"
     assert is_one_line(other, "error: --no-thinking: ", words)
 
 

@@ -183,7 +183,7 @@ def test_a_template_without_tools_is_one_line(cli, write_chat, tmp_path):
     arguments = ("--chat", "--prompt", "Tom", "--tools", file)
     result = cli("--model", write_chat(without), *arguments)
     assert is_one_line(result, "tokenizer_config.json: this chat template does not support tools")
-    assert is_one_line(cli("--prompt", "x", "--tools", file), "error: --tools is for --chat only")
+    assert is_one_line(cli("--prompt", "x", "--tools", file), "error: --tools requires --chat")
 
 
 FUNCTION = {"name": "look"}

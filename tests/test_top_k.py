@@ -62,5 +62,5 @@ def test_the_command_line_with_k_1_is_greedy(cli, tiny_checkpoint):
     assert cli(*arguments, "--temperature", 1, "--top-k", 1)[:2] == greedy[:2]
     code, out, err = cli(*arguments, "--top-k", 5)
     assert (code, out) == greedy[:2]
-    assert err.startswith("note: ") and "changes nothing: --top-k\n" in err
+    assert err.startswith("note: ") and "have no effect: --top-k\n" in err
     assert "note" not in cli(*arguments, "--temperature", 1, "--top-k", 5)[2]

@@ -86,4 +86,4 @@ def test_the_command_line_with_a_tiny_p_is_greedy(cli, tiny_checkpoint):
     assert cli(*arguments, "--temperature", 1, "--top-p", 1e-9)[:2] == greedy[:2]
     code, out, err = cli(*arguments, "--top-p", 0.5)
     assert (code, out) == greedy[:2]
-    assert "changes nothing: --top-p\n" in err
+    assert "have no effect: --top-p\n" in err

@@ -50,8 +50,8 @@ LINES = [
     ("--draft itself --page-size 0", ": error: page_size is 0; it must be an integer >= 1"),
     ("--draft other", "need the same vocabulary"),
     ("--logprobs 21", "logprobs is 21; it must be None or an integer from 0 to 20\n"),
-    ("--stop=", "stop is ('',); it must be a tuple of strings that are not empty\n"),
-    ("--stop=x --stop=", "stop is ('x', ''); it must be a tuple of strings that are not empty\n"),
+    ("--stop=", "stop is ('',); it must be a tuple of nonempty strings\n"),
+    ("--stop=x --stop=", "stop is ('x', ''); it must be a tuple of nonempty strings\n"),
     ("--stop", "expected one argument\n"),
 ]
 
