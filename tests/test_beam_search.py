@@ -6,16 +6,17 @@ import pytest
 import torch
 from conftest import passed_widths, random_tokens, run_rows
 
+import infer
 from cache import KVCache
 from errors import UserError
+from infer import beam_search, next_logits
 from loading.load import load_model, save_model
 from model import GPTConfig
+from text.tokenizer import load_encoding
 
 
 def search(model, prompt, num_beams, max_new_tokens, **options):
     """The tokens of outputs that beam search finds, and their scores."""
-    from infer import beam_search
-
     beams = beam_search(model, prompt, num_beams, max_new_tokens, **options)
     scores = pytest.approx([beam.score for beam in beams], rel=1e-6, abs=1e-6)
     return [beam.tokens for beam in beams], scores
@@ -163,8 +164,6 @@ def test_the_prompt_is_computed_once(tiny):
 
 
 def test_the_cache_is_as_long_as_what_is_computed(tiny, monkeypatch):
-    import infer
-
     lengths = []
 
     def make(*args):
@@ -203,8 +202,6 @@ def test_a_text_ends_among_the_best_or_not_at_all():
 
 @torch.inference_mode()
 def test_selected_rows_are_copies(tiny):
-    from infer import next_logits
-
     model = tiny()
     cache = KVCache(model, 1, max_len=12)
     next_logits(model, [[1, 2, 3]], cache)
@@ -219,8 +216,6 @@ def test_rows_of_unequal_lengths_are_selected_whole(tiny, rows):
 
     The number of rows may change or not.
     """
-    from infer import next_logits
-
     model = tiny()
     cache = KVCache(model, 3, max_len=14)
     windows = [random_tokens(length, seed=length) for length in (2, 12, 7)]
@@ -263,8 +258,6 @@ def test_bad_values_are_named_with_their_range(tiny, name, value, allowed):
 
 
 def test_the_command_line_searches(cli, tiny_checkpoint):
-    from text.tokenizer import load_encoding
-
     text = "Tom " * 20
     encoding = load_encoding(tiny_checkpoint, 4096)
     args = ("--model", tiny_checkpoint, "--prompt", text, "--max-new-tokens", 50, "--stride", 7)
@@ -283,8 +276,6 @@ def test_the_command_line_searches(cli, tiny_checkpoint):
 def test_the_command_line_uses_the_cache_unless_told_not_to(
     cli, monkeypatch, tiny_checkpoint, options
 ):
-    import infer
-
     made = []
     monkeypatch.setattr(infer, "KVCache", lambda *args: made.append(args) or KVCache(*args))
     args = ("--model", tiny_checkpoint, "--max-new-tokens", 2, "--num-beams", 2)
@@ -293,9 +284,6 @@ def test_the_command_line_uses_the_cache_unless_told_not_to(
 
 
 def test_the_best_text_of_each_prompt_is_printed(cli, monkeypatch, tiny_checkpoint):
-    import infer
-    from text.tokenizer import load_encoding
-
     encoding = load_encoding(tiny_checkpoint, 4096)
     e, acute = (encoding.encode_single_token(bytes([byte])) for byte in "é".encode())
     found = [
@@ -311,8 +299,8 @@ def test_the_best_text_of_each_prompt_is_printed(cli, monkeypatch, tiny_checkpoi
     code, out, err = cli(*args)
     assert (code, out) == (0, f"Oneé{line}Two\ufffd{line}Six\n") and err.startswith("4 tokens, ")
     first, second = err.splitlines()[1:]
-    assert first.endswith("sum of log-probabilities -1.5, 3 tokens, the best of 1 texts")
-    assert second.endswith("sum of log-probabilities -2, 1 tokens, the best of 2 texts")
+    assert first.endswith("sum of log-probabilities -1.5, 3 tokens, the best of 1 beams")
+    assert second.endswith("sum of log-probabilities -2, 1 tokens, the best of 2 beams")
     assert cli(*args, "--ignore-eos")[1].startswith("Oneé<|endoftext|>")
 
     def interrupted():

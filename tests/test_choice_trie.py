@@ -8,7 +8,15 @@ from conftest import CHECKPOINTS, is_one_line, refused
 from constrained import END, PIECES, chances, counts_of, letters, may_follow, spelled, write
 from draws import chi_square, seeded
 
+import infer_speculative
+from constraints import ChoiceTrie, Vocabulary, compile_constraint, get_vocabulary, make_matcher
+from errors import UserError
+from infer import generate
+from infer_speculative import generate_speculative, propose_prompt_lookup
+from native import use_native
 from sampling import SamplingParams
+from text.detokenizer import IncrementalDetokenizer
+from text.tokenizer import Encoding
 
 DRAFT = CHECKPOINTS / "stories-draft"
 LISTS = [
@@ -28,8 +36,6 @@ def small(tiny, **shape):
 @pytest.mark.parametrize("choices", LISTS, ids=str)
 def test_the_allowed_tokens_are_those_that_may_follow(choices, tiny):
     """After each beginning of up to four tokens, also where the last call asked for another one."""
-    from constraints import make_matcher
-
     matcher = make_matcher(SamplingParams(choices=choices), letters(), small(tiny).config)
     beginnings = [()]
     checked = 0
@@ -60,8 +66,6 @@ class Spelled:
 
 def test_a_vocabulary_leaves_out_what_is_no_text():
     """And every token that ends a text may end it."""
-    from constraints import ChoiceTrie, Vocabulary
-
     vocabulary = Vocabulary(Spelled(), 6, (5, 1000, 0))
     assert vocabulary.pieces == [None, b"a", None, None, b"a", None]
     matcher = ChoiceTrie(("a", "aa"), vocabulary).matcher()
@@ -70,8 +74,6 @@ def test_a_vocabulary_leaves_out_what_is_no_text():
 
 
 def test_what_is_compiled_is_kept_for_its_own_vocabulary():
-    from constraints import compile_constraint, get_vocabulary
-
     vocabularies = [get_vocabulary(letters(), 8, (end,)) for end in (6, 7, 6)]
     compiled = [compile_constraint(SamplingParams(choices=("a",)), each) for each in vocabularies]
     assert compiled[0] is compiled[2]
@@ -83,8 +85,6 @@ def test_what_is_compiled_is_kept_for_its_own_vocabulary():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_texts_have_the_renormalised_probabilities(choices, dtype, tiny, compiled):
     """float64: torch draws; float32: C does."""
-    from native import use_native
-
     model = small(tiny, dtype=dtype)
     choices = list(dict.fromkeys(choices))
     expected = torch.tensor(list(chances(model, [1, 2], choices).values()), dtype=torch.float64)
@@ -113,8 +113,6 @@ def test_texts_have_the_renormalised_probabilities(choices, dtype, tiny, compile
 )
 @pytest.mark.parametrize("native", [False, True])
 def test_nothing_else_is_ever_written(fields, native, tiny, compiled):
-    from native import use_native
-
     for choices in LISTS:
         model = small(tiny, dtype=torch.float32)
         if native:
@@ -124,8 +122,6 @@ def test_nothing_else_is_ever_written(fields, native, tiny, compiled):
 
 def test_each_text_is_that_of_its_own_run_also_past_the_window(tiny):
     """Rows of a batch with other choices or none, and no cache."""
-    from infer import generate
-
     model = small(tiny)
     long = "abcabcaab" * 5  # the window is 16
     each = [
@@ -147,9 +143,6 @@ def test_each_text_is_that_of_its_own_run_also_past_the_window(tiny):
 
 @pytest.mark.parametrize("drafter", ["other", "itself", "lookup"])
 def test_drafts_change_no_text(drafter, tiny):
-    from infer import generate
-    from infer_speculative import generate_speculative, propose_prompt_lookup
-
     model = small(tiny, seed=1)
     draft = {"other": small(tiny, seed=2), "itself": model, "lookup": propose_prompt_lookup}[
         drafter
@@ -165,8 +158,6 @@ def test_drafts_change_no_text(drafter, tiny):
 
 def test_a_draft_model_knows_the_choices(tiny):
     """So a model's own drafts are all accepted."""
-    from infer_speculative import generate_speculative
-
     model = small(tiny, seed=1)
     for choice in ("abcabcaab", "ccaabb"):
         params = SamplingParams(12, choices=(choice,))
@@ -176,8 +167,6 @@ def test_a_draft_model_knows_the_choices(tiny):
 
 
 def test_drafts_keep_the_distribution(tiny):
-    from infer_speculative import generate_speculative
-
     model = small(tiny, n_layer=1)
     draft = small(tiny, n_layer=1, seed=3)
     choices = ["ab", "abc", "abcab", "c"]
@@ -199,10 +188,6 @@ def test_drafts_keep_the_distribution(tiny):
 def test_a_first_blank_of_sentencepiece_is_written_as_it_stands(kind, tiny):
     """What infer.py and servers print of an output is the choice itself, with its blanks."""
     from test_sentencepiece import FORMS, made
-
-    from infer import generate
-    from text.detokenizer import IncrementalDetokenizer
-    from text.tokenizer import Encoding
 
     encoding = Encoding("tokenizer.json", made(FORMS[kind]))
     model = tiny(vocab_size=640, eos_token_id=2)
@@ -232,8 +217,6 @@ def test_bad_values_are_named(fields, message):
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is(tiny):
-    from infer import generate
-
     model = small(tiny)
 
     def write(encoding, *choices):
@@ -243,15 +226,13 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tiny):
     message = refused(write, letters(), "abc", "a d", "é")
     assert message == "choices: the vocabulary lacks these bytes: 20 64 a9 c3"
     model = tiny(vocab_size=8, eos_token_ids=(60,))
-    assert "no token that ends a text" in refused(write, letters(), "a")
+    assert "no EOS token" in refused(write, letters(), "a")
 
 
 SAID = ["--model", DRAFT, "--prompt", "Lily saw a big"]
 
 
 def test_the_command_line_writes_one_of_them(cli, run_main):
-    import infer_speculative
-
     assert "--choice TEXT" in cli("--help")[1] and "()" not in cli("--help")[1]
     choices = ["--choice", " dog", "--choice", " dog.", "--choice", " elephant"]
     code, out, err = cli(*SAID, *choices)
@@ -264,8 +245,6 @@ def test_the_command_line_writes_one_of_them(cli, run_main):
 
 
 def test_a_text_that_its_limit_cuts_is_noted(cli, run_main):
-    import infer_speculative
-
     options = ["--choice", " elephant and zebra", "--choice", " cat", "--num-samples", 40]
     options += ["--temperature", 3, "--seed", 1, "--max-new-tokens", 2]
     _, out, err = cli(*SAID, *options)
@@ -295,8 +274,6 @@ def test_a_bad_option_is_one_line(cli, options, words):
 
 
 def test_a_value_that_is_too_long_does_not_come_back_in_its_error():
-    from errors import UserError
-
     with pytest.raises(UserError) as caught:
         SamplingParams(choices=("x" * 10**6,))
     assert str(caught.value).startswith("choices is ('xxx") and len(str(caught.value)) < 700

@@ -10,13 +10,14 @@ from draws import random_logits, seeded
 from hypothesis import given
 from hypothesis import strategies as st
 
+import sampling
+from sampling import SamplingParams, Sequence, apply_penalties, sample
+
 LAST = 2**64 - 1
 
 
 def drawn_by_filters(logits, params, rng_keys):
     """The old way: filters, and a race of all tokens."""
-    import sampling
-
     noise = sampling.exponential_noise(torch.zeros_like(logits), rng_keys)
     logits = sampling.apply_temperature(logits, params.temperature)
     logits = sampling.top_k_filter(logits, params.top_k)
@@ -32,8 +33,6 @@ def drawn_by_filters(logits, params, rng_keys):
 @pytest.fixture
 def rows_of_old(monkeypatch):
     """A list to which each call of `sample_from_vocabulary` adds its number of rows."""
-    import sampling
-
     calls = []
     old = sampling.sample_from_vocabulary
 
@@ -63,8 +62,6 @@ def test_texts_take_few_random_numbers(tiny, torch_numbers):
 
 
 def test_still_penalties_touch_the_tokens_of_the_text_alone(tiny, monkeypatch):
-    import sampling
-
     seen = []
     original = sampling.apply_repetition_penalty
 
@@ -78,8 +75,6 @@ def test_still_penalties_touch_the_tokens_of_the_text_alone(tiny, monkeypatch):
 
 
 def test_still_without_a_penalty_the_logits_are_not_copied():
-    from sampling import SamplingParams, Sequence, apply_penalties
-
     logits = torch.zeros(1, 5)
     assert apply_penalties(logits, [Sequence([1, 2], 1, SamplingParams())]) is logits
 
@@ -93,8 +88,6 @@ def test_still_without_a_penalty_the_logits_are_not_copied():
 )
 def test_still_the_penalties_of_the_formula(texts, repetition, frequency, presence, cut):
     """Bit for bit, token by token; the logits that were given stay as they were."""
-    from sampling import SamplingParams, Sequence, apply_penalties
-
     logits = torch.randn(len(texts), 9, generator=seeded(len(texts)))
     given_logits = logits.clone()
     params = SamplingParams(
@@ -118,8 +111,6 @@ def test_still_the_penalties_of_the_formula(texts, repetition, frequency, presen
 @pytest.mark.parametrize("fields", PARAMS)
 def test_still_thousands_of_draws(fields):
     """Logits, seeds and positions are others each time."""
-    from sampling import SamplingParams, sample
-
     params = SamplingParams(**fields)
     for part in range(4):
         logits = random_logits("random", 1000, 400, seed=part)
@@ -131,8 +122,6 @@ def test_still_thousands_of_draws(fields):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 2, 7, 255, 256, 257, 300, 2000])
 def test_still_the_same_token_of_any_logits(kind, size):
-    from sampling import SamplingParams, sample
-
     logits = random_logits(kind, 20, size)
     rng_keys = [(LAST - row, row) for row in range(20)]
     for k in (0, 1, 50, size - 1, size, size + 1):
@@ -144,8 +133,6 @@ def test_still_the_same_token_of_any_logits(kind, size):
 
 @pytest.mark.parametrize("fields", PARAMS)
 def test_still_the_same_token_of_a_large_vocabulary(fields, rows_of_old):
-    from sampling import SamplingParams, sample
-
     params = SamplingParams(**fields)
     logits = 3 * random_logits("random", 16, 50257)
     rng_keys = [(row, 5) for row in range(16)]
@@ -156,8 +143,6 @@ def test_still_the_same_token_of_a_large_vocabulary(fields, rows_of_old):
 
 def test_rows_that_the_few_do_not_settle_go_the_old_way(rows_of_old):
     """Each row by itself: too flat, or more than k tokens as likely as the k-th."""
-    from sampling import SamplingParams, sample
-
     flat = torch.zeros(1000)
     steep = -torch.arange(1000.0)
     logits = torch.stack([steep, flat, steep, flat, flat])
@@ -171,7 +156,6 @@ def test_rows_that_the_few_do_not_settle_go_the_old_way(rows_of_old):
 
 def test_still_the_boundary_is_where_the_filter_has_it():
     """2 of 4 equal tokens hold 0.5, exactly; of equal tokens the first ones are in."""
-    from sampling import SamplingParams, sample
 
     def winners(probs, p):
         size = len(probs)
@@ -189,8 +173,6 @@ def test_still_the_boundary_is_where_the_filter_has_it():
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("fields", PARAMS)
 def test_still_some_token_of_logits_that_are_no_numbers(value, fields):
-    from sampling import SamplingParams, sample
-
     logits = random_logits("random", 3, 400)
     logits[0, 7] = value
     logits[1] = value
@@ -200,8 +182,6 @@ def test_still_some_token_of_logits_that_are_no_numbers(value, fields):
 
 def test_still_a_tie_that_the_temperature_makes():
     """1 and its next number are equal once 900 is taken off both: the filter keeps both."""
-    from sampling import SamplingParams, sample
-
     logits = torch.tensor([[900.0, 1 + 2**-23, 1.0] + [-900.0] * 300]).expand(2000, -1)
     params = SamplingParams(temperature=1000.0, top_k=2)
     rng_keys = [(seed, 5) for seed in range(2000)]

@@ -9,6 +9,9 @@ from conftest import CHECKPOINTS, passed_widths, record
 from constrained import END, letters
 from serving import small_encoding
 
+import infer
+from errors import UserError
+from infer import generate
 from sampling import SamplingParams
 
 DRAFT = CHECKPOINTS / "stories-draft"
@@ -25,8 +28,6 @@ SCHEMAS = [
 
 def write(model, prompts, each, **options) -> tuple[list, int]:
     """The rows, and how many passes there were."""
-    import infer
-
     with pytest.MonkeyPatch.context() as patch:
         passes = record(patch, infer, "next_logits", lambda *_: None)
         steps = list(infer.generate(model, prompts, each, **options))
@@ -37,15 +38,14 @@ def write(model, prompts, each, **options) -> tuple[list, int]:
 @pytest.fixture
 def never(monkeypatch):
     """A function after which each token has its pass, as in the lesson before."""
-    import infer
-
     return lambda: monkeypatch.setattr(
         infer, "single_allowed_token", lambda mask: None, raising=False
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"stride": 5}], ids=str)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "options, temperature", [({}, 1.0), ({"use_cache": False}, 0.0), ({"stride": 5}, 1.0)]
+)
 def test_texts_are_the_same_in_fewer_passes(options, temperature, tiny, never):
     """Also past the window of 32, alone, in a batch, and beside a row that has any text."""
     model = tiny(vocab_size=4096, block_size=32, eos_token_id=4095)
@@ -91,8 +91,6 @@ def test_a_text_without_a_choice_needs_no_pass(tiny):
 
 
 def test_still_weights_that_are_broken_are_noticed_where_they_matter(tiny):
-    from errors import UserError
-
     model = tiny(vocab_size=8, eos_token_id=END)
     model.ln_f.weight.data.fill_(torch.nan)
     with pytest.raises(UserError, match="NaN"):
@@ -100,8 +98,6 @@ def test_still_weights_that_are_broken_are_noticed_where_they_matter(tiny):
 
 
 def test_passes_are_counted(tiny):
-    from infer import generate
-
     model = tiny(vocab_size=8, eos_token_id=END)
     counts = Counter()
     params = SamplingParams(20, grammar='start: "cccc" ("a" | "b") "aa"')

@@ -7,7 +7,9 @@ import pytest
 import torch
 from conftest import CHECKPOINTS, ROOT, is_one_line, run, run_rows, their_rows
 
+import infer
 from loading.load import save_model
+from text.tokenizer import load_encoding
 
 
 def test_one_command_writes_a_story():
@@ -24,8 +26,6 @@ def test_one_command_writes_a_story():
 
 def test_equals_transformers_on_the_embedded_model(stories):
     from transformers import AutoModelForCausalLM
-
-    from text.tokenizer import load_encoding
 
     peer = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "stories", dtype=torch.float32)
     encoding = load_encoding(CHECKPOINTS / "stories", 4096)
@@ -63,8 +63,6 @@ def test_an_empty_prompt_starts_from_eos(tiny):
 
 
 def test_the_special_token_in_a_prompt_is_one_token(cli, tiny, tiny_checkpoint, monkeypatch):
-    import infer
-
     seen = []
 
     def generate(model, prompts, *args, **options):

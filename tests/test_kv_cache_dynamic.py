@@ -6,12 +6,14 @@ from conftest import CHECKPOINTS, in_cache, passed_widths, random_tokens, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import infer
+from cache import KVCache
+from infer import next_logits
+
 
 @torch.inference_mode()
 def in_pieces(model, tokens, sizes):
     """The logits of all positions, from passes of these sizes on one cache."""
-    from cache import KVCache
-
     cache = KVCache(model)
     logits = []
     for piece in torch.tensor(tokens).split(sizes):
@@ -49,23 +51,12 @@ def test_logits_equal_full_recomputation_however_they_are_cut(tiny, sizes, seed)
 @torch.inference_mode()
 def test_any_window_may_follow_any_other(tiny, windows):
     """What both have in common is kept, so stale keys never answer for a text that has changed."""
-    from cache import KVCache
-    from infer import next_logits
-
     model = tiny()
     cache = KVCache(model)
     for window in windows:
         expected = model(torch.tensor([window]))[:, -1].float()
         torch.testing.assert_close(next_logits(model, [window], cache).view(1, -1), expected)
         assert cache.tokens == [window]
-
-
-def test_it_keeps_what_a_window_shares():
-    from cache import common_prefix_length
-
-    assert common_prefix_length([1, 2, 3], [1, 2, 4, 5]) == 2
-    assert common_prefix_length([1, 2], [1, 2, 4]) == common_prefix_length([1, 2, 4], [1, 2]) == 2
-    assert common_prefix_length([], [1]) == common_prefix_length([3, 1], [1, 1]) == 0
 
 
 @pytest.mark.parametrize("length", [1, 5, 16, 40])
@@ -78,14 +69,7 @@ def test_the_text_is_that_of_recomputation_past_the_window_too(tiny, length):
     assert cached == run(model, prompts, options={"use_cache": True}, **params)
 
 
-def test_half_precision_keys_give_half_precision_logits(tiny):
-    model = tiny(dtype=torch.bfloat16)
-    assert in_pieces(model, [1, 2, 3], [2, 1]).dtype == torch.bfloat16
-
-
 def test_the_command_line_with_and_without(cli, monkeypatch):
-    import infer
-
     chosen = []
     generate = infer.generate
 

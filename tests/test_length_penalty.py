@@ -8,6 +8,7 @@ from test_beam_search import ENDS, Chain, check_ranks, check_transformers, searc
 
 from errors import UserError
 from loading.load import load_model
+from text.tokenizer import load_encoding
 
 PENALTIES = pytest.mark.parametrize("penalty", [-1, 0.6, 1, 2])
 
@@ -83,8 +84,6 @@ def test_a_bad_value_is_named_with_its_range(tiny, value):
 
 
 def test_the_command_line_takes_a_penalty(cli, tiny_checkpoint):
-    from text.tokenizer import load_encoding
-
     encoding = load_encoding(tiny_checkpoint, 4096)
     model = load_model(tiny_checkpoint)
     args = ("--model", tiny_checkpoint, "--prompt", "Tom", "--max-new-tokens", 12)

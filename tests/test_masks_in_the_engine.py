@@ -11,19 +11,24 @@ from constrained import END, letters, schema_of, spelled
 from natives import random_numbers
 from serving import small_encoding, small_engine
 
+import infer_engine
+from constraints import ChoiceMatcher
+from engine.drafter import AdaptiveSpeculation, PagedModelDrafter, PromptLookupDrafter
+from engine.engine import Engine
+from errors import UserError
+from infer import generate
+from native import use_native
+from sampling import SamplingParams, apply_token_mask, sample
+
 CHOICES = [("abcab", "abc", "cc"), ("bca", "b" * 9), ("", "abab"), (), ("cab",)]
 
 
 def own_run(model, prompt, params, stride=None) -> list[int]:
-    from infer import generate
-
     steps = generate(model, [list(prompt)], params, stride=stride, encoding=letters())
     return [token for (token,) in steps]
 
 
 def make_requests(count: int = 15) -> list[tuple]:
-    from sampling import SamplingParams
-
     made = []
     for seed in range(count):
         params = SamplingParams(
@@ -62,8 +67,6 @@ def model(request, tiny_llama):
     made = tiny_llama(**options)
     if request.param == "native":
         request.getfixturevalue("compiled")
-        from native import use_native
-
         use_native(made.float())
     return made
 
@@ -79,8 +82,6 @@ ENGINES = [
 
 @pytest.mark.parametrize("options", ENGINES, ids=str)
 def test_each_text_is_that_of_its_own_run(model, options):
-    from engine.engine import Engine
-
     engine = Engine(model, encoding=letters(), **options)
     check(model, engine)
     assert bool(engine.scheduler.num_preemptions) == ("num_pages" in options)
@@ -88,9 +89,6 @@ def test_each_text_is_that_of_its_own_run(model, options):
 
 @pytest.mark.parametrize("kind", ["model", "lookup", "wrong"])
 def test_drafts_that_may_not_follow_are_not_computed(model, tiny_llama, kind):
-    from engine.drafter import PagedModelDrafter, PromptLookupDrafter
-    from engine.engine import Engine
-
     class Wrong:
         def propose(self, requests, counts):
             return [[5, 0, 1, 2, 4, 3][:count] for count in counts]
@@ -127,9 +125,6 @@ def test_drafts_that_may_not_follow_are_not_computed(model, tiny_llama, kind):
 
 
 def test_an_error_of_one_text_ends_that_one(model, monkeypatch):
-    from constraints import ChoiceMatcher
-    from engine.engine import Engine
-
     texts = make_requests()
     own = [own_run(model, *pair) for pair in texts]
     token_mask = ChoiceMatcher.token_mask
@@ -154,9 +149,6 @@ def test_an_error_of_one_text_ends_that_one(model, monkeypatch):
 
 
 def test_tokens_that_must_follow_need_no_step(model):
-    from engine.engine import Engine
-    from sampling import SamplingParams
-
     grammar = 'start: "cccc" ("a" | "b") "aa"'
     steps = []
     outputs = []
@@ -181,9 +173,6 @@ def test_tokens_that_must_follow_need_no_step(model):
 
 def test_a_text_that_must_follow_holds_no_other_one_up(model):
     """A constraint may leave no choice for 40,000 tokens; all other texts wait for a step."""
-    from engine.engine import Engine
-    from sampling import SamplingParams
-
     engine = Engine(model, encoding=letters())
     params = SamplingParams(300, grammar='start: "cc"{200} "a"')
     forced = engine.add([1, 2], params)
@@ -198,10 +187,6 @@ def test_a_text_that_must_follow_holds_no_other_one_up(model):
 
 
 def test_tokens_without_a_pass_are_no_merit_of_drafts(model):
-    from engine.drafter import AdaptiveSpeculation, PromptLookupDrafter
-    from engine.engine import Engine
-    from sampling import SamplingParams
-
     class Watched(AdaptiveSpeculation):
         def record_step(self, scheduled, tokens):
             noted.append(tokens)
@@ -223,9 +208,6 @@ def test_tokens_without_a_pass_are_no_merit_of_drafts(model):
 )
 def test_json_beside_other_texts(tiny_llama, options):
     """With stop strings, too, which end a text before its constraint does."""
-    from infer import generate
-    from sampling import SamplingParams
-
     engine = small_engine(tiny_llama, page_size=4, **options)
     draw = random.Random(1)
     schemas = [schema_of(draw) for _ in range(12)]
@@ -259,7 +241,6 @@ def test_json_beside_other_texts(tiny_llama, options):
 def test_masks_are_for_the_draws_in_c_too(library):
     """Greedy or drawn, from a few tokens or from most: the tokens that torch chooses."""
     from native import draw
-    from sampling import SamplingParams, apply_token_mask, sample
 
     logits = random_numbers(24, 3001, seed=1) * 4
     masks = [None, *(torch.rand(23, 3001) < torch.linspace(0.001, 1, 23)[:, None])]
@@ -280,8 +261,6 @@ def test_masks_are_for_the_draws_in_c_too(library):
 
 
 def test_the_command_line(run_main, tmp_path):
-    import infer_engine
-
     file = tmp_path / "schema.json"
     file.write_text('{"enum": ["a cat", "a dog"]}')
     said = ["--prompt", "Tom", "--num-samples", 5, "--temperature", 1, "--seed", 3]
@@ -295,9 +274,6 @@ def test_the_command_line(run_main, tmp_path):
 
 
 def test_a_constraint_needs_an_encoding(model):
-    from engine.engine import Engine
-    from errors import UserError
-
     engine = Engine(model)
     with pytest.raises(UserError, match="needs? an encoding"):
         engine.add(*make_requests()[0])

@@ -10,7 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_speculative_decoding import p_value, sequence_probs, tokens
 
+from drafts import prompt_lookup
+from infer_speculative import generate_speculative, main, propose_prompt_lookup
 from loading.load import save_model
+from sampling import SamplingParams, Sequence
+from text.tokenizer import load_encoding
 
 DRAFT = CHECKPOINTS / "stories-draft"
 STORY = "Once upon a time, there was a little girl named Lily. She loved to play with her toys"
@@ -20,9 +24,6 @@ AGAIN = STORY + "<|endoftext|>Once upon a time"  # the beginning of that story o
 
 def passes(target, prompt, gamma=3, generator=None, stride=None, **params):
     """All passes of a run without a draft model."""
-    from infer_speculative import generate_speculative, propose_prompt_lookup
-    from sampling import SamplingParams
-
     run = (prompt, SamplingParams(**params), gamma, generator, stride)
     return list(generate_speculative(target, propose_prompt_lookup, *run))
 
@@ -46,8 +47,6 @@ def by_hand(text, count, max_ngram_size, min_ngram_size):
     sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)).map(sorted),
 )
 def test_lookup_finds_what_a_search_by_hand_finds(text, count, sizes):
-    from drafts import prompt_lookup
-
     before = list(text)
     min_ngram_size, max_ngram_size = sizes
     assert prompt_lookup(text, count, max_ngram_size, min_ngram_size) == by_hand(
@@ -74,17 +73,12 @@ def test_lookup_finds_what_a_search_by_hand_finds(text, count, sizes):
     ],
 )
 def test_lookup_on_texts_that_one_can_read(text, drafts):
-    from drafts import prompt_lookup
-
     assert prompt_lookup(text, 3) == drafts
 
 
 @pytest.mark.parametrize("text, drafts", [([1, 2, 7, 1, 2], [7, 1]), ([1, 2], [])])
 def test_nothing_is_drawn(text, drafts):
     """None in the place of q: it is all on the drafts."""
-    from infer_speculative import propose_prompt_lookup
-    from sampling import SamplingParams, Sequence
-
     sequence = Sequence(text, len(text), SamplingParams())
     assert propose_prompt_lookup(sequence, 2) == (drafts, None)
 
@@ -122,8 +116,6 @@ def test_greedy_at_several_windows(tiny, gamma, penalties):
 
 def test_drafts_are_looked_up_in_prompt_and_output(tiny):
     """Also in what the window has left; never more than window and budget have room for."""
-    from drafts import prompt_lookup
-
     target = tiny(seed=11, vocab_size=8, eos_token_id=7)
     text = [1, 2, 3, 4, 5] * 6
     end = len(text) + 40
@@ -159,8 +151,6 @@ def test_texts_follow_the_targets_probabilities(tiny):
 
 @pytest.fixture(scope="module")
 def again():
-    from text.tokenizer import load_encoding
-
     return load_encoding(CHECKPOINTS / "stories", 4096).encode(AGAIN, allowed_special="all")
 
 
@@ -172,8 +162,6 @@ def test_the_embedded_model_takes_fewer_passes_for_a_story_it_has_seen(stories, 
 
 
 def test_the_command_line_prints_the_text_of_the_target(run_main, cli):
-    from infer_speculative import main
-
     arguments = ("--prompt", AGAIN, "--prompt", "Lily and Tom", "--max-new-tokens", 8)
     code, out, err = run_main(main, "--target", DRAFT, "--draft", "lookup", *arguments)
     assert (code, out) == cli("--model", DRAFT, *arguments)[:2], err
@@ -181,8 +169,6 @@ def test_the_command_line_prints_the_text_of_the_target(run_main, cli):
 
 
 def test_lookup_is_no_directory(run_main, tmp_path, monkeypatch):
-    from infer_speculative import main
-
     (tmp_path / "lookup").mkdir()
     monkeypatch.chdir(tmp_path)
     code, _, err = run_main(main, "--target", DRAFT, "--draft", "lookup", "--max-new-tokens", 2)
@@ -190,8 +176,6 @@ def test_lookup_is_no_directory(run_main, tmp_path, monkeypatch):
 
 
 def test_still_a_directory_of_that_name_is_a_model(run_main, tiny, tmp_path, monkeypatch):
-    from infer_speculative import main
-
     (tmp_path / "lookup").mkdir()
     save_model(tiny(), tmp_path / "lookup")
     monkeypatch.chdir(tmp_path)

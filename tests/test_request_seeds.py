@@ -11,15 +11,25 @@ from engines import alone as own_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import sampling
+from errors import UserError
+from infer import generate
+from sampling import (
+    SamplingParams,
+    Sequence,
+    exponential,
+    exponential_noise,
+    sample,
+    sample_batch,
+    splitmix64,
+)
+
 LAST = 2**64 - 1  # the largest seed
 MODELS = pytest.mark.parametrize("family", ["tiny", "tiny_llama"])
 
 
 def rows_of(model, prompts, params, **options) -> list[list[int]]:
     """The text of each row of a batch. params: for each row, arguments of SamplingParams."""
-    from infer import generate
-    from sampling import SamplingParams
-
     each = [SamplingParams(**fields) for fields in params]
     steps = list(generate(model, prompts, each, **options))
     for row in range(len(prompts)):  # None after the last token, and nothing but None
@@ -35,8 +45,6 @@ def alone(model, prompt, fields, **options) -> list[int]:
 
 def sampled(probs, rng_keys, **fields) -> torch.Tensor:
     """What `sample` draws from these probabilities for each seed and position."""
-    from sampling import SamplingParams, sample
-
     params = SamplingParams(**{"temperature": 1.0} | fields)
     return sample(probs.log().expand(len(rng_keys), -1), params, rng_keys=rng_keys)
 
@@ -117,8 +125,6 @@ def test_still_counts_what_an_empty_prompt_starts_from_as_a_prompt(tiny):
 
 def test_still_repetition_counts_prompts_and_the_others_do_not():
     """Frequency and presence penalise the output, repetition the prompt as well."""
-    from sampling import SamplingParams, Sequence, sample_batch
-
     logits = torch.ones(3, 4)
     logits[:, 2] = 1.5  # the most likely one, and in the prompts
     texts = [[2, 2, 0, 1], [2, 2, 2, 1], [2, 2, 2, 1]]
@@ -160,9 +166,6 @@ def test_still_params_as_many_as_prompts(tiny):
 
 @pytest.mark.parametrize("seed", [-1, LAST + 1, 1.0, True, "1", 10**30])
 def test_a_seed_out_of_range_is_refused(seed):
-    from errors import UserError
-    from sampling import SamplingParams
-
     expected = f"seed is {seed!r}; it must be None or an integer from 0 to 2**64 - 1"
     with pytest.raises(UserError) as error:
         SamplingParams(seed=seed)
@@ -175,9 +178,6 @@ def test_a_seed_out_of_range_is_refused(seed):
 
 @torch.inference_mode()
 def test_still_draws_from_the_generator_without_a_seed(tiny):
-    from infer import generate
-    from sampling import SamplingParams, sample
-
     params = SamplingParams(max_new_tokens=8, temperature=1.0, top_p=0.9, ignore_eos=True)
     model = tiny()
     generator = torch.Generator().manual_seed(3)
@@ -214,8 +214,6 @@ def number(seed: int, position: int, token: int) -> float:
 
 def test_the_generator_is_splitmix64():
     """Numbers that others publish for the state 1234567."""
-    from sampling import splitmix64
-
     known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     ours = splitmix64(torch.tensor(1234567), torch.arange(4))
     assert [value % 2**64 for value in ours.tolist()] == known
@@ -227,8 +225,6 @@ DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", [9, 70_000])
 def test_noise_of_each_seed_position_and_token(device, size):
-    from sampling import exponential_noise
-
     rng_keys = list(itertools.product([0, 1, 2**63, LAST], [0, 7, 2**31 + 5, 2**40, 2**63 - 1]))
     noise = exponential_noise(torch.zeros(len(rng_keys), size, device=device), rng_keys)
     assert noise.shape == (len(rng_keys), size) and noise.dtype == torch.float32
@@ -239,8 +235,6 @@ def test_noise_of_each_seed_position_and_token(device, size):
 
 def test_noise_of_tokens_that_are_out_is_not_computed(torch_numbers):
     """The tokens that are left keep the numbers that they have without the filter."""
-    import sampling
-
     logits = torch.randn(3, 1000)
     rng_keys = [(1, 5), (LAST, 6), (7, 2**40)]
     whole = sampling.exponential_noise(logits, rng_keys)
@@ -251,8 +245,6 @@ def test_noise_of_tokens_that_are_out_is_not_computed(torch_numbers):
 
 
 def test_noise_is_finite_and_above_zero_whatever_the_bits():
-    from sampling import exponential
-
     least, most, half = exponential(torch.tensor([-1, 0, -(2**63)])).tolist()  # all ones, all zeros
     assert least == pytest.approx(2**-53, rel=1e-9)
     assert most == pytest.approx(53 * math.log(2), rel=1e-9)
@@ -309,12 +301,6 @@ def test_sample_k_is_the_text_of_seed_plus_k(texts, first):
     assert several == [texts("--prompt", "One day", "--seed", seed)[0][0] for seed in seeds]
     assert len(set(several)) == 3
     assert err.endswith(f", seed {first}\n")
-
-
-def test_prompts_and_samples_count_together(texts):
-    several, _ = texts("--prompt", "One", "--prompt", "A big dog", "--num-samples", 2, "--seed", 5)
-    pairs = zip(("One", "One", "A big dog", "A big dog"), range(5, 9))
-    assert several == [texts("--prompt", text, "--seed", seed)[0][0] for text, seed in pairs]
 
 
 def test_the_embedded_model_tells_the_same_story(cli):

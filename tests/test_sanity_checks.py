@@ -68,15 +68,13 @@ def test_an_integer_for_a_number_becomes_a_float(tiny, temperature):
     "arguments, words",
     [
         (["--max-new-tokens", "-1"], "max_new_tokens is -1; it must be an integer >= 0"),
-        (["--temperature", "-0.5"], "temperature is -0.5; it must be a finite number >= 0"),
         (["--temperature", "nan"], "temperature is nan; it must be a finite number >= 0"),
-        (["--top-k", "-3"], "top_k is -3; it must be an integer >= 0"),
-        (["--top-p", "0"], "top_p is 0.0; it must be a number in (0, 1]"),
         (["--top-p", "1.5"], "top_p is 1.5; it must be a number in (0, 1]"),
         (["--num-samples", "0"], "--num-samples 0: it must be an integer >= 1"),
         (["--num-samples", "65537"], "--num-samples 65537: at most 65536 sequences are allowed"),
         (["--seed", "-1"], "--seed -1: it must be an integer from 0 to 2**64 - 1"),
         (["--seed", str(2**64)], "2**64 - 1"),
+        (["--top-k", "much"], "--top-k: invalid"),
     ],
 )
 def test_the_command_line_exits_with_one_line(cli, tiny_checkpoint, monkeypatch, arguments, words):
@@ -84,13 +82,6 @@ def test_the_command_line_exits_with_one_line(cli, tiny_checkpoint, monkeypatch,
     monkeypatch.setattr(infer, "generate", lambda *args: iter(()))
     result = cli("--model", tiny_checkpoint, "--temperature", 1, *arguments)
     assert is_one_line(result, words)
-
-
-@pytest.mark.parametrize(
-    "option", ["--max-new-tokens", "--temperature", "--top-k", "--top-p", "--num-samples", "--seed"]
-)
-def test_still_one_line_for_what_is_no_number(cli, option):
-    assert is_one_line(cli(option, "much"), f"{option}: invalid")
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])

@@ -112,9 +112,8 @@ def check_places(places: list[tuple], texts: list[str], most: int) -> None:
         text += token
 
 
-@pytest.mark.parametrize("path", [PATH, CHAT])
+@pytest.mark.parametrize("path, most", [(PATH, 20), (PATH, 0), (CHAT, 20), (CHAT, 2)])
 @pytest.mark.parametrize("constraint, texts", CONSTRAINTS, ids=["schema", "choice", "regex"])
-@pytest.mark.parametrize("most", [20, 2, 0])
 def test_each_place_has_what_all_texts_of_the_constraint_allow(
     client, path, constraint, texts, most
 ):
@@ -173,12 +172,6 @@ def test_an_empty_text_has_none(client):
     status, answer = client.post(PATH, body)
     assert status == 200, answer
     assert answer["choices"][0]["logprobs"]["allowed"] == []
-
-
-def test_still_without_the_field_nothing_is_told(client):
-    body = ASKED[PATH] | {"response_format": NAMED}
-    logprobs = client.post(PATH, body)[1]["choices"][0]["logprobs"]
-    assert logprobs.keys() == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import sys
 import pytest
 from conftest import CHECKPOINTS
 
+import command_line
 import infer_speculative
 from infer_speculative import SpeculativeStep, main
 
@@ -47,8 +48,6 @@ def test_samples_and_prompt_files(run_main, passes, tmp_path):
 
 
 def test_the_report_counts_before_the_text_is_cut(run_main, passes, monkeypatch):
-    import command_line
-
     passes(
         SpeculativeStep([1, 2, 3], [1, 2], 2),
         SpeculativeStep([4], [5, 6], 0),

@@ -5,21 +5,21 @@ import math
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, random_tokens
+from conftest import CHECKPOINTS, is_one_line, random_tokens
 from engines import alone
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from loading.load import load_model, save_model
+from errors import UserError
+from infer_speculative import generate_speculative, main
+from loading.load import save_model
+from sampling import SamplingParams, sampling_probs
 
 DRAFT = CHECKPOINTS / "stories-draft"
 
 
 def passes(target, draft, prompt, gamma=3, generator=None, stride=None, **params):
     """All passes of a run. There are drafts, unless a window that moves each time has no room."""
-    from infer_speculative import generate_speculative
-    from sampling import SamplingParams
-
     sampling = SamplingParams(**params)
     steps = list(generate_speculative(target, draft, prompt, sampling, gamma, generator, stride))
     assert any(step.drafts for step in steps) or stride == 1 or len(steps) == 1
@@ -50,8 +50,6 @@ def p_value(observed, probs):
 
 def test_greedy_is_a_distribution_too():
     """All of the mass on the best token, so that one rule accepts greedy and sampled drafts."""
-    from sampling import SamplingParams, sampling_probs
-
     logits = torch.tensor([[1.0, 3.0, 2.0], [9.0, 9.0, 0.0]])
     assert sampling_probs(logits, SamplingParams()).tolist() == [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
 
@@ -81,7 +79,7 @@ def test_greedy_text_is_the_targets(tiny, gamma, stride, length, eos, window, pe
     assert tokens(passes(target, draft, prompt, gamma, stride=stride, **params)) == expected
 
 
-@pytest.mark.parametrize("penalties", [{}, {"presence_penalty": 1.0}, {"frequency_penalty": 0.2}])
+@pytest.mark.parametrize("penalties", [{}, {"frequency_penalty": 0.2}])
 def test_greedy_at_several_windows_with_a_draft_model_that_is_often_right(tiny, penalties):
     """The draft model is the target with noise: long runs of drafts are right, and some are not."""
     target = tiny(seed=12)
@@ -105,14 +103,6 @@ def test_a_draft_model_that_is_the_target_is_always_right(tiny, penalties):
     params = {"max_new_tokens": 40, "ignore_eos": True, **penalties}
     steps = passes(tiny(), tiny(), random_tokens(4), gamma=4, **params)
     assert all(step.accepted == len(step.drafts) for step in steps)
-
-
-def test_greedy_on_the_embedded_pair(stories):
-    draft = load_model(DRAFT)
-    prompt = [385, 271, 4, 14]
-    steps = passes(stories, draft, prompt, 3, max_new_tokens=16)
-    assert tokens(steps) == alone(stories, prompt, max_new_tokens=16)
-    assert len(steps) < 16
 
 
 def test_a_pass_stays_in_the_window_and_in_the_budget(tiny):
@@ -171,8 +161,6 @@ def test_an_eos_among_the_accepted_drafts_ends_the_text(tiny):
 
 def sequence_probs(target, prompt, length, params):
     """Exact probabilities of all sequences of `length` tokens, or fewer if they end in EOS."""
-    from sampling import SamplingParams, sampling_probs
-
     (eos,) = target.config.eos_token_ids
     probs = {}
     with torch.inference_mode():
@@ -187,11 +175,9 @@ def sequence_probs(target, prompt, length, params):
     return probs
 
 
-@pytest.mark.parametrize(
-    "params", [{"temperature": 1.0}, {"temperature": 0.9, "top_k": 3, "top_p": 0.95}]
-)
-def test_hundreds_of_texts_follow_the_targets_probabilities(tiny, params):
+def test_hundreds_of_texts_follow_the_targets_probabilities(tiny):
     """Whole runs, EOS and both caches included, against the exact probability of each sequence."""
+    params = {"temperature": 0.9, "top_k": 3, "top_p": 0.95}
     shape = {"vocab_size": 4, "eos_token_id": 3, "n_layer": 1, "n_embd": 8, "block_size": 8}
     target = tiny(seed=3, **shape)
     draft = tiny(seed=4, **shape)
@@ -218,24 +204,15 @@ def test_the_same_seed_gives_the_same_text(tiny):
 # What is refused.
 
 
-@pytest.mark.parametrize("gamma", [2.5, True, None])
-def test_a_gamma_that_is_no_integer_is_refused(tiny, gamma):
-    from infer_speculative import generate_speculative
-    from sampling import SamplingParams
-
-    allowed = "it must be an integer from 1 to 16"
-    with pytest.raises(ValueError, match=f"^gamma is {gamma}; {allowed}$"):
+@pytest.mark.parametrize("gamma", [2.5, True, None, 0, -1, 17])
+def test_gamma_out_of_range_is_refused(tiny, gamma):
+    with pytest.raises(UserError, match=f"^gamma is {gamma}; .* from 1 to 16$"):
         list(generate_speculative(tiny(), tiny(), [1], SamplingParams(), gamma))
 
 
-@pytest.mark.parametrize("gamma", [0, -1, 17])
-def test_gamma_out_of_range_is_refused(run_main, gamma):
-    from infer_speculative import main
-
-    code, out, err = run_main(main, "--target", DRAFT, "--gamma", gamma, "--prompt", "Once")
-    assert (code, out) == (2, "")
-    assert err.count("\n") == 1
-    assert f"gamma is {gamma}; it must be an integer from 1 to 16" in err
+def test_a_bad_gamma_is_one_line(run_main):
+    result = run_main(main, "--target", DRAFT, "--gamma", 17, "--prompt", "Once")
+    assert is_one_line(result, "gamma is 17; it must be an integer from 1 to 16")
 
 
 @pytest.mark.parametrize(
@@ -247,8 +224,6 @@ def test_gamma_out_of_range_is_refused(run_main, gamma):
     ],
 )
 def test_a_draft_with_another_vocabulary_is_refused(run_main, tiny, tmp_path, shape, word):
-    from infer_speculative import main
-
     save_model(tiny(**shape), tmp_path)
     code, out, err = run_main(main, "--target", DRAFT, "--draft", tmp_path)
     assert (code, out) == (2, "")

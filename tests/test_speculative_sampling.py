@@ -5,6 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infer_speculative import acceptance, residual, verify
+
 PROGRAM = """
 import torch
 from infer_speculative import verify
@@ -31,8 +33,6 @@ def distributions(size):
 
 def check_rule(p, q):
     """All ways to a token: drafted and accepted, or drawn where another one was refused."""
-    from infer_speculative import acceptance, residual
-
     drafted = q > 0
     accepted = torch.zeros_like(p)
     accepted[drafted] = q[drafted] * acceptance(p[drafted], q[drafted])
@@ -46,16 +46,12 @@ def test_accept_and_residual_give_the_targets_distribution(pair):
 
 
 def test_the_residual_of_equal_distributions_is_that_distribution():
-    from infer_speculative import residual
-
     p = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
     assert residual(p, p).tolist() == p.tolist()
     check_rule(p[0], p[0])
 
 
 def test_drafts_are_accepted_from_the_left_up_to_the_first_refusal():
-    from infer_speculative import verify
-
     certain = torch.tensor([1.0, 0.0, 0.0])
     wrong = torch.tensor([0.0, 1.0, 0.0])
     never = torch.tensor([0.0, 0.0, 1.0])
@@ -69,8 +65,6 @@ def test_drafts_are_accepted_from_the_left_up_to_the_first_refusal():
 
 def test_two_tokens_follow_the_targets_probabilities():
     """The pairs that 5,000 passes of one draft make; the second token does not see the first."""
-    from infer_speculative import verify
-
     p = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]])
     q = torch.tensor([[0.2, 0.2, 0.6]])
     generator = torch.Generator().manual_seed(0)

@@ -7,6 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from stops import beginning, characters, cut, encoding_of
 
+from text.detokenizer import StopStringDetokenizer
+
 CUTS = st.lists(st.integers(0, 24), max_size=24)
 FEW = st.text("ab", min_size=1, max_size=4)
 MANY = st.text("aé🙂\ufffd\n", min_size=1, max_size=3)
@@ -17,8 +19,6 @@ BYTES = st.lists(
 
 def streamed(pieces, stops, skip=()) -> tuple[list[str], bool]:
     """What it releases after each token and at the end, and whether it has stopped."""
-    from text.detokenizer import StopStringDetokenizer
-
     stream = StopStringDetokenizer(encoding_of(pieces), skip, tuple(stops))
     released = [stream.add(token) for token in range(len(pieces))]
     stopped = stream.stopped
@@ -33,8 +33,6 @@ def split(data: bytes, cuts) -> list[bytes]:
 
 def test_text_that_is_held_is_shown_once_however_often_it_ends():
     """A caller may end a stream twice, such as after Ctrl-C."""
-    from text.detokenizer import StopStringDetokenizer
-
     stream = StopStringDetokenizer(encoding_of([b"cab"]), (), ("abc",))
     assert [stream.add(0), stream.end(), stream.end()] == ["c", "ab", ""]
 

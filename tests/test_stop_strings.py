@@ -12,11 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stops import beginning, characters, cut, encoding_of
 
+import infer_engine
 from engine.drafter import PagedModelDrafter, PromptLookupDrafter
 from engine.engine import Engine
 from errors import UserError
+from infer import generate
+from infer_speculative import generate_speculative
 from loading.load import load_model
 from sampling import SamplingParams
+from text.chat import Chat
+from text.detokenizer import StopStringDetokenizer
 from text.tokenizer import load_encoding
 
 DRAFT = CHECKPOINTS / "stories-draft"
@@ -228,8 +233,6 @@ def test_text_and_tokens_of_a_step_count_together_or_not_at_all(model, error):
 
 
 def test_a_copy_of_a_stream_goes_on_by_itself():
-    from text.detokenizer import StopStringDetokenizer
-
     stream = StopStringDetokenizer(
         encoding_of([b"xa\xc3", b"\xa9", b"b", b"c"]), stop=("ab", "a\u00e9c")
     )
@@ -291,9 +294,6 @@ def test_what_is_no_tuple_of_strings_is_refused(stop):
 
 
 def test_generate_has_no_text_to_stop(model):
-    from infer import generate
-    from infer_speculative import generate_speculative
-
     params = [SamplingParams(3), SamplingParams(3, stop=("a",))]
     runs = generate(model, [[1], [2]], params), generate_speculative(model, model, [1], params[1])
     for run in runs:
@@ -350,8 +350,6 @@ def test_statistics_count_all_tokens_that_were_generated(engine_cli, story, draf
 
 def test_a_text_is_shown_as_it_comes_as_far_as_it_is_certain(monkeypatch, story):
     """After each step, without a character too many: a terminal cannot take it back."""
-    import infer_engine
-
     stops = ["s to be careful", "mom told him"]
     shown = []
 
@@ -383,8 +381,6 @@ def test_what_was_held_is_shown_after_ctrl_c(engine_cli, monkeypatch, story):
 
 def test_a_conversation_goes_on_from_what_was_shown(cli, engine_cli, tiny_checkpoint, monkeypatch):
     """A reply ends before a stop string, and there it ends for the next message, too."""
-    from text.chat import Chat
-
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     seen = []
     encode = Chat.encode

@@ -2,13 +2,24 @@
 
 import pytest
 import torch
-from conftest import load, random_tokens, run, run_rows
+from conftest import is_one_line, load, random_tokens, run, run_rows
 from drafting import knowing
 from draws import random_logits, seeded
 from engines import finish, make_engine, outputs_of, own_texts
 from natives import params_of
 from serving import engine_alone, refusal, small_encoding
 from stops import encoding_of
+
+import infer_speculative
+import sampling
+from engine.drafter import PagedModelDrafter
+from engine.engine import Engine
+from errors import UserError
+from infer import generate
+from infer_speculative import generate_speculative
+from loading.load import load_model
+from native import use_native
+from sampling import SamplingParams
 
 EOS = 60
 FREE = {"max_new_tokens": 40, "ignore_eos": True}
@@ -21,7 +32,7 @@ def their_text(theirs, prompt, **options) -> list[int]:
     return found[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("min_tokens", [0, 1, 4, 11, 20])
+@pytest.mark.parametrize("min_tokens", [0, 4, 20])
 def test_texts_are_those_of_transformers(peer, min_tokens):
     theirs, directory = peer("Llama")
     model = load(directory)  # its EOS is 2
@@ -42,8 +53,6 @@ def test_texts_are_those_of_transformers(peer, min_tokens):
 def test_the_ban_is_that_of_transformers():
     from transformers import MinNewTokensLengthLogitsProcessor
 
-    import sampling
-
     logits = random_logits("random", 5, 61)
     before = logits.clone()
     params = sampling.SamplingParams(9, min_tokens=3, stop_token_ids=(4, 0))
@@ -55,7 +64,7 @@ def test_the_ban_is_that_of_transformers():
         expected = processor(torch.tensor([text]), before[row : row + 1])[0]
         assert torch.equal(found[row], expected)
     assert torch.equal(logits, before)
-    late = sampling.apply_logits_processors(logits, sequences[4:] * 5)
+    late = sampling.apply_logits_processors(logits, [params] * 5, [texts[4]] * 5, [2] * 5, (EOS,))
     assert late is logits
 
 
@@ -98,9 +107,6 @@ def test_ignore_eos_is_about_eos_alone(tiny):
 @pytest.mark.parametrize("in_c", [False, True])
 def test_no_draw_ends_a_text_early(tiny, compiled, in_c):
     """Whatever is on, so that nothing makes a likely token of a banned one."""
-    from infer import generate
-    from native import use_native
-
     model = tiny(seed=1, dtype=torch.float32, n_layer=1)
     if in_c:
         use_native(model)
@@ -118,14 +124,11 @@ def test_no_draw_ends_a_text_early(tiny, compiled, in_c):
                 assert {token for row in rows for token in row[8:]} & {*stops, EOS}
 
 
-@pytest.mark.parametrize("draft", ["model", "lookup", "itself"])
+@pytest.mark.parametrize("draft", ["model", "itself"])
 @pytest.mark.parametrize("min_tokens", [0, 7])
 def test_greedy_speculation_writes_the_same_text(tiny, written, draft, min_tokens):
-    from infer_speculative import generate_speculative, propose_prompt_lookup
-    from sampling import SamplingParams
-
     model, tokens = written
-    drafter = {"model": tiny(seed=6), "lookup": propose_prompt_lookup, "itself": model}[draft]
+    drafter = tiny(seed=6) if draft == "model" else model
     for stop in sorted({*tokens[:9]}):
         fields = FREE | {"stop_token_ids": (stop,), "min_tokens": min_tokens}
         steps = list(generate_speculative(model, drafter, [1], SamplingParams(**fields), 4))
@@ -137,9 +140,6 @@ def test_greedy_speculation_writes_the_same_text(tiny, written, draft, min_token
 
 
 def test_speculation_draws_no_end_early(tiny):
-    from infer_speculative import generate_speculative
-    from sampling import SamplingParams
-
     shape = {"vocab_size": 6, "eos_token_id": 5, "n_layer": 1, "n_embd": 8, "block_size": 8}
     target = tiny(seed=3, **shape)
     params = SamplingParams(9, temperature=3.0, stop_token_ids=(0, 1, 2), min_tokens=5)
@@ -156,9 +156,6 @@ def test_speculation_draws_no_end_early(tiny):
 @pytest.mark.parametrize("in_c", [False, True])
 def test_the_engine_writes_the_texts_of_own_runs(tiny, compiled, in_c):
     """Each row has its own ends, among drafts; few pages, chunks and windows that move."""
-    from engine.drafter import PagedModelDrafter
-    from native import use_native
-
     model = tiny(seed=12, dtype=torch.float32) if in_c else tiny(seed=12)
     if in_c:
         use_native(model)
@@ -184,8 +181,6 @@ def test_the_engine_writes_the_texts_of_own_runs(tiny, compiled, in_c):
 
 
 def test_a_model_that_drafts_for_itself_has_each_draft_accepted(tiny):
-    from engine.drafter import PagedModelDrafter
-
     model = tiny(seed=2)
     fields = {"max_new_tokens": 15, "min_tokens": 15, "stop_token_ids": tuple(range(20))}
     options = {"drafter": PagedModelDrafter(model, model), "max_num_seqs": 3}
@@ -206,12 +201,9 @@ def heeded(tokens, stop, min_tokens) -> int:
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("stop", ["a", "ab", "ca", "bd", "aa"])
+@pytest.mark.parametrize("stop", ["a", "ab", "aa"])
 def test_stop_strings_do_not_count_before(tiny, written, stop, drafts):
     """Unless its last character comes after min_tokens tokens; it may begin before."""
-    from engine.engine import Engine
-    from sampling import SamplingParams
-
     model, tokens = written
     options = {"drafter": knowing(model), "gamma": 5} if drafts else {}
     found = set()
@@ -234,9 +226,6 @@ def test_stop_strings_do_not_count_before(tiny, written, stop, drafts):
 
 
 def test_a_stop_token_prints_nothing(written):
-    from engine.engine import Engine
-    from sampling import SamplingParams
-
     model, tokens = written
     stop = next(token for token in tokens[5:] if token not in tokens[:5])
     end = tokens.index(stop)
@@ -250,36 +239,22 @@ def test_a_stop_token_prints_nothing(written):
 # What is refused.
 
 
+IDS = "a tuple of token ids >= 0"
+
+
 @pytest.mark.parametrize(
-    "fields, message",
+    "name, value, allowed",
     [
-        ({"stop_token_ids": [3]}, "stop_token_ids is [3]; it must be a tuple of token ids >= 0"),
-        ({"stop_token_ids": 3}, "stop_token_ids is 3; it must be a tuple of token ids >= 0"),
-        (
-            {"stop_token_ids": (-1,)},
-            "stop_token_ids is (-1,); it must be a tuple of token ids >= 0",
-        ),
-        (
-            {"stop_token_ids": (True,)},
-            "stop_token_ids is (True,); it must be a tuple of token ids >= 0",
-        ),
-        (
-            {"stop_token_ids": ("3",)},
-            "stop_token_ids is ('3',); it must be a tuple of token ids >= 0",
-        ),
-        ({"min_tokens": -1}, "min_tokens is -1; it must be an integer >= 0"),
-        ({"min_tokens": 1.0}, "min_tokens is 1.0; it must be an integer >= 0"),
-        ({"min_tokens": True}, "min_tokens is True; it must be an integer >= 0"),
-        ({"min_tokens": 6}, "min_tokens is 6; it must be at most max_new_tokens, 5"),
+        *(("stop_token_ids", value, IDS) for value in ([3], 3, (-1,), (True,), ("3",))),
+        *(("min_tokens", value, "an integer >= 0") for value in (-1, 1.0, True)),
+        ("min_tokens", 6, "at most max_new_tokens, 5"),
     ],
     ids=str,
 )
-def test_bad_values_are_named(fields, message):
-    from sampling import SamplingParams
-
-    with pytest.raises(ValueError) as error:
-        SamplingParams(5, **fields)
-    assert str(error.value) == message
+def test_bad_values_are_named(name, value, allowed):
+    with pytest.raises(UserError) as error:
+        SamplingParams(5, **{name: value})
+    assert str(error.value) == f"{name} is {value}; it must be {allowed}"
 
 
 @pytest.mark.parametrize(
@@ -301,10 +276,6 @@ def test_bad_values_are_named(fields, message):
     ids=["id", "all", "all twice"],
 )
 def test_what_a_model_cannot_do(tiny, fields, message):
-    from engine.engine import Engine
-    from infer_speculative import generate_speculative
-    from sampling import SamplingParams
-
     model = tiny()
     params = SamplingParams(3, **fields)
     calls = [
@@ -327,9 +298,6 @@ ARGS = ("--prompt", "One day", "--ignore-eos")
 
 def test_the_command_line(cli, engine_cli, run_main, tiny_checkpoint, monkeypatch):
     """A text ends before a token, whoever writes it; that token is counted, but not printed."""
-    import infer_speculative
-    from loading.load import load_model
-
     encoding = small_encoding()
     prompt = encoding.encode("One day")
     (tokens,) = run_rows(load_model(tiny_checkpoint), [prompt], max_new_tokens=20, ignore_eos=True)
@@ -351,24 +319,18 @@ def test_the_command_line(cli, engine_cli, run_main, tiny_checkpoint, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    "option, value, words",
     [
-        (("--stop-token-id", "x"), "argument --stop-token-id: invalid int value: 'x'"),
-        (
-            ("--stop-token-id", "-1"),
-            "stop_token_ids is (-1,); it must be a tuple of token ids >= 0",
-        ),
-        (
-            ("--stop-token-id", "4096"),
-            "stop_token_ids has the id 4096; ids of this model are integers from 0 to 4095",
-        ),
-        (("--min-tokens", "-1"), "min_tokens is -1; it must be an integer >= 0"),
-        (("--min-tokens", "221"), "min_tokens is 221; it must be at most max_new_tokens, 220"),
+        ("--stop-token-id", "x", "--stop-token-id: invalid int value"),
+        ("--stop-token-id", "-1", f"stop_token_ids is (-1,); it must be {IDS}"),
+        ("--stop-token-id", "4096", "stop_token_ids has the id 4096"),
+        ("--min-tokens", "-1", "min_tokens is -1; it must be an integer >= 0"),
+        ("--min-tokens", "221", "min_tokens is 221; it must be at most max_new_tokens, 220"),
     ],
 )
-def test_bad_options_are_one_line(cli, tiny_checkpoint, options, message):
-    code, out, err = cli("--model", tiny_checkpoint, "--prompt", "a", *options)
-    assert (code, out) == (2, "") and err.endswith(f"error: {message}\n") and err.count("\n") == 1
+def test_bad_options_are_one_line(cli, tiny_checkpoint, option, value, words):
+    result = cli("--model", tiny_checkpoint, "--prompt", "a", option, value)
+    assert is_one_line(result, words)
 
 
 def test_beams_refuse_them(cli, tiny_checkpoint):

@@ -4,12 +4,12 @@ import pytest
 import torch
 from conftest import run
 
+from sampling import SamplingParams, apply_temperature, sample
+
 LOGITS = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)) * 3
 
 
 def divided(logits, temperature):
-    from sampling import apply_temperature
-
     return apply_temperature(logits, temperature)
 
 
@@ -71,8 +71,6 @@ def test_the_command_line_takes_any_temperature(cli, tiny_checkpoint):
 
 
 def test_still_greedy_at_zero_and_unchanged_at_one():
-    from sampling import SamplingParams, sample
-
     logits = LOGITS.double()
     assert torch.equal(sample(logits, SamplingParams()), logits.argmax(dim=-1))
     drawn = sample(logits, SamplingParams(temperature=1.0), torch.Generator().manual_seed(3))

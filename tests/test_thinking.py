@@ -8,6 +8,8 @@ from chats import CHATML, control_ids, conversation, theirs
 from conftest import is_one_line
 from serving import engine_alone, refusal, serving, small_encoding, small_engine
 
+from server.protocol import ChatRequest
+from server.served import ServedModel
 from text.chat import Chat
 
 # In the form of Qwen3's: old reasoning is left out, and an empty one stands for none.
@@ -162,9 +164,6 @@ HEADER = "X-Ignored-Fields"
     ],
 )
 def test_a_wish_about_reasoning_is_for_the_template(template, fields, written, ignored, write_chat):
-    from server.protocol import ChatRequest
-    from server.served import ServedModel
-
     served = ServedModel(None, "small", "small", Chat(write_chat(template)))
     variables, names = served.variables(ChatRequest(messages=TOM["messages"], **fields))
     assert served.chat.with_template_kwargs(variables).render(TOM["messages"]) == written

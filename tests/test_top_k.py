@@ -4,12 +4,12 @@ import pytest
 import torch
 from conftest import run
 
+from sampling import top_k_filter
+
 LOGITS = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
 
 
 def filtered(logits, k):
-    from sampling import top_k_filter
-
     return top_k_filter(logits, k)
 
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 from conftest import run
 
+from sampling import top_k_filter, top_p_filter
+
 LOGITS = 3 * torch.randn(50, 40, generator=torch.Generator().manual_seed(0))
 PROBS = torch.tensor([0.15, 0.5, 0.05, 0.3])
 
 
 def filtered(logits, p):
-    from sampling import top_p_filter
-
     return top_p_filter(logits, p)
 
 
@@ -67,8 +67,6 @@ def test_any_batch_shape():
 
 def test_draws_stay_inside_the_nucleus_after_top_k(tiny):
     """Top-k first, then top-p of what is left, as in transformers: draws are from that set."""
-    from sampling import top_k_filter
-
     model = tiny(seed=1)
     params = {"max_new_tokens": 1, "temperature": 1.5, "top_k": 10, "top_p": 0.7}
     (step,) = run(model, [[1, 2]] * 4000, generator=torch.Generator().manual_seed(0), **params)

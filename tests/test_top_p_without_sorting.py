@@ -8,12 +8,12 @@ import torch
 from conftest import run_rows
 from draws import seeded
 
+import sampling
+
 
 @pytest.fixture
 def module():
     """The file that draws."""
-    import sampling
-
     return sampling
 
 
