@@ -89,7 +89,7 @@ def test_a_transformers_model_without_positions_is_not_timed(bench):
         return model
 
     bench.change("load", wrong)
-    bench.stops("do not make the same tokens")
+    bench.stops("generate different tokens")
     bench.stops("log-probabilities are off", "--dtype", "bfloat16")
 
 
@@ -107,7 +107,7 @@ def test_texts_that_differ_at_the_end_are_not_timed(bench, dtype, spoil):
         return steps if use_cache else spoil(steps)
 
     bench.change("generate", wrong)
-    bench.stops("do not make the same tokens", "--modes", "cache", "no cache", "--dtype", dtype)
+    bench.stops("generate different tokens", "--modes", "cache", "no cache", "--dtype", dtype)
 
 
 def test_a_profile_is_of_the_first_setting_and_changes_no_row(bench, tmp_path, capsys):

@@ -17,7 +17,7 @@ from text.tokenizer import load_encoding
 
 MISSING = bytes([4, 0x1D, 0xF1])
 TEXT = "a\x04 cat \x1d\U00040000"
-NOTE = "note: the vocabulary lacks these bytes of the text, which are dropped: {}\n"
+NOTE = "note: the vocabulary lacks these bytes of the input, which are dropped: {}\n"
 
 
 def without(raw: dict, missing: bytes = MISSING) -> dict:
