@@ -38,8 +38,7 @@ from loading.gguf import GGUF, SPLIT_NAME, read_gguf
 from loading.gguf_model import read_block_formats, read_gguf_config, read_gguf_tensors
 from loading.lora import merge_lora, read_adapter
 from model import GPT, GPTConfig, Model
-from quantisation.blocks import BlockEmbedding, load_block_rows, replace_with_block_linear
-from quantisation.int8 import Int8Embedding, load_weight_rows, replace_with_int8_linear
+from quantisation import BLOCKS, INT8, quantisation_of
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 PRESETS = {  # configurations of random models: `random:` and one of these names
@@ -409,7 +408,7 @@ def weights_iterator(source: Source, model: Model, dtype: torch.dtype, device) -
     if source.type == "random":
         return random_tensors(model, shapes, float_dtype(dtype), device)
     if source.type == "gguf":
-        return read_gguf_tensors(source.gguf, model, dtype == torch.uint8)
+        return read_gguf_tensors(source.gguf, model, quantisation_of(dtype) is BLOCKS)
     transposed = {key for key in shapes if model.is_transposed(key)}
     files = source.weight_files()
     if skipped := {name for name in model.SKIP_PREFIXES if has_tensors(files, name)}:
@@ -436,23 +435,21 @@ def load_weights(
     chunks: the arguments of `load_weight_rows`, after the first. changed: names of weights that
     differ from the file, so they are quantised anew. Raises UserError if memory runs out.
     """
+    quantisation = quantisation_of(dtype)
     size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
     with catch_out_of_memory(f"{source.label}: {size:,} bytes of weights"):
-        if dtype == torch.int8:
-            replace_with_int8_linear(model)
-        elif dtype == torch.uint8:
-            formats = read_block_formats(source.gguf, model) if source.type == "gguf" else {}
-            formats = {
-                name: block_format for name, block_format in formats.items() if name not in changed
-            }
-            replace_with_block_linear(model, formats)
+        formats = {}
+        if quantisation is BLOCKS and source.type == "gguf":
+            formats = read_block_formats(source.gguf, model)
+        formats = {name: each for name, each in formats.items() if name not in changed}
+        quantisation.replace_layers(model, formats)
         weights = {}
         for key, tensor in model.named_parameters():
             weights[key] = torch.empty(tensor.shape, dtype=float_dtype(dtype), device=device)
         for key, tensor in model.named_buffers():  # of quantised weights
             weights[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         for chunk in chunks:
-            (load_block_rows if dtype == torch.uint8 else load_weight_rows)(weights, *chunk)
+            quantisation.load_rows(weights, *chunk)
     model.load_state_dict(weights, assign=True, strict=False)
     return model.tie_weights().eval()
 
@@ -478,9 +475,10 @@ def save_model(model: Model, directory) -> None:
     Raises UserError if they cannot be written, and leaves no partial file then. Raises ValueError
     for quantised weights, which this format does not support.
     """
-    quantized_types = {Int8Embedding: "int8 weights", BlockEmbedding: "weights in blocks"}
-    if quantized := quantized_types.get(type(model.layer("embedding"))):
-        raise ValueError(f"a model with {quantized} cannot be saved; save the unquantized model")
+    for quantisation in (INT8, BLOCKS):
+        if isinstance(model.layer("embedding"), quantisation.embedding):
+            reason = "is not saved; save the one it was made from"
+            raise ValueError(f"a model with {quantisation.label} {reason}")
     fields = get_architecture(model.config).to_dict(model.config)
     fields["dtype"] = str(model.dtype).removeprefix("torch.")
     # state_dict would list the tied embedding a second time, as the head.

@@ -149,17 +149,6 @@ def replace_with_int8_linear(model: nn.Module) -> nn.Module:
     return model.tie_weights()
 
 
-def to_int8(model: nn.Module) -> nn.Module:
-    """Quantise a model in place: replace its layers with int8 layers. Returns the model."""
-    weights = dict(model.named_parameters())
-    tensors = replace_with_int8_linear(model).state_dict()
-    for name, weight in weights.items():
-        load_weight_rows(tensors, name, slice(None), weight.detach())
-    if model.adapters:
-        model.adapters.attach(model)
-    return model
-
-
 def load_weight_rows(
     tensors: dict[str, torch.Tensor],
     name: str,

@@ -12,13 +12,17 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from conftest import ROOT, TARGETS, random_tokens
 from draws import random_logits
 
 from cache import KVCache, Span
 from infer import pass_logits
-from quantisation.int8 import int8_linear, quantize, to_int8
+from quantisation import quantisation_of
+from quantisation.int8 import int8_linear, quantize, rotate_channels
+
+WEIGHT_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 
 
 def script(file, *lines) -> str:
@@ -110,9 +114,7 @@ def threads(count: int):
 
 
 def assert_equal(x, weight, scale, bias=None) -> None:
-    """C computes the numbers of int8.py, bit for bit."""
-    from quantisation.int8 import rotate_channels  # new in lesson 127
-
+    """C computes the numbers of quantisation/int8.py, bit for bit."""
     expected = int8_linear(rotate_channels(x), weight, scale, bias)
     assert torch.equal(native_linear(weight.clone(), scale, bias)(x), expected)
 
@@ -203,15 +205,24 @@ def on_each_target(model, texts: torch.Tensor, size: int, *dtype) -> torch.Tenso
     return found[0]
 
 
-def quantized_in_blocks(model):
-    """The model with its weights rounded in blocks, in place."""
-    from quantisation.blocks import load_block_rows, replace_with_block_linear
-
+def quantised(model, dtype: torch.dtype):
+    """The model with its weights quantised, in place."""
+    quantisation = quantisation_of(dtype)
     weights = dict(model.named_parameters())
-    tensors = replace_with_block_linear(model, {}).state_dict()
+    tensors = quantisation.replace_layers(model, {}).state_dict()
     for name, weight in weights.items():
-        load_block_rows(tensors, name, slice(None), weight.detach())
+        quantisation.load_rows(tensors, name, slice(None), weight.detach())
+    if model.adapters:
+        model.adapters.attach(model)
     return model
+
+
+def to_int8(model):
+    return quantised(model, torch.int8)
+
+
+def quantized_in_blocks(model):
+    return quantised(model, torch.uint8)
 
 
 def native_in_dtype(model, dtype):

@@ -10,7 +10,7 @@ from model import GPT
 
 def int8_tiny(tiny, **shape) -> GPT:
     """A tiny model with int8 weights, and everything else in float64."""
-    from quantisation.int8 import to_int8
+    from natives import to_int8
 
     return to_int8(tiny(**shape))
 
@@ -73,7 +73,7 @@ def test_it_is_the_model_with_rounded_weights(tiny):
 
 
 def test_a_file_is_rounded_while_it_is_read():
-    from quantisation.int8 import to_int8
+    from natives import to_int8
 
     read = load_model(CHECKPOINTS / "stories", torch.int8)
     whole = load_model(CHECKPOINTS / "stories")

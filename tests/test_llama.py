@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from conftest import CHECKPOINTS, difference, load, random_tokens, run, run_rows, their_rows
+from natives import to_int8
 from safetensors.torch import load_file, save_file
 
 import infer_speculative
@@ -13,7 +14,6 @@ from cache import KVCache
 from errors import UserError
 from infer_speculative import generate_speculative, propose_prompt_lookup
 from loading.load import load_config, load_model, resolve_source, save_model
-from quantisation.int8 import to_int8
 from sampling import SamplingParams
 
 LLAMA = CHECKPOINTS / "stories-llama"

@@ -6,10 +6,9 @@ import math
 import pytest
 import torch
 from conftest import TARGETS, random_tokens
-from natives import call, in_passes, in_pieces, native, random_numbers, threads
+from natives import call, in_passes, in_pieces, native, random_numbers, threads, to_int8
 
 from cache import Span
-from quantisation.int8 import to_int8
 
 pytestmark = pytest.mark.usefixtures("compiled")
 LENGTHS = 1, 31, 32, 33, 64, 65, 200

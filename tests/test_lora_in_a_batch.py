@@ -23,7 +23,7 @@ from lora_files import (
 from ranks import script, start, wait, written
 
 import infer_engine
-from adapters import Adapters, use_adapters
+from adapters import Adapters
 from engine import options
 from engine.drafter import PagedModelDrafter, PromptLookupDrafter
 from engine.engine import Engine
@@ -31,7 +31,6 @@ from infer import generate
 from loading.load import load_model, save_model
 from loading.lora import read_adapter
 from native import use_native
-from quantisation.int8 import to_int8
 from sampling import SamplingParams
 
 LLAMA = CHECKPOINTS / "stories-llama"
@@ -134,6 +133,11 @@ def test_prefixes_are_shared_with_one_adapter_only(tiny):
 
 
 def test_layers_of_whole_numbers_keep_them(tiny_llama):
+    """The base is rounded, what an adapter adds is not."""
+    from natives import to_int8
+
+    from adapters import use_adapters
+
     model = tiny_llama(dtype=torch.float32)
     base = to_int8(tiny_llama(dtype=torch.float32)).layers[1].mlp.down_proj
     model = with_adapters(to_int8(model))

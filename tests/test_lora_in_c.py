@@ -16,12 +16,11 @@ from lora_files import (
     random_pairs,
     with_adapters,
 )
-from natives import native, native_in_dtype, threads
+from natives import native, native_in_dtype, threads, to_int8
 
 from cache import KVCache
 from infer import next_logits
 from model import TorchRunner
-from quantisation.int8 import to_int8
 
 FAMILIES = ["tiny", "tiny_llama", "tiny_gemma", "tiny_experts", "tiny_windows"]
 

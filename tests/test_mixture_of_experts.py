@@ -19,7 +19,7 @@ from conftest import (
     their_rows,
 )
 from engines import check_own_runs
-from natives import random_texts
+from natives import random_texts, to_int8
 from ranks import ROUNDING, check_two_ranks, compared, logits_of, results, save_uneven
 from safetensors.torch import load_file, save_file
 from test_llama import check_greedy_text
@@ -27,7 +27,6 @@ from test_llama_config import SMALL
 
 from errors import UserError
 from loading.load import save_model
-from quantisation.int8 import to_int8
 from text.tokenizer import load_encoding
 
 # transformers' grouped products do not compute float64; its eager ones do.

@@ -8,7 +8,16 @@ from conftest import CHECKPOINTS, TARGETS, random_tokens, record, run_rows
 from engines import own_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from natives import both, in_pieces, native, native_in_dtype, random_texts, threads
+from natives import (
+    WEIGHT_DTYPES,
+    both,
+    in_pieces,
+    native,
+    native_in_dtype,
+    random_texts,
+    threads,
+    to_int8,
+)
 from test_native_llama import FORMS as LLAMAS
 from test_native_step import FORMS as GPTS
 
@@ -16,12 +25,10 @@ from cache import KVCache
 from infer import generate, pass_logits
 from infer_speculative import generate_speculative
 from loading.load import load_model
-from quantisation.int8 import to_int8
 from sampling import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("compiled")
 ALL_TARGETS = pytest.mark.parametrize("target", TARGETS, ids=str)
-WEIGHT_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 FORMS = [*(("tiny", form) for form in GPTS), *(("tiny_llama", form) for form in LLAMAS)]
 
 

@@ -8,6 +8,7 @@ import torch
 from conftest import TARGETS, random_tokens, run_rows
 from engines import check_own_runs
 from natives import (
+    WEIGHT_DTYPES,
     in_passes,
     in_pieces,
     native,
@@ -15,11 +16,9 @@ from natives import (
     on_each_target,
     random_texts,
     threads,
+    to_int8,
 )
 
-from quantisation.int8 import to_int8
-
-WEIGHT_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 FORMS = [
     {"sizes": {"num_experts": 1, "num_experts_per_tok": 1, "n_inner": 1}, "n_embd": 3},
     {

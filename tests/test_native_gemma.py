@@ -7,6 +7,7 @@ import torch
 from conftest import TARGETS, check_command_line, random_tokens, run_rows
 from engines import check_own_runs
 from natives import (
+    WEIGHT_DTYPES,
     in_passes,
     in_pieces,
     native,
@@ -14,11 +15,9 @@ from natives import (
     on_each_target,
     random_texts,
     threads,
+    to_int8,
 )
 
-from quantisation.int8 import to_int8
-
-WEIGHT_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 pytestmark = pytest.mark.usefixtures("compiled")
 
 

@@ -5,14 +5,22 @@ import copy
 import pytest
 import torch
 from conftest import CHECKPOINTS, TARGETS, random_tokens, record, run_rows
-from natives import both, check_logits, in_pieces, native, native_in_dtype, random_texts, threads
+from natives import (
+    WEIGHT_DTYPES,
+    both,
+    check_logits,
+    in_pieces,
+    native,
+    native_in_dtype,
+    random_texts,
+    threads,
+    to_int8,
+)
 
 from llama import Llama
-from quantisation.int8 import to_int8
 
 pytestmark = pytest.mark.usefixtures("compiled")
 ALL_TARGETS = pytest.mark.parametrize("target", TARGETS, ids=str)
-WEIGHT_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 FORMS = [
     {"n_head": 1, "n_kv_head": 1, "head_dim": 2, "n_embd": 3, "n_inner": 1},
     {"n_head": 9, "n_kv_head": 3, "head_dim": 20, "n_embd": 51, "n_inner": 57},

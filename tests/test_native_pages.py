@@ -7,10 +7,9 @@ import pytest
 import torch
 from conftest import CHECKPOINTS, random_tokens
 from engines import check_texts, finish, greedy, make_engine
-from natives import in_passes, in_pieces, native
+from natives import in_passes, in_pieces, native, to_int8
 
 from loading.load import load_model
-from quantisation.int8 import to_int8
 
 pytestmark = pytest.mark.usefixtures("compiled")
 DRAFT = CHECKPOINTS / "stories-draft"

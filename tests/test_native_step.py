@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import CHECKPOINTS, TARGETS, random_tokens, run_rows
 from natives import (
+    WEIGHT_DTYPES,
     both,
     check_logits,
     in_pieces,
@@ -15,6 +16,7 @@ from natives import (
     passed,
     random_texts,
     threads,
+    to_int8,
 )
 
 import command_line
@@ -23,11 +25,9 @@ from infer import pass_logits
 from infer_speculative import main
 from loading.load import load_model
 from model import GPT, TorchRunner
-from quantisation.int8 import to_int8
 
 pytestmark = pytest.mark.usefixtures("compiled")
 ALL_TARGETS = pytest.mark.parametrize("target", TARGETS, ids=str)
-WEIGHT_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 FORMS = [
     {},
     {"n_head": 1, "n_embd": 20},

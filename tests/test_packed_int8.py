@@ -11,12 +11,13 @@ from natives import (
     random_layer,
     random_rows,
     threads,
+    to_int8,
     with_native_linear,
 )
 from test_native_linear import WRONG as WRONG_FLOATS
 
 from loading.load import load_model
-from quantisation.int8 import rotate_channels, to_int8, unrotate_channels
+from quantisation.int8 import rotate_channels, unrotate_channels
 
 pytestmark = pytest.mark.usefixtures("compiled")
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")

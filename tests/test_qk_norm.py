@@ -18,16 +18,22 @@ from conftest import (
     random_tokens,
 )
 from engines import check_own_runs
-from natives import in_pieces, native, native_in_dtype, on_each_target, random_texts, threads
+from natives import (
+    WEIGHT_DTYPES,
+    in_pieces,
+    native,
+    native_in_dtype,
+    on_each_target,
+    random_texts,
+    threads,
+    to_int8,
+)
 from ranks import ROUNDING, check_two_ranks, compared, logits_of, results, save_uneven
 from test_llama import check_greedy_text
 from test_llama_config import SMALL
 
 from errors import UserError
 from loading.load import save_model
-from quantisation.int8 import to_int8
-
-WEIGHT_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 
 
 @pytest.fixture(scope="session")

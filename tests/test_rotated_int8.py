@@ -4,11 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import CHECKPOINTS, module_with, random_tokens
-from natives import in_pieces, native, random_numbers
+from natives import in_pieces, native, random_numbers, to_int8
 from ranks import LLAMA, compared, save_uneven
 
 from loading.load import load_model
-from quantisation.int8 import to_int8
 
 SIZES = [1, 2, 3, 4, 5, 6, 9, 16, 45, 48, 64, 70, 72, 2018]
 

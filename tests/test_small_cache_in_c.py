@@ -152,7 +152,7 @@ def test_int8_models_have_the_same_bits_on_each_processor(request, compiled, fam
 
 def of_int8(build):
     """A model with int8 weights, in torch yet."""
-    from quantisation.int8 import to_int8
+    from natives import to_int8
 
     return to_int8(build(dtype=torch.float32))
 

@@ -18,13 +18,13 @@ from conftest import (
 )
 from engines import check_own_runs
 from gguf_files import edited
+from natives import to_int8
 from ranks import ROUNDING, check_two_ranks, compared, save_uneven
 from test_llama_config import SMALL
 from test_mixture_of_experts import EXPERTS
 
 from errors import UserError
 from loading.load import save_model
-from quantisation.int8 import to_int8
 
 KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
 

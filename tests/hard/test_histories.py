@@ -29,8 +29,6 @@ from engine.engine import Engine
 from infer import next_logits
 from llama import Llama, LlamaConfig
 from model import GPT, GPTConfig
-from native import use_native
-from quantisation.int8 import to_int8
 from sampling import SamplingParams
 
 BLOCK_SIZE = 12
@@ -218,6 +216,10 @@ TestHistories.settings = hypothesis.settings(
 @functools.cache
 def native_model(int8: bool, architecture: str, *shape):
     """The same random models in C, in float32 or int8."""
+    from natives import to_int8
+
+    from native import use_native
+
     made = copy.deepcopy(model(architecture, *shape)).float()
     if int8:
         to_int8(made)

@@ -5,7 +5,7 @@ import concurrent.futures
 import pytest
 import torch
 from conftest import PLAIN, TARGETS, random_tokens, run_rows
-from natives import both, native, passed
+from natives import both, native, passed, to_int8
 
 from cache import KVCache
 from errors import UserError
@@ -13,7 +13,6 @@ from infer import pass_logits
 from llama import rotary_embedding
 from model import TorchRunner
 from native import build, use_native
-from quantisation.int8 import to_int8
 
 pytestmark = pytest.mark.usefixtures("compiled")
 REFUSED = "native code reads contiguous torch"
