@@ -161,7 +161,7 @@ def test_the_command_line_computes_blocks_in_c(cli):
     assert (code, out) == (0, story) and "note" not in err
 
 
-def test_still_a_layer_is_checked_before_it_is_packed(compiled):
+def test_a_layer_is_checked_before_it_is_packed(compiled):
     model = load_model(CHECKPOINTS / "stories", torch.uint8)
     layer = model.layer("up", 0)
     layer.scale = layer.scale[:, :3].contiguous()

@@ -88,7 +88,7 @@ FORMS = [
 @torch.inference_mode()
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_still_the_bits_of_a_query_depend_on_its_position_only(tiny_windows, target, form):
+def test_the_bits_of_a_query_depend_on_its_position_only(tiny_windows, target, form):
     """Over several blocks of keys: however a text is cut into passes, on any pages and threads."""
     model = native(tiny_windows(dtype=torch.float32, block_size=150, **form), target)
     texts = [random_tokens(150, seed=row) for row in range(2)]
@@ -105,7 +105,7 @@ def test_still_the_bits_of_a_query_depend_on_its_position_only(tiny_windows, tar
 
 
 @torch.inference_mode()
-def test_still_int8_logits_of_long_texts_are_those_of_every_processor(tiny_windows):
+def test_int8_logits_of_long_texts_are_those_of_every_processor(tiny_windows):
     model = to_int8(tiny_windows(dtype=torch.float32, block_size=150, sliding_windows=(40, None)))
     text = torch.tensor([random_tokens(150)])
     found = [in_pieces(native(copy.deepcopy(model), target), text, 50) for target in TARGETS]

@@ -80,7 +80,7 @@ def test_the_same_bits_in_pieces_of_any_size(build, target, dtype, odd):
 @torch.inference_mode()
 @WEIGHT_DTYPES
 @pytest.mark.parametrize("keys", [None, 2, 6])
-def test_still_the_same_bits_of_many_tokens_at_any_number_of_threads(tiny, tiny_llama, dtype, keys):
+def test_the_same_bits_of_many_tokens_at_any_number_of_threads(tiny, tiny_llama, dtype, keys):
     """Fewer tokens than threads each thread prepares for itself, more are shared out.
 
     With a key for each query, threads do not wait between the two; with fewer they do.
@@ -103,7 +103,7 @@ def test_still_the_same_bits_of_many_tokens_at_any_number_of_threads(tiny, tiny_
 @torch.inference_mode()
 @ALL_TARGETS
 @pytest.mark.parametrize("family, form", FORMS, ids=str)
-def test_still_logits_of_any_form_in_any_pieces(request, target, family, form):
+def test_logits_of_any_form_in_any_pieces(request, target, family, form):
     """They are as near to those of float64 as torch's."""
     model = request.getfixturevalue(family)(dtype=torch.float32, **form)
     generator = torch.Generator().manual_seed(0)
@@ -118,7 +118,7 @@ def test_still_logits_of_any_form_in_any_pieces(request, target, family, form):
 @given(st.data())
 @settings(max_examples=15)
 @torch.inference_mode()
-def test_still_rows_of_any_past_in_any_order(build, data):
+def test_rows_of_any_past_in_any_order(build, data):
     """Each row's logits are those of its own text; nothing else in the cache changes."""
     eager, model = both(build)
     pasts = data.draw(st.lists(st.integers(0, 10), min_size=1, max_size=4))
@@ -151,7 +151,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_still_texts_of_ragged_rows(build, mode):
+def test_texts_of_ragged_rows(build, mode):
     prompts = [random_tokens(3), random_tokens(14, seed=1), [], random_tokens(25, seed=2)]
     given = {"prompts": prompts, "max_new_tokens": 30, "ignore_eos": True} | MODES[mode]
 
@@ -162,7 +162,7 @@ def test_still_texts_of_ragged_rows(build, mode):
     assert texts(compiled) == texts(eager)
 
 
-def test_still_float32_texts_do_not_depend_on_their_batch():
+def test_float32_texts_do_not_depend_on_their_batch():
     """Sampled texts too are equal bit for bit, not only up to rounding."""
     model = native(load_model(CHECKPOINTS / "stories-draft"))
     prompts = [random_tokens(length, 4096, seed=length) for length in (1, 40, 7, 90)]
@@ -172,7 +172,7 @@ def test_still_float32_texts_do_not_depend_on_their_batch():
 
 
 @pytest.mark.parametrize("gamma, temperature", [(1, 0.0), (4, 1.0), (16, 0.0)])
-def test_still_speculation(build, tiny_llama, gamma, temperature):
+def test_speculation(build, tiny_llama, gamma, temperature):
     params = SamplingParams(40, True, temperature=temperature, presence_penalty=0.3)
 
     def passes(use):

@@ -66,7 +66,7 @@ def test_of_equal_logits_the_largest_bits_win(library):
 
 @pytest.mark.parametrize("fields", PARAMS)
 def test_the_same_tokens_on_every_processor_with_any_threads(library, fields):
-    from native import build
+    from serve_ray import build
 
     logits = random_logits("random", 33, 3001)
     params = params_of(fields, 33)
@@ -115,7 +115,7 @@ def test_draws_of_any_logits_give_an_id_and_stay_as_they_are(library, fields, va
     check_strange_logits(library, fields, value)
 
 
-def test_still_the_generator_of_rows_without_a_seed(native):
+def test_the_generator_of_rows_without_a_seed(native):
     from sampling import SamplingParams, Sequence, sample_batch
 
     fields = [{"temperature": 1.0}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.5}, {}]
@@ -130,7 +130,7 @@ def test_still_the_generator_of_rows_without_a_seed(native):
     assert ours == expected and torch.equal(state, torch_state)
 
 
-def test_still_other_dtypes_are_for_torch(native, torch_numbers):
+def test_other_dtypes_are_for_torch(native, torch_numbers):
     from sampling import Sequence, sample_batch
 
     logits = random_logits("random", 2, 61).double()

@@ -62,7 +62,7 @@ def test_the_same_filtered_tokens_of_a_large_vocabulary(library, fields):
 
 
 @pytest.mark.parametrize("fields", FILTERS)
-def test_still_the_same_filtered_tokens_on_every_processor_with_any_threads(library, fields):
+def test_the_same_filtered_tokens_on_every_processor_with_any_threads(library, fields):
     from native import build
 
     logits = random_logits("random", 33, 3001)
@@ -75,7 +75,7 @@ def test_still_the_same_filtered_tokens_on_every_processor_with_any_threads(libr
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("fields", FILTERS)
-def test_still_filters_of_any_logits_give_an_id_and_stay_as_they_are(library, fields, value):
+def test_filters_of_any_logits_give_an_id_and_stay_as_they_are(library, fields, value):
     check_strange_logits(library, fields, value)
 
 
@@ -107,7 +107,7 @@ def test_dividing_makes_ties_before_top_k_looks(library):
         {"temperature": 1e300, "top_k": 2},  # infinite in float32
     ],
 )
-def test_still_numbers_that_float32_or_64_bits_do_not_hold(library, fields):
+def test_numbers_that_float32_or_64_bits_do_not_hold(library, fields):
     logits = torch.tensor([[0.0, 300.0, 100.0, 300.0, 200.0, -100.0]]).expand(300, 6)
     logits = logits / 100 if "top_k" in fields and fields["top_k"] > 6 else logits
     params = params_of(fields, 300)
@@ -159,7 +159,7 @@ def test_the_engine_and_its_drafter_draw_in_c(native, torch_numbers, fields):
     assert texts == own_texts(native, prompts, params)
 
 
-def test_still_stories_are_those_of_torch(stories):
+def test_stories_are_those_of_torch(stories):
     """Temperature, filters and penalties, of the same logits."""
     from native import use_native
     from sampling import SamplingParams

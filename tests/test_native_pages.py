@@ -54,7 +54,7 @@ def requests(count: int, seed: int) -> tuple[list, list]:
     "name, dtype", [("stories-llama", torch.float32), ("stories-draft", torch.int8)]
 )
 @pytest.mark.parametrize("drafts", ["none", "lookup", "model"])
-def test_still_texts_of_a_checkpoint_bit_for_bit(name, dtype, drafts):
+def test_texts_of_a_checkpoint_bit_for_bit(name, dtype, drafts):
     """They are equal in float32 too, with preemption, shared prefixes, chunks and drafts."""
     from engine.drafter import PagedModelDrafter, PromptLookupDrafter
 
@@ -73,7 +73,7 @@ def test_still_texts_of_a_checkpoint_bit_for_bit(name, dtype, drafts):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_still_a_broken_text_reaches_no_other(tiny, bad):
+def test_a_broken_text_reaches_no_other(tiny, bad):
     """Its text ends with an error, and its pages go to others."""
     model = tiny(dtype=torch.float32)
     model.wpe.weight.data[5] = bad

@@ -19,7 +19,7 @@ FORMS = [
 @torch.inference_mode()
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 @pytest.mark.parametrize("family, form", FORMS, ids=str)
-def test_still_tokens_together_have_the_bits_of_each_alone(request, target, family, form):
+def test_tokens_together_have_the_bits_of_each_alone(request, target, family, form):
     """Wherever they begin, in their text and in the pass."""
     build = request.getfixturevalue(family)
     model = native(build(dtype=torch.float32, block_size=50, **form), target)
@@ -37,7 +37,7 @@ def test_still_tokens_together_have_the_bits_of_each_alone(request, target, fami
 
 @torch.inference_mode()
 @pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_still_a_token_does_not_see_those_behind_it(tiny, target):
+def test_a_token_does_not_see_those_behind_it(tiny, target):
     """Though they are computed together: what is NaN in these is not in its logits."""
     model = tiny(dtype=torch.float32, block_size=50, n_head=1)
     model.wpe.weight.data[42] = math.nan  # in the midst of 4, 8 or 16 tokens
@@ -48,7 +48,7 @@ def test_still_a_token_does_not_see_those_behind_it(tiny, target):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_still_activations_far_from_zero_in_blocks(tiny, tiny_llama, target):
+def test_activations_far_from_zero_in_blocks(tiny, tiny_llama, target):
     """The exponentials of the softmax leave the range of float32 there."""
     gpt = tiny(dtype=torch.float32)
     gpt.h[0].mlp.c_fc.bias.copy_(torch.linspace(-40, 40, 64))

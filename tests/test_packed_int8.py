@@ -127,7 +127,7 @@ WRONG = WRONG_FLOATS | {"scale": lambda scale: scale[:9], "scale negative": torc
 
 
 @pytest.mark.parametrize("which", WRONG)
-def test_still_nothing_outside_int8_arrays_is_read(which):
+def test_nothing_outside_int8_arrays_is_read(which):
     name = which.split()[0]
     given = dict(zip(("weight", "scale", "bias"), random_layer(10, 6, int8=True)))
     given["x"] = random_rows(2, 6)

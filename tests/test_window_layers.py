@@ -266,7 +266,7 @@ def test_a_config_that_this_model_cannot_be_is_refused(values, words):
     assert str(error.value).startswith("config.json: ") and words in str(error.value)
 
 
-def test_still_a_llama_has_no_windows():
+def test_a_llama_has_no_windows():
     with pytest.raises(UserError, match="is 'sliding_attention'; supported is 'full_attention'"):
         read(layer_types=TYPES[:2])
 
