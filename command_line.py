@@ -85,12 +85,12 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
     def parse_known_args(self, args=None, namespace=None):
+        names = self._option_string_actions
         for argument in sys.argv[1:] if args is None else args:
             option, _, value = argument.partition("=")
             if option.startswith("--") and value == "--":  # argparse would store a list
                 self.error(f"argument {option}: expected one argument")
             for old, new in RENAMED_OPTIONS:
-                names = self._option_string_actions
                 if option == old and old not in names and new in names:
                     self.error(f"{old} is now {new}")
         return super().parse_known_args(args, namespace)
@@ -438,8 +438,8 @@ class Conversation:
             left_out += 2
             tokens = self.chat.encode(system + self.history, self.encoding)
         if left_out:
-            full = f"the window is full: the {left_out} oldest messages are left out"
-            print(f"note: {full}; a smaller --max-new-tokens leaves more room", file=sys.stderr)
+            full = f"the context window is full: dropped the {left_out} oldest messages"
+            print(f"note: {full}; a smaller --max-new-tokens keeps more", file=sys.stderr)
         return tokens
 
 
@@ -477,32 +477,6 @@ def encode_messages(args, prompts: list[str], encoding, chat: Chat) -> list[list
 def system_messages(args) -> list[dict[str, str]]:
     """Return the system message of --system as a list, empty without it."""
     return [] if args.system is None else [{"role": "system", "content": args.system}]
-
-
-def chat_loop(
-    chat: Chat, encoding, system: list[dict[str, str]], max_prompt_tokens: int, write
-) -> None:
-    """Reply to each line of standard input, with the system message and the history as context.
-
-    Beyond `max_prompt_tokens` tokens the oldest messages are dropped, each with its reply. The
-    context shift of `generate` would drop the system message first and cut inside another message.
-    It still cuts a last message that is too long alone.
-    """
-    history = []
-    for line in read_lines():
-        warn_dropped_bytes(encoding, line, plain=True)
-        history.append({"role": "user", "content": line})
-        tokens = chat.encode(system + history, encoding)
-        left_out = 0
-        while len(tokens) > max_prompt_tokens and len(history) > 1:
-            del history[:2]
-            left_out += 2
-            tokens = chat.encode(system + history, encoding)
-        if left_out:
-            full = f"the context window is full: dropped the {left_out} oldest messages"
-            print(f"note: {full}; a smaller --max-new-tokens keeps more", file=sys.stderr)
-        (reply,) = write([tokens], [""])
-        history.append({"role": "assistant", "content": reply})
 
 
 def read_lines() -> Iterator[str]:

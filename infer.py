@@ -298,8 +298,7 @@ def run(args) -> None:
     """
     check_beam_options(args)
     check_chat_options(args)
-    cache_dtype = CACHE_DTYPES[args.cache_dtype]
-    if args.no_cache and cache_dtype:
+    if args.no_cache and CACHE_DTYPES[args.cache_dtype]:
         raise UserError("--cache-dtype conflicts with --no-cache")
     source = resolve_source(args.model)
     # Beam search does not sample.

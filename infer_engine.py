@@ -10,6 +10,7 @@ if __name__ == "__main__":
 from command_line import (
     MODEL_HELP,
     STORIES,
+    AppendToTuple,
     Conversation,
     OutputWriter,
     Parser,
@@ -51,14 +52,18 @@ from parallel.ranks import TensorParallelGroup
 
 def main(argv=None) -> None:
     parser = Parser(description="Generate text with continuous batching.")
-    parser.add_argument("--model", default=STORIES, help=MODEL_HELP)
+    parser.group("model").add_argument("--model", default=STORIES, help=MODEL_HELP)
     add_engine_options(parser)
     add_options(parser)
     add_sampling_options(parser)
     stop_help = "string before which the output ends; repeatable"
-    parser.add_argument("--stop", action="append", default=None, help=stop_help)
-    parser.add_argument(
-        "--logprobs", type=int, help="show log-probabilities with the N best tokens, 0 to 20"
+    group = parser.group("sampling")
+    group.add_argument("--stop", metavar="TEXT", action=AppendToTuple, default=(), help=stop_help)
+    group.add_argument(
+        "--logprobs",
+        metavar="N",
+        type=int,
+        help="show log-probabilities with the N best tokens, 0 to 20",
     )
     add_constraint_options(parser)
     add_chat_options(parser)
@@ -86,9 +91,8 @@ def write_all(args, tp_group: TensorParallelGroup | None) -> None:
     check_engine_options(args)
     if args.lora_modules and is_interactive(args):
         raise UserError("--lora-modules needs --prompt or --prompt-file; in a chat use --adapter")
-    for text in args.stop or []:
+    for text in args.stop:
         check_utf8("--stop", text)
-    args.stop = tuple(args.stop or [])
     source = resolve_source(args.model)
     defaults = chat_sampling_defaults(args, source)
     params = sampling_params(args, defaults)

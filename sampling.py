@@ -70,9 +70,8 @@ class SamplingParams:
         fields = [Constraint(name, getattr(self, name)) for name in CONSTRAINT_FIELDS]
         constraint, *others = [each for each in fields if each.source not in ((), None)] or [None]
         if others:
-            raise UserError(
-                f"{constraint.field} does not go with {others[0].field}: a text has one constraint"
-            )
+            names = f"{constraint.field} conflicts with {others[0].field}"
+            raise UserError(f"{names}: only one constraint is allowed")
         return constraint
 
 
@@ -168,17 +167,11 @@ def utf8_size(strings: tuple[str, ...]) -> float:
 
 def check_constraint(params: SamplingParams) -> None:
     """Raise UserError for two constraints, or for a field that conflicts with the constraint."""
-    constraint_field, *others = [
-        name for name in CONSTRAINT_FIELDS if getattr(params, name) not in ((), None)
-    ] or [None]
-    if others:
-        raise UserError(
-            f"{constraint_field} conflicts with {others[0]}: only one constraint is allowed"
-        )
+    constraint = params.constraint
     for name in ("ignore_eos", "min_tokens", "stop_token_ids"):
-        if constraint_field and vars(params).get(name):
+        if constraint and getattr(params, name):
             reason = "the constraint decides where the output ends"
-            raise UserError(f"{name} conflicts with {constraint_field}: {reason}")
+            raise UserError(f"{name} conflicts with {constraint.field}: {reason}")
 
 
 def params_per_prompt(

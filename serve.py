@@ -82,28 +82,10 @@ def default_model() -> str | Path:
 
 def add_server_options(parser: Parser) -> None:
     """Add the options of a server, in groups, and those of its model and engine."""
-    parser.add_argument("--model", default=default_model(), help=MODEL_HELP)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
-    parser.add_argument("--port", type=int, default=8000, help="0: one that is free")
-    key_help = "clients must send it as a bearer token; if not given, anyone may ask"
-    parser.add_argument("--api-key", help=key_help)
-    origin_help = "a web page of this origin may ask; repeatable; *: any"
-    parser.add_argument("--allow-origin", action="append", default=[], help=origin_help)
-    host_help = "a host name that clients may use, repeatable; localhost, --host and IP addresses"
-    host_help += " always may; *: any name, the default at 0.0.0.0 and ::"
-    parser.add_argument("--allowed-host", action="append", default=[], help=host_help)
-    waiting_help = "texts that may wait, besides those that run; more are refused with 429"
-    parser.add_argument("--max-waiting", type=int, default=1024, help=waiting_help)
-    tokens_help = "tokens in the prompts of texts that have not begun; more: 429"
-    parser.add_argument("--max-waiting-tokens", type=int, default=2**20, help=tokens_help)
-    drain_help = "how long running texts may go on after SIGTERM or Ctrl-C"
-    parser.add_argument("--drain-seconds", type=float, default=30, help=drain_help)
-    add_template_option(parser)
-    add_defaults_option(parser, ", for chats")
-    add_engine_options(parser)
+    parser.group("model").add_argument("--model", default=default_model(), help=MODEL_HELP)
     add_model_options(parser)
     add_stride_option(parser)
-    server = parser.add_argument_group("server")
+    server = parser.group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on")
     server.add_argument("--port", type=int, default=8000, help="TCP port; 0: any free one")
     server.add_argument(
@@ -113,7 +95,7 @@ def add_server_options(parser: Parser) -> None:
         default=30,
         help="seconds that running requests may continue after SIGTERM or Ctrl-C",
     )
-    access = parser.add_argument_group("access")
+    access = parser.group("access")
     key_help = "bearer token that clients must send (default: none needed)"
     access.add_argument("--api-key", metavar="KEY", help=key_help)
     origin_help = "origin whose web pages may send requests, *: any; repeatable (default: none)"

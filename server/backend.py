@@ -4,10 +4,9 @@ import itertools
 from collections.abc import AsyncIterator
 from typing import NamedTuple, Protocol
 
-from loading.tokenizer import Encoding
-
 from constraints import Matcher
 from sampling import SamplingParams, TokenLogprob
+from text.tokenizer import Encoding
 
 
 class EngineDead(Exception):

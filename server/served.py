@@ -165,7 +165,7 @@ class ServedModel:
             check_token_ids(params, self.backend.config)
         except UserError as error:
             raise APIError(400, str(error), str(error).partition(" ")[0]) from None
-        if params.constraint_field is None:
+        if params.constraint is None:
             return None
         with self.as_api_error(constraint_field):
             return await run_in_compile_pool(

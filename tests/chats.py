@@ -221,8 +221,8 @@ def tool(name: str, properties: dict | None = None, **more) -> dict:
 def tool_grammar(directory, tools, choice="auto", parallel=True) -> str:
     """The grammar of replies of a chat model that may call these tools."""
     from constraints import get_vocabulary
-    from loading.chat import Chat
-    from loading.tools import build_tool_grammar, detect_tool_format
+    from text.chat import Chat
+    from text.tools import build_tool_grammar, detect_tool_format
 
     encoding = load_encoding(directory, 4104)
     tool_format = detect_tool_format(Chat(directory), encoding, (4098,))

@@ -635,7 +635,7 @@ def chat_engine(tiny_llama, write_chat):
     from chats import HERMES
 
     from engine.engine import Engine
-    from loading.tokenizer import load_encoding
+    from text.tokenizer import load_encoding
 
     shape = {"vocab_size": 4104, "block_size": 1280, "bos_token_id": 4096, "eos_token_id": 4098}
     encoding = load_encoding(write_chat(HERMES), 4104)

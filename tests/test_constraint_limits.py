@@ -41,30 +41,31 @@ def allows(kind, source, text: str) -> bool:
     return all(steps) and bool(matcher.token_mask(tokens)[4095])
 
 
-REFUSED = [
-    ('start: p::0x0\np::_: "a" p::incr([0:20]) | ""', "parametric rules (::)"),
-    ('start: p::0x0\np::_: p::incr(_) "a" | ""', "parametric rules (::)"),
-    ('start: "b"{60} p::0\np::_: p::set_bit(1) | "a"', "parametric rules (::)"),
-    ('start: "a" // "\nb::_: "a" b::decr(_)', "parametric rules (::)"),
-    ('start: b # /\nb ::_: b::incr(_) "a" // /', "parametric rules (::)"),
-    ('start: "\\"" p::0 "\\""\np::_: "a"', "parametric rules (::)"),
-    ('start: "a" %if true', "%if is not supported in a grammar"),
-    ('start: %json {"type": "object"}', "%json is not supported"),
-    ('start: %regex {"substring_words": "a b"}', "%regex is not supported"),
-    ('start: %lark { start: "a" }', "%lark is not supported"),
-    ('%llguidance {"no_forcing": true}\nstart: "a"', "%llguidance is not supported"),
-    ('%declare X\nstart: "a"', "%declare is not supported"),
-    ('%override start: "a"', "%override is not supported"),
-    ("start: @other", "@other is not supported"),
-    ("start: <|im_end|>", "<|im_end|> is not supported: output cannot contain special tokens"),
-    ("start: <[*]>", "<[*]> is not supported"),
-    ("start: <[^5]>", "<[^5]> is not supported"),
-    ('start: x\nx[stop="b"]: /a/', "the option 'stop' is not supported in a grammar; only lazy is"),
-    ('start: x\nx[suffix="b"]: /a/', "the option 'suffix' is not supported"),
-    ("start: x\nx[max_tokens=5]: /a+/", "the option 'max_tokens' is not supported"),
-    ("start: x\nx[lazy, temperature=0.5]: /a/", "the option 'temperature' is not supported"),
-    ("start: x\n?x[ capture ] : /a/", "the option 'capture' is not supported"),
-]
+REFUSED = {  # what the refusal names -> grammars
+    "parametric rules (::)": [
+        'start: p::0x0\np::_: "a" p::incr([0:20]) | ""',
+        'start: "b"{60} p::0\np::_: p::set_bit(1) | "a"',
+        'start: "a" // "\nb::_: "a" b::decr(_)',
+        'start: b # /\nb ::_: b::incr(_) "a" // /',
+        'start: "\\"" p::0 "\\""\np::_: "a"',
+    ],
+    "%if": ['start: "a" %if true'],
+    "%json": ['start: %json {"type": "object"}'],
+    "%regex": ['start: %regex {"substring_words": "a b"}'],
+    "%lark": ['start: %lark { start: "a" }'],
+    "%llguidance": ['%llguidance {"no_forcing": true}\nstart: "a"'],
+    "%declare": ['%declare X\nstart: "a"'],
+    "%override": ['%override start: "a"'],
+    "@other": ["start: @other"],
+    "<|im_end|>": ["start: <|im_end|>"],
+    "<[*]>": ["start: <[*]>"],
+    "<[^5]>": ["start: <[^5]>"],
+    "'stop'": ['start: x\nx[stop="b"]: /a/'],
+    "'suffix'": ['start: x\nx[suffix="b"]: /a/'],
+    "'max_tokens'": ["start: x\nx[max_tokens=5]: /a+/"],
+    "'temperature'": ["start: x\nx[lazy, temperature=0.5]: /a/"],
+    "'capture'": ["start: x\n?x[ capture ] : /a/"],
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -224,8 +225,8 @@ UNWRITTEN = [  # schema, where, which value
 @pytest.mark.parametrize("schema, where, value", UNWRITTEN, ids=str)
 def test_a_value_is_not_written_without_a_character_of_its_own(schema, where, value):
     found = refused(compiled, "json_schema", schema)
-    allowed = "the only control characters allowed are \\b, \\f, \\n, \\r and \\t"
-    assert found == f"json_schema: {words}{allowed}"
+    assert found.startswith(f"json_schema: {where} ") and value in found
+    assert r"\b, \f, \n, \r and \t" in found
 
 
 def test_other_strings_have_control_characters():
@@ -237,23 +238,18 @@ def test_other_strings_have_control_characters():
     assert allows("json_schema", {"type": "string", "pattern": r"^\\x01$"}, r'"\\x01"')
 
 
-FEW = "other names may repeat, and JSON parsers count a repeated name once"
+REPEATED = [  # schema, where, its value, the largest that is allowed
+    ({"type": "object", "minProperties": 2}, "minProperties", 2, 1),
+    ({"items": OBJECT | {"minProperties": 3.0}}, "items.minProperties", 3.0, 1),
+    ({"required": ["a", "a"], "minProperties": 3}, "minProperties", 3, 2),
+    ({"allOf": [OBJECT, {"minProperties": 2}]}, "allOf[1].minProperties", 2, 1),
+]
 
 
-@pytest.mark.parametrize(
-    "schema, place, least, count",
-    [
-        ({"type": "object", "minProperties": 2}, "minProperties", 2, 0),
-        ({"items": OBJECT | {"minProperties": 3.0}}, "items.minProperties", 3.0, 0),
-        ({"required": ["a", "a"], "minProperties": 3}, "minProperties", 3, 1),
-        ({"allOf": [OBJECT, {"minProperties": 2}]}, "allOf[1].minProperties", 2, 0),
-    ],
-    ids=str,
-)
-def test_a_number_of_names_that_repeated_ones_reach_is_refused(schema, place, least, count):
-    allowed = f"with {count} required properties it must be at most {count + 1}"
-    expected = f"json_schema: {place} is {least}; {allowed}: {FEW}"
-    assert refused(compiled, "json_schema", schema) == expected
+@pytest.mark.parametrize("schema, where, value, most", REPEATED, ids=str)
+def test_a_number_of_names_that_repeated_ones_reach_is_refused(schema, where, value, most):
+    found = refused(compiled, "json_schema", schema)
+    assert found.startswith(f"json_schema: {where} is {value}; ") and f" {most}: " in found
 
 
 @pytest.mark.parametrize("least", [1.5, 0.5, float("inf")])
@@ -289,20 +285,19 @@ def test_what_says_nothing_is_taken(schema, text):
     assert allows("json_schema", schema, text)
 
 
-@pytest.mark.parametrize(
-    "schema, words",
-    [
-        ({"uniqueItems": True}, "the keyword 'uniqueItems' is not supported"),
-        ({"uniqueItems": 0}, "the keyword 'uniqueItems' is not supported"),
-        ({"items": {"nullable": True}}, "the keyword 'items.nullable' is not supported"),
-        ({"unevaluatedProperties": False}, "the keyword 'unevaluatedProperties' is not supported"),
-        ({"propertyNames": {"pattern": "a"}}, "the keyword 'propertyNames' is not supported"),
-        ({"format": "regex"}, "format is 'regex'; it must be one of date, date-time, duration"),
-    ],
-    ids=str,
-)
-def test_still_what_says_something_is_refused(schema, words):
-    assert refused(compiled, "json_schema", schema).startswith(f"json_schema: {words}")
+SAYING = [
+    ({"uniqueItems": True}, "'uniqueItems'"),
+    ({"uniqueItems": 0}, "'uniqueItems'"),
+    ({"items": {"nullable": True}}, "'items.nullable'"),
+    ({"unevaluatedProperties": False}, "'unevaluatedProperties'"),
+    ({"propertyNames": {"pattern": "a"}}, "'propertyNames'"),
+    ({"format": "regex"}, "format is 'regex'; it must be one of date, date-time"),
+]
+
+
+@pytest.mark.parametrize("schema, words", SAYING, ids=str)
+def test_what_says_something_is_refused(schema, words):
+    assert words in refused(compiled, "json_schema", schema)
 
 
 def test_tools_are_held_to_the_same(write_chat):

@@ -167,34 +167,6 @@ def test_an_error_in_logprobs_fails_its_request_only(tiny, monkeypatch, error):
         check(model, request, 1)
 
 
-def test_nothing_is_computed_where_no_request_asked(tiny, computed):
-    engine, requests = make_engine(tiny(), [[1], [2]], request_params(2, max_new_tokens=4))
-    finish(engine)
-    assert computed == [] and all(request.logprobs == [] for request in requests)
-    add(engine, [1], request_params(1, max_new_tokens=4)[0], 0)
-    finish(engine)
-    assert len(computed) == 4
-
-
-@pytest.mark.parametrize("count", [-1, 21, 1.0, True, "3"])
-def test_a_number_out_of_range_is_refused(tiny, count):
-    engine = Engine(tiny())
-    with pytest.raises(UserError) as raised:
-        add(engine, [1], request_params(1, max_new_tokens=3)[0], count)
-    assert str(raised.value) == f"logprobs is {count!r}; it must be None or an integer from 0 to 20"
-    assert not engine.busy
-
-
-def test_generate_keeps_none(tiny):
-    from infer import generate
-    from infer_speculative import generate_speculative
-
-    params = SamplingParams(3, logprobs=0)
-    for run in (generate(tiny(), [[1]], params), generate_speculative(tiny(), tiny(), [1], params)):
-        with pytest.raises(UserError, match="only the engine supports stop and logprobs"):
-            next(run)
-
-
 # Other ways to the same numbers
 
 

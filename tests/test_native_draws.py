@@ -66,7 +66,7 @@ def test_of_equal_logits_the_largest_bits_win(library):
 
 @pytest.mark.parametrize("fields", PARAMS)
 def test_the_same_tokens_on_every_processor_with_any_threads(library, fields):
-    from serve_ray import build
+    from native import build
 
     logits = random_logits("random", 33, 3001)
     params = params_of(fields, 33)

@@ -622,7 +622,7 @@ def test_null_in_a_schema_is_a_value(client):
 def test_nothing_is_stored(client):
     calls = [("GET", "/r"), ("DELETE", "/r"), ("POST", "/r/cancel"), ("GET", "/r/input")]
     for method, path in calls:
-        check_refused(client.ask(method, f"{PATH}{path}"), None, "stored", 404)
+        check_refused(client.ask(method, f"{PATH}{path}"), None, "stores no responses", 404)
     with client.send("HEAD", f"{PATH}/r") as head:
         assert (head.status, head.read()) == (404, b"")
 
@@ -789,7 +789,7 @@ def test_the_official_client(hermes):
             talk += [made if turn else made.model_dump(), output]
         found = responses.create(input=talk, **options | {"tool_choice": "none"})
         assert found.output_text
-        with pytest.raises(openai.NotFoundError, match="no response is stored"):
+        with pytest.raises(openai.NotFoundError, match="stores no responses"):
             responses.retrieve(found.id)
 
 

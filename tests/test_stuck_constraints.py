@@ -205,9 +205,7 @@ def test_a_constraint_that_fails_in_mid_text_is_the_clients(tiny_llama, monkeypa
         assert texts == ({"a"} if stream else set())
         assert (error["type"], error["code"]) == ("invalid_request_error", "constraint_failed")
         assert error["param"] == "structured_outputs"
-        assert error["message"].startswith("no token may follow after ")
-        assert "tokens of output: grammar: " in error["message"]
-        assert "max is 12" in error["message"]
+        assert "grammar: " in error["message"] and "max is 12" in error["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
