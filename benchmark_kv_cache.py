@@ -14,7 +14,9 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks import common
-from command_line import MAX_SEQUENCES, STORIES, Parser, pick_dtype
+from command_line.models import pick_dtype
+from command_line.options import MAX_SEQUENCES, STORIES
+from command_line.parser import Parser
 from errors import UserError
 from infer import generate
 from loading.load import load_model, save_model

@@ -14,7 +14,9 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks import common
-from command_line import STORIES, Parser, pick_dtype
+from command_line.models import pick_dtype
+from command_line.options import STORIES
+from command_line.parser import Parser
 from errors import UserError
 from infer import generate
 from infer_speculative import SpeculativeStep, generate_speculative

@@ -15,34 +15,33 @@ import torch
 
 from adapters import check_adapter, use_adapters
 from cache import ContextWindow, KVCache
-from command_line import (
+from command_line.chat import (
+    Conversation,
+    add_chat_options,
+    chat_sampling_defaults,
+    check_chat_options,
+    load_chat,
+    print_sampling_defaults,
+    with_tool_calls,
+)
+from command_line.models import load_models, pick_device
+from command_line.options import (
     CACHE_DTYPES,
     MODEL_HELP,
     OPTION_NAMES,
     STORIES,
-    Conversation,
-    OutputWriter,
-    Parser,
-    add_chat_options,
     add_constraint_options,
     add_options,
     add_sampling_options,
-    chat_sampling_defaults,
-    check_chat_options,
-    load_chat,
-    load_models,
-    pick_device,
     pick_seed,
-    print_sampling_defaults,
     read_prompts,
-    run_script,
     sampling_params,
-    warn_long_prompts,
-    warn_truncated_outputs,
     with_request_seeds,
-    with_tool_calls,
 )
-from constraints import make_matcher, single_allowed_token
+from command_line.output import OutputWriter, warn_long_prompts, warn_truncated_outputs
+from command_line.parser import Parser, run_script
+from constraints.compiler import make_matcher
+from constraints.matcher import single_allowed_token
 from errors import UserError, check_limits
 from loading.load import resolve_source
 from model import Model

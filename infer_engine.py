@@ -7,34 +7,31 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # which python -P leaves out
     import loading.interrupt  # noqa: F401, before torch, whose import takes a second
 
-from command_line import (
+from command_line.chat import (
+    Conversation,
+    add_chat_options,
+    chat_sampling_defaults,
+    check_chat_options,
+    is_interactive,
+    load_chat,
+    print_sampling_defaults,
+    with_tool_calls,
+)
+from command_line.models import pick_device
+from command_line.options import (
     MODEL_HELP,
     STORIES,
-    AppendToTuple,
-    Conversation,
-    OutputWriter,
-    Parser,
-    add_chat_options,
     add_constraint_options,
     add_options,
     add_sampling_options,
-    chat_sampling_defaults,
-    check_chat_options,
     check_utf8,
-    is_interactive,
-    is_worker,
-    load_chat,
-    pick_device,
     pick_seed,
-    print_sampling_defaults,
     read_prompts,
-    run_script,
     sampling_params,
-    warn_long_prompts,
-    warn_truncated_outputs,
     with_request_seeds,
-    with_tool_calls,
 )
+from command_line.output import OutputWriter, warn_long_prompts, warn_truncated_outputs
+from command_line.parser import AppendToTuple, Parser, is_worker, run_script
 from engine.engine import Engine
 from engine.options import (
     add_engine_options,

@@ -12,26 +12,27 @@ if __name__ == "__main__":
 import torch
 
 from cache import ContextWindow, KVCache
-from command_line import (
+from command_line.models import load_models, pick_device
+from command_line.options import (
     CACHE_DTYPES,
     MODEL_HELP,
     STORIES,
-    OutputWriter,
-    Parser,
     add_constraint_options,
     add_options,
     add_sampling_options,
-    load_models,
-    pick_device,
     pick_seed,
     read_prompts,
-    run_script,
     sampling_params,
+)
+from command_line.output import (
+    OutputWriter,
     warn_dropped_bytes,
     warn_long_prompts,
     warn_truncated_outputs,
 )
-from constraints import Matcher, make_matcher
+from command_line.parser import Parser, run_script
+from constraints.compiler import make_matcher
+from constraints.matcher import Matcher
 from drafts import GAMMA_LIMITS, check_vocabularies, prompt_lookup
 from errors import check_limits
 from infer import next_logits

@@ -20,22 +20,16 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from command_line import (
+from command_line.chat import add_defaults_option, add_template_option, print_sampling_defaults
+from command_line.models import pick_device
+from command_line.options import (
     MODEL_HELP,
     STORIES,
-    AppendToTuple,
-    Parser,
-    add_defaults_option,
     add_model_options,
     add_stride_option,
-    add_template_option,
     check_utf8,
-    is_worker,
-    pick_device,
-    print_sampling_defaults,
-    run_script,
-    write_stdout,
 )
+from command_line.parser import AppendToTuple, Parser, is_worker, run_script, write_stdout
 from engine.options import (
     add_engine_options,
     check_engine_options,

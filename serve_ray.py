@@ -16,7 +16,9 @@ if __name__ == "__main__":
 import torch
 
 from cache import ContextWindow
-from command_line import Parser, pick_device, print_sampling_defaults, run_script, write_stdout
+from command_line.chat import print_sampling_defaults
+from command_line.models import pick_device
+from command_line.parser import Parser, run_script, write_stdout
 from engine.options import engine_config, load_adapters, parse_adapters
 from errors import UserError, check_limits
 from loading.load import empty_model, load_config, resolve_source

@@ -22,7 +22,9 @@ from benchmarks import common
 from benchmarks.export_gguf import write_gguf
 from benchmarks.llama_cpp import LlamaCpp
 from cache import KVCache
-from command_line import MAX_SEQUENCES, STORIES, Parser, pick_dtype
+from command_line.models import pick_dtype
+from command_line.options import MAX_SEQUENCES, STORIES
+from command_line.parser import Parser
 from errors import UserError
 from infer import generate, pass_logits
 from loading.load import load_model, save_model

@@ -28,7 +28,7 @@ import h11
 import numpy
 
 from benchmarks.common import Formatter, integer_in_range
-from command_line import Parser, run_script
+from command_line.parser import Parser, run_script
 from errors import UserError
 
 METRICS = {

@@ -19,7 +19,9 @@ from pathlib import Path
 import torch
 
 from cache import KVCache
-from command_line import DTYPES, HelpFormatter, pick_device, run_script
+from command_line.models import pick_device
+from command_line.options import DTYPES
+from command_line.parser import HelpFormatter, run_script
 from errors import UserError
 from loading.load import load_config, resolve_source
 from native import BuildError, kernel

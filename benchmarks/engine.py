@@ -23,7 +23,8 @@ import benchmark_kv_cache
 import benchmark_speculative
 from benchmarks import common
 from cache import Span
-from command_line import STORIES, Parser
+from command_line.options import STORIES
+from command_line.parser import Parser
 from engine.cache import PagedCache
 from engine.drafter import AdaptiveSpeculation, PagedModelDrafter, PromptLookupDrafter
 from engine.engine import Engine

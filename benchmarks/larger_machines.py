@@ -11,7 +11,7 @@ from benchmarks import predict
 from benchmarks.client import positive_float
 from benchmarks.common import integer_in_range
 from benchmarks.predict import Step
-from command_line import Parser, run_script
+from command_line.parser import Parser, run_script
 from errors import UserError
 from llama import LlamaConfig
 from parallel.ranks import PARALLEL_MODES

@@ -15,7 +15,8 @@ if __name__ == "__main__":
 import lessons
 from benchmark_speculative import PROMPTS
 from benchmarks import common
-from command_line import STORIES, Parser
+from command_line.options import STORIES
+from command_line.parser import Parser
 from errors import UserError
 from loading.load import load_model
 

@@ -17,7 +17,10 @@ import torch
 from benchmarks import common
 from benchmarks.llama_cpp import LlamaCpp
 from cache import KVCache
-from command_line import CACHE_DTYPES, DTYPES, STORIES, Parser, pick_dtype, warn_dropped_bytes
+from command_line.models import pick_dtype
+from command_line.options import CACHE_DTYPES, DTYPES, STORIES
+from command_line.output import warn_dropped_bytes
+from command_line.parser import Parser
 from errors import UserError
 from infer import pass_logits
 from loading.load import load_model, resolve_source

@@ -24,7 +24,8 @@ from benchmarks.engine import check
 from benchmarks.predict import Step
 from benchmarks.ranks import SIZES
 from benchmarks.serving import server
-from command_line import STORIES, Parser
+from command_line.options import STORIES
+from command_line.parser import Parser
 from engine.pages import page_count
 from errors import UserError
 from loading.load import load_config, load_model, save_model

@@ -25,7 +25,8 @@ import torch
 from benchmarks import client, common
 from benchmarks.batching import ENGINES, NEEDS, EngineProcess, unavailable_reason
 from benchmarks.export_gguf import write_gguf
-from command_line import STORIES, Parser
+from command_line.options import STORIES
+from command_line.parser import Parser
 from engine.engine import Engine
 from engine.pages import page_count
 from errors import UserError

@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help=words)
     args = parser.parse_args(argv)
     import pictures
-    from command_line import check_utf8
+    from command_line.options import check_utf8
 
     output = args.output or Path(f"picture-{args.id}.html")
     try:

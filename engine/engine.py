@@ -8,7 +8,7 @@ import torch
 
 from adapters import check_adapter
 from cache import ContextWindow, common_prefix_length, layer_sliding_windows
-from constraints import make_matcher
+from constraints.compiler import make_matcher
 from engine.cache import PagedCache
 from engine.config import EngineConfig
 from engine.drafter import AdaptiveSpeculation, Drafter

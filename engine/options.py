@@ -6,7 +6,9 @@ import functools
 from collections.abc import Iterator
 
 from adapters import Adapters
-from command_line import CACHE_DTYPES, check_utf8, is_distributed, load_models, pick_device
+from command_line.models import load_models, pick_device
+from command_line.options import CACHE_DTYPES, check_utf8
+from command_line.parser import is_distributed
 from engine.config import EngineConfig
 from engine.drafter import AdaptiveSpeculation, PagedModelDrafter, PromptLookupDrafter
 from engine.engine import Engine

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from constraints import Matcher, single_allowed_token
+from constraints.matcher import Matcher, single_allowed_token
 from errors import UserError
 from sampling import SamplingParams, Sequence, TokenLogprob
 from text.detokenizer import StopStringDetokenizer

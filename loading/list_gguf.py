@@ -10,7 +10,7 @@ from pathlib import Path
 if __name__ == "__main__":
     import loading.interrupt  # noqa: F401, before torch, whose import takes a second
 
-from command_line import Parser, run_script, write_stdout
+from command_line.parser import Parser, run_script, write_stdout
 from loading.gguf import read_gguf
 
 

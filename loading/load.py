@@ -477,7 +477,7 @@ def save_model(model: Model, directory) -> None:
     """
     for quantisation in (INT8, BLOCKS):
         if isinstance(model.layer("embedding"), quantisation.embedding):
-            reason = "is not saved; save the one it was made from"
+            reason = "cannot be saved; save the unquantised model"
             raise ValueError(f"a model with {quantisation.label} {reason}")
     fields = get_architecture(model.config).to_dict(model.config)
     fields["dtype"] = str(model.dtype).removeprefix("torch.")

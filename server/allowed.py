@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy
 
-from constraints import Matcher
+from constraints.matcher import Matcher
 from server.backend import Update
 
 

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import AsyncIterator
 from typing import NamedTuple, Protocol
 
-from constraints import Matcher
+from constraints.matcher import Matcher
 from sampling import SamplingParams, TokenLogprob
 from text.tokenizer import Encoding
 

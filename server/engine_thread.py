@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from constraints import GrammarMatcher, Matcher
+from constraints.grammar import GrammarMatcher
+from constraints.matcher import Matcher
 from engine.engine import Engine
 from engine.request import Event, Request
 from errors import UserError

@@ -9,8 +9,8 @@ from fastapi import FastAPI
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 
-from command_line import pick_device
-from constraints import Matcher
+from command_line.models import pick_device
+from constraints.matcher import Matcher
 from engine.options import load_engine, parse_adapters
 from loading.load import load_config, resolve_source
 from server.app import allowed_hosts, make_app

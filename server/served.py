@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from constraints import Matcher, get_vocabulary, make_matcher
+from constraints.compiler import make_matcher
+from constraints.matcher import Matcher
+from constraints.vocabulary import get_vocabulary
 from errors import UserError
 from loading.defaults import read_sampling_defaults
 from loading.load import Source

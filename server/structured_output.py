@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-import constraints
-from constraints import Matcher, make_matcher
+from constraints import compiler
+from constraints.compiler import make_matcher
+from constraints.matcher import Matcher
 from errors import UserError
 from sampling import SamplingParams
 
@@ -126,11 +127,11 @@ def compile_matcher(params: SamplingParams, encoding, config) -> Matcher | None:
     constraint = params.constraint
     if constraint is None:
         return None
-    known = any(key[:2] == constraint for key in constraints.compiled.copy())
+    known = any(key[:2] == constraint for key in compiler.compiled.copy())
     if not known and not has_capacity(constraint.source):
-        constraints.clear_constraint_cache()
+        compiler.clear_constraint_cache()
         if not has_capacity(constraint.source):
-            held = constraints.compiled_bytes() // 2**20
+            held = compiler.compiled_bytes() // 2**20
             raise QueueFull(
                 f"the constraints of waiting and running requests take {held} MB: try again"
             )
@@ -139,7 +140,7 @@ def compile_matcher(params: SamplingParams, encoding, config) -> Matcher | None:
 
 def has_capacity(source: str | tuple[str, ...]) -> bool:
     """Return whether a constraint with this source fits into MAX_BYTES."""
-    return constraints.compiled_bytes() + constraints.constraint_bytes(source) <= MAX_BYTES
+    return compiler.compiled_bytes() + compiler.constraint_bytes(source) <= MAX_BYTES
 
 
 async def run_in_compile_pool(function: Callable, *args):

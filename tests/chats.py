@@ -220,7 +220,7 @@ def tool(name: str, properties: dict | None = None, **more) -> dict:
 
 def tool_grammar(directory, tools, choice="auto", parallel=True) -> str:
     """The grammar of replies of a chat model that may call these tools."""
-    from constraints import get_vocabulary
+    from constraints.vocabulary import get_vocabulary
     from text.chat import Chat
     from text.tools import build_tool_grammar, detect_tool_format
 

@@ -18,7 +18,7 @@ def save_small(build, directory):
 
 
 def parse(model, *options):
-    from command_line import Parser
+    from command_line.parser import Parser
     from serve import add_server_options
 
     parser = Parser()

@@ -9,7 +9,7 @@ import pytest
 from benches import Bench, save_endless
 from loads import near, timed_completion
 
-from command_line import Parser
+from command_line.parser import Parser
 from errors import UserError
 from loading.load import load_model
 

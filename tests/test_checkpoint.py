@@ -323,7 +323,7 @@ def is_script(file) -> bool:
 
 
 LIBRARIES = sorted(file.stem for file in ROOT.glob("*.py") if not is_script(file)) + ["infer"]
-FOLDERS = ["loading", "native", "parallel", "quantisation", "text"]
+FOLDERS = ["command_line", "constraints", "loading", "native", "parallel", "quantisation", "text"]
 LATE = {"text.taint", "text.templates"}  # imported where a chat template runs
 FILES = [f"{name}.py" for name in LIBRARIES]
 FILES += [str(file.relative_to(ROOT)) for name in FOLDERS for file in (ROOT / name).glob("*.py")]

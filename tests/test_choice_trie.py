@@ -9,7 +9,9 @@ from constrained import END, PIECES, chances, counts_of, letters, may_follow, sp
 from draws import chi_square, seeded
 
 import infer_speculative
-from constraints import ChoiceTrie, Vocabulary, compile_constraint, get_vocabulary, make_matcher
+from constraints.choices import ChoiceTrie
+from constraints.compiler import compile_constraint, make_matcher
+from constraints.vocabulary import Vocabulary, get_vocabulary
 from errors import UserError
 from infer import generate
 from infer_speculative import generate_speculative, propose_prompt_lookup

@@ -17,7 +17,7 @@ from engines import (
     step,
 )
 
-import command_line
+from command_line import output
 from engine.engine import Engine
 from sampling import SamplingParams
 
@@ -157,7 +157,7 @@ def test_the_command_line_shows_the_time_of_the_first_token_not_of_the_first_chu
     step = Engine.step
     monkeypatch.setattr(Engine, "step", lambda self: steps.append(1) or step(self))
     clock = types.SimpleNamespace(perf_counter=lambda: float(len(steps)))
-    monkeypatch.setattr(command_line, "time", clock)
+    monkeypatch.setattr(output, "time", clock)
     args = ["--model", CHECKPOINTS / "stories-draft", "--max-new-tokens", 3]
     args += ["--prompt", "Once upon a time there was", "--max-num-batched-tokens", 1]
     code, _, err = engine_cli(*args)

@@ -12,8 +12,11 @@ import pytest
 import torch
 from conftest import CHECKPOINTS, ROOT, is_one_line
 
-import command_line
 import infer
+from command_line.models import pick_device
+from command_line.options import add_model_options
+from command_line.output import OutputWriter
+from command_line.parser import Parser, run_script
 from errors import UserError
 from text.tokenizer import load_encoding
 
@@ -24,18 +27,18 @@ def test_the_device_that_is_named_is_used(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     for name, device in (("auto", "cuda"), ("cpu", "cpu"), ("mps", "mps"), ("cuda", "cuda")):
-        assert command_line.pick_device(name) == device
+        assert pick_device(name) == device
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert command_line.pick_device("auto") == "mps"
+    assert pick_device("auto") == "mps"
     with pytest.raises(UserError, match="--device cuda: not on this machine, which has mps, cpu"):
-        command_line.pick_device("cuda")
+        pick_device("cuda")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    assert command_line.pick_device("auto") == "cpu"
+    assert pick_device("auto") == "cpu"
 
 
 def test_help_names_defaults_but_not_none():
-    parser = command_line.Parser()
-    command_line.add_model_options(parser)
+    parser = Parser()
+    add_model_options(parser)
     parser.add_argument("--number", type=int, help="a new one if not given")
     text = parser.format_help()
     assert "(default: auto)" in text and "a new one if not given\n" in text
@@ -98,11 +101,11 @@ def print_texts(*texts):
     """Run a script that shows these texts and no more; its exit code."""
 
     def action(args):
-        with command_line.OutputWriter(texts, load_encoding(CHECKPOINTS / "stories", 4096)):
+        with OutputWriter(texts, load_encoding(CHECKPOINTS / "stories", 4096)):
             pass
 
     with pytest.raises(SystemExit) as ended:
-        command_line.run_script(command_line.Parser(prog="x"), action, [])
+        run_script(Parser(prog="x"), action, [])
         sys.exit(0)
     return ended.value.code
 
@@ -145,7 +148,7 @@ def test_what_belongs_to_a_closed_stream_goes_nowhere(capsys, monkeypatch, name)
         print("to stderr", file=sys.stderr)
 
     monkeypatch.setattr(sys, name, None)
-    command_line.run_script(argparse.ArgumentParser(), write, [])
+    run_script(argparse.ArgumentParser(), write, [])
     out, err = capsys.readouterr()
     assert (out, err) == (("", "to stderr\n") if name == "stdout" else ("to stdout\n", ""))
 
@@ -173,7 +176,7 @@ def test_ctrl_c_is_an_exception_from_main_on():
     seen = []
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        command_line.run_script(
+        run_script(
             argparse.ArgumentParser(), lambda args: seen.append(signal.getsignal(signal.SIGINT)), []
         )
     finally:
@@ -190,13 +193,13 @@ def encoding():
 def clock(monkeypatch):
     """Seconds that a test sets, instead of real ones."""
     now = [0.0]
-    monkeypatch.setattr(command_line.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("command_line.output.time.perf_counter", lambda: now[0])
     return now
 
 
 def test_one_text_is_shown_as_it_comes_and_several_at_the_end(capsys, encoding):
     (a,) = encoding.encode(" a")
-    with command_line.OutputWriter(["One"], encoding) as output:
+    with OutputWriter(["One"], encoding) as output:
         output.add(0, a)
         output.end_step()
         assert capsys.readouterr().out == "One a"
@@ -204,7 +207,7 @@ def test_one_text_is_shown_as_it_comes_and_several_at_the_end(capsys, encoding):
         output.end_step()
         assert capsys.readouterr().out == " a"
     assert capsys.readouterr().out == "\n"
-    with command_line.OutputWriter(["One", "Two"], encoding) as output:
+    with OutputWriter(["One", "Two"], encoding) as output:
         for row in (1, 0, 1):
             output.add(row, a)
         output.end_step()
@@ -214,7 +217,7 @@ def test_one_text_is_shown_as_it_comes_and_several_at_the_end(capsys, encoding):
 
 def test_each_text_completes_its_own_characters(capsys, encoding):
     first, second = (encoding.encode_single_token(byte) for byte in (b"\xc3", b"\xa9"))
-    with command_line.OutputWriter(["", ""], encoding) as output:
+    with OutputWriter(["", ""], encoding) as output:
         for row, token in ((0, first), (1, first), (0, second), (1, second), (1, first)):
             output.add(row, token)
         output.end_step()
@@ -222,7 +225,7 @@ def test_each_text_completes_its_own_characters(capsys, encoding):
 
 
 def test_statistics_count_tokens_and_time_steps(capsys, encoding, clock):
-    with command_line.OutputWriter(["", ""], encoding) as output:
+    with OutputWriter(["", ""], encoding) as output:
         for seconds in (0.5, 1.0, 3.0):
             clock[0] = seconds
             output.add(0, 5)
@@ -232,10 +235,7 @@ def test_statistics_count_tokens_and_time_steps(capsys, encoding, clock):
 
 
 def test_an_interrupted_run_keeps_what_it_has(capsys, encoding, clock):
-    with (
-        pytest.raises(KeyboardInterrupt),
-        command_line.OutputWriter(["One", "Two"], encoding) as output,
-    ):
+    with pytest.raises(KeyboardInterrupt), OutputWriter(["One", "Two"], encoding) as output:
         output.add(0, *encoding.encode(" a"))
         clock[0] = 2.0
         output.end_step()
@@ -246,12 +246,12 @@ def test_an_interrupted_run_keeps_what_it_has(capsys, encoding, clock):
 
 
 def test_an_error_before_the_first_token_prints_nothing(capsys, encoding):
-    with pytest.raises(UserError), command_line.OutputWriter(["One"], encoding):
+    with pytest.raises(UserError), OutputWriter(["One"], encoding):
         raise UserError("no")
     assert capsys.readouterr() == ("", "")
 
 
 def test_without_tokens_the_prompt_is_all(capsys, encoding):
-    with command_line.OutputWriter(["One"], encoding):
+    with OutputWriter(["One"], encoding):
         pass
     assert capsys.readouterr() == ("One\n", "")

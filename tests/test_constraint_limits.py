@@ -11,14 +11,10 @@ from chats import HERMES, tool, tool_grammar
 from conftest import refused
 from serving import small_encoding
 
-import constraints
-from constraints import (
-    Grammar,
-    compile_constraint,
-    compiled_bytes,
-    constraint_bytes,
-    get_vocabulary,
-)
+from constraints import compiler
+from constraints.compiler import compile_constraint, compiled_bytes, constraint_bytes
+from constraints.grammar import Grammar
+from constraints.vocabulary import get_vocabulary
 from errors import UserError
 from sampling import SamplingParams
 from text.tokenizer import load_encoding
@@ -120,7 +116,7 @@ AMBIGUOUS = [
 @pytest.mark.parametrize("grammar", AMBIGUOUS)
 def test_an_ambiguous_grammar_ends_its_text(grammar, monkeypatch):
     """Each row takes time with the cube of its items; a server has a budget of time, too."""
-    monkeypatch.setattr(constraints, "MAX_ITEMS", 100)
+    monkeypatch.setattr("constraints.grammar.MAX_ITEMS", 100)
     count, error = steps_of("grammar", grammar, "a" * 120)
     assert 0 < count < 120
     assert "max is 100" in error and "left-recursive" in error
@@ -141,7 +137,7 @@ def test_a_schema_with_too_many_ways_to_go_on_says_what_to_change():
 
 
 def test_the_states_of_a_lexer_are_counted(monkeypatch):
-    monkeypatch.setattr(constraints, "MAX_STATES", 1000)
+    monkeypatch.setattr("constraints.grammar.MAX_STATES", 1000)
     count, error = steps_of("regex", ".*a.{100}b.*c", "abdxfaad" * 20)
     assert count < 160 and "too many states" in error
 
@@ -316,11 +312,11 @@ def test_tools_are_held_to_the_same(write_chat):
 
 def test_few_bytes_of_constraints_are_kept_for_later(monkeypatch):
     """Eight small constraints, or one large one; what something else holds counts, too."""
-    constraints.clear_constraint_cache()
-    monkeypatch.setattr(constraints, "compiled", weakref.WeakValueDictionary())
+    compiler.clear_constraint_cache()
+    monkeypatch.setattr(compiler, "compiled", weakref.WeakValueDictionary())
     values = [f"{number:x}" * 400 for number in range(10, 42)]
     large = [json.dumps({"enum": [name + value for value in values]}) for name in "abc"]
-    assert constraint_bytes(large[0]) > constraints.LARGE_BYTES
+    assert constraint_bytes(large[0]) > compiler.LARGE_BYTES
     for source in large:
         compile_constraint(SamplingParams(json_schema=source), vocabulary())
     assert compiled_bytes() == constraint_bytes(large[-1])
@@ -328,8 +324,8 @@ def test_few_bytes_of_constraints_are_kept_for_later(monkeypatch):
     for count in range(12):
         compile_constraint(SamplingParams(regex=f"a{{{count + 1}}}b"), vocabulary())
     kept = constraint_bytes(large[0]) + 8 * constraint_bytes("a{9}b")
-    assert abs(compiled_bytes() - kept) < 8 * constraints.SOURCE_BYTES
-    constraints.clear_constraint_cache()
+    assert abs(compiled_bytes() - kept) < 8 * compiler.SOURCE_BYTES
+    compiler.clear_constraint_cache()
     assert compiled_bytes() == constraint_bytes(large[0])
     del held
     assert compiled_bytes() == 0

@@ -47,7 +47,7 @@ def test_each_reader_hears_that_its_engine_died(tiny_llama, capfd):
 
     async def read(thread):
         with pytest.raises(EngineDead, match="ZeroDivisionError: division by zero$"):
-            await collect(thread.generate([[1]], [SamplingParams()]))
+            await collect(thread.generate(GenerateInput([[1]], [SamplingParams()])))
 
     async def use(thread):
         for _ in range(2):

@@ -135,7 +135,9 @@ def test_a_text_that_is_there_is_no_error_when_the_engine_ends(tiny_llama):
     """Its end is not fetched by then."""
 
     async def use(thread):
-        updates = thread.generate([[5]], [SamplingParams(max_new_tokens=3, ignore_eos=True)])
+        updates = thread.generate(
+            GenerateInput([[5]], [SamplingParams(max_new_tokens=3, ignore_eos=True)])
+        )
         tokens = len((await anext(updates))[0].tokens)
         while thread.engine.busy:
             await asyncio.sleep(0.001)
@@ -156,9 +158,11 @@ def test_what_a_slow_reader_has_not_fetched_is_one_update(tiny_llama):
     params = [SamplingParams(max_new_tokens=40, logprobs=1), SamplingParams(max_new_tokens=3)]
 
     async def use(thread):
-        slow = thread.generate(prompts[:1], params[:1])
+        slow = thread.generate(GenerateInput(prompts[:1], params[:1]))
         first = await anext(slow)
-        other = await collect(thread.generate(prompts, params))  # behind it, and as long
+        other = await collect(
+            thread.generate(GenerateInput(prompts, params))
+        )  # behind it, and as long
         rest = [step async for step in slow]
         assert len(rest) == 1
         return tuple(Update.join([first[0], rest[0][0]])), other

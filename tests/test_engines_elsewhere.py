@@ -10,7 +10,7 @@ from conftest import CHECKPOINTS
 from replicas import Handle, check_texts, make_engine, parse, save_small, serving_replicas
 from serving import ENDLESS, PATH, check_refused, connect, is_free, request_of, serving, until
 
-import constraints
+from constraints import compiler
 from server import replicas
 
 
@@ -44,14 +44,14 @@ def test_what_an_engine_refuses_is_told(servers):
 def test_no_engine_compiles_a_constraint_where_streams_wait(servers, monkeypatch):
     """The ingress process has done it, but an engine elsewhere finds nothing of that."""
     compiled = []
-    compile_source = constraints.compile_source.__wrapped__
+    compile_source = compiler.compile_source.__wrapped__
 
     def compile_and_tell(constraint, source, vocabulary):
         compiled.append((vocabulary, threading.current_thread().name))
         return compile_source(constraint, source, vocabulary)
 
     cached = functools.lru_cache(8)(compile_and_tell)
-    monkeypatch.setattr(constraints, "compile_source", cached)
+    monkeypatch.setattr(compiler, "compile_source", cached)
     client, replicas, _ = servers
     body = {"structured_outputs": {"regex": "(a|b){3}"}, "seed": 1, "n": 2}
     answers = [client.post(PATH, body) for _ in replicas]

@@ -44,7 +44,7 @@ def test_more_texts_than_there_is_room_for_are_429(tiny_llama):
         for answer in answers:
             if answer.done():
                 check_refused(answer.result(), *FULL)
-                assert " 5 " in answer.result()[1]["error"]["message"]
+                assert "(5 sequences)" in answer.result()[1]["error"]["message"]
         for path, body in ((CHAT, MESSAGES), ("/v1/responses", {"input": "Tom"})):
             for stream in (False, True):
                 with client.send("POST", path, body | {"stream": stream}) as answer:

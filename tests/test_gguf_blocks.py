@@ -108,8 +108,8 @@ def test_other_types_are_refused(made):
     name = b"token_embd.weight"
     data[data.index(name) + len(name) + 4 + 2 * 8] = 39
     file.write_bytes(data)
-    words = "tensor token_embd.weight is MXFP4; F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1"
-    assert words in refused(load_model, file)
+    found = refused(load_model, file)
+    assert "tensor token_embd.weight has the type MXFP4; supported are F32, F16" in found
 
 
 def test_a_vector_in_blocks(made, tmp_path, monkeypatch):

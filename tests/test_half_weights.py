@@ -45,7 +45,7 @@ def test_texts_are_those_of_float32_with_rounded_weights(cli, rounded, name):
 
 
 def test_native_is_for_the_cpu():
-    from command_line import load_models
+    from command_line.models import load_models
 
     with pytest.raises(UserError) as error:
         load_models([DRAFT], SimpleNamespace(dtype="int8", backend="native"), "cuda")

@@ -24,7 +24,7 @@ def test_the_command_line_takes_int8(cli):
 
 def test_a_device_needs_no_products_of_int8(monkeypatch):
     """A GPU has none in torch: it computes them in float32."""
-    from command_line import pick_dtype
+    from command_line.models import pick_dtype
 
     def ones(*args, **kwargs):
         raise RuntimeError("not implemented for 'Char'")

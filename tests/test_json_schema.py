@@ -13,7 +13,9 @@ from constrained import letters, schema_of
 from serving import small_encoding
 
 import infer_speculative
-from constraints import Grammar, Vocabulary, compile_constraint, get_vocabulary, make_matcher
+from constraints.compiler import compile_constraint, make_matcher
+from constraints.grammar import Grammar
+from constraints.vocabulary import Vocabulary, get_vocabulary
 from errors import UserError
 from infer import generate
 from infer_speculative import generate_speculative, propose_prompt_lookup

@@ -101,11 +101,11 @@ def test_many_machines_make_as_often_as_much(run):
     assert total == pytest.approx(500 * best, rel=1e-3)
     cores = int(lines[9].rpartition(" ")[2].replace(",", ""))
     assert cores == pytest.approx(total * 0.001, abs=1)
-    assert lines[10] == "sequences that end with an error: 25,600 a day"
+    assert lines[10] == "sequences lost to failures: 25,600 per day"
 
 
 def test_what_does_not_fit_is_said(run):
     code, lines, err = run("--gpus", 1, "--num-seqs", 64, layers=None)
     assert code == 2
     assert lines[1].split() == ["1", "-", "64", "183.1", "does", "not", "fit"]
-    assert err.endswith("error: nothing fits into GPUs of 141 GB\n")
+    assert err.endswith("error: --memory 1.41e+11: no division of the model fits into these GPUs\n")

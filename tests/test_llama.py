@@ -194,7 +194,7 @@ def test_a_width_that_heads_do_not_divide_is_not_written(tiny_llama, tmp_path):
     """transformers would refuse the file."""
     model = tiny_llama(n_embd=18)
     run(model, [[1]], max_new_tokens=2)  # though it computes
-    with pytest.raises(UserError, match="n_embd is 18, no multiple of n_head, which is 4: .*"):
+    with pytest.raises(UserError, match="n_embd is 18; transformers needs a multiple of n_head"):
         save_model(model, tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -12,7 +12,7 @@ from natives import random_numbers
 from serving import small_encoding, small_engine
 
 import infer_engine
-from constraints import ChoiceMatcher
+from constraints.choices import ChoiceMatcher
 from engine.drafter import AdaptiveSpeculation, PagedModelDrafter, PromptLookupDrafter
 from engine.engine import Engine
 from errors import UserError

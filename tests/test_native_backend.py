@@ -5,8 +5,8 @@ import torch
 from conftest import CHECKPOINTS
 from natives import with_native_linear
 
-import command_line
 from infer_speculative import main
+from native import use_native
 
 ARGS = ("--prompt", "Once upon a time", "--max-new-tokens", 12)
 DRAFT = ("--model", CHECKPOINTS / "stories-draft", *ARGS)
@@ -16,13 +16,12 @@ DRAFT = ("--model", CHECKPOINTS / "stories-draft", *ARGS)
 def native_models(monkeypatch):
     """A list to which each model is added that a command line makes native."""
     models = []
-    use_native = getattr(command_line, "use_native", None)
 
     def recorded(model):
         use_native(model)
         models.append(model)
 
-    monkeypatch.setattr(command_line, "use_native", recorded, raising=False)
+    monkeypatch.setattr("command_line.models.use_native", recorded)
     return models
 
 
@@ -63,7 +62,7 @@ def test_a_note_says_how_to_get_a_compiler(fresh, cli, monkeypatch):
 
 
 def test_a_note_says_that_compiling_happens_once(fresh, cli, monkeypatch):
-    monkeypatch.setattr(command_line, "use_native", lambda model: fresh.load())
+    monkeypatch.setattr("command_line.models.use_native", lambda model: fresh.load())
     notes = [cli(*DRAFT)[2].count("note: gpt.c is compiled for this processor, once\n")]
     fresh.load.cache_clear()  # another process
     notes.append(cli(*DRAFT)[2].count("note"))
@@ -73,7 +72,7 @@ def test_a_note_says_that_compiling_happens_once(fresh, cli, monkeypatch):
 @pytest.mark.parametrize("kernel", ["AVX2", "plain C", "AVX2, one thread"])
 @pytest.mark.parametrize("backend", ["auto", "native"])
 def test_a_note_says_what_is_not_there(cli, monkeypatch, kernel, backend):
-    monkeypatch.setattr(command_line, "kernel", lambda: kernel)
+    monkeypatch.setattr("command_line.models.kernel", lambda: kernel)
     code, _, err = cli(*DRAFT, "--backend", backend)
     note = f"note: --backend native: a slow build: {kernel}\n"
     noted = kernel != "AVX2" and backend == "native"

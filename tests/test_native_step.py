@@ -19,7 +19,6 @@ from natives import (
     to_int8,
 )
 
-import command_line
 from cache import KVCache
 from infer import pass_logits
 from infer_speculative import main
@@ -52,8 +51,8 @@ def test_another_architecture_is_computed_by_torch(run_main, tiny, monkeypatch, 
     models = [tiny(dtype=torch.float32, vocab_size=4096) for _ in range(2)]
     models[unknown].__class__ = type("Mamba", (GPT,), {})
     left = list(models)
-    monkeypatch.setattr(command_line, "load_model", lambda *_: left.pop(0))
-    monkeypatch.setattr(command_line, "kernel", lambda: "plain C")
+    monkeypatch.setattr("command_line.models.load_model", lambda *_: left.pop(0))
+    monkeypatch.setattr("command_line.models.kernel", lambda: "plain C")
     code, _, err = run_main(main, "--max-new-tokens", 3, "--backend", backend)
     assert code == 0 and type(models[unknown].runner) is TorchRunner
     assert type(models[1 - unknown].runner) is not TorchRunner

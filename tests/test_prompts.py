@@ -6,7 +6,7 @@ import pytest
 from conftest import is_one_line, refused
 
 import infer
-from command_line import read_prompts
+from command_line.options import read_prompts
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from serving import (
     until,
 )
 
-import constraints
-from constraints import Grammar
+from constraints import compiler
+from constraints.grammar import Grammar
 from sampling import SamplingParams
 from server.protocol import CompletionRequest
 
@@ -198,13 +198,13 @@ HOSTILE = {
 def compilations(monkeypatch) -> list:
     """To this list each constraint that is compiled adds its thread and its source."""
     threads = []
-    grammar = constraints.Grammar
+    grammar = compiler.Grammar
 
     def watched(constraint, source, vocabulary):
         threads.append((threading.current_thread(), source))
         return grammar(constraint, source, vocabulary)
 
-    monkeypatch.setattr(constraints, "Grammar", watched)
+    monkeypatch.setattr(compiler, "Grammar", watched)
     return threads
 
 
@@ -263,9 +263,9 @@ def test_threads_that_compile_a_constraint_at_once_hold_the_same(monkeypatch):
         def __init__(self, *key):
             both.wait(60)
 
-    monkeypatch.setattr(constraints, "Grammar", Slow)
+    monkeypatch.setattr(compiler, "Grammar", Slow)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda _: constraints.compile_source("regex", "a{7}", None), "ab")
+        first, second = pool.map(lambda _: compiler.compile_source("regex", "a{7}", None), "ab")
     assert first is second
 
 

@@ -10,7 +10,7 @@ from gguf import Keys
 from serving import SMALL, engine_alone, serving, small_encoding, small_engine
 
 import infer_engine
-from command_line import print_sampling_defaults
+from command_line.chat import print_sampling_defaults
 from loading.defaults import GGUF_KEYS, describe_sampling_defaults, read_sampling_defaults
 from loading.load import Source, resolve_source
 from server.served import server_defaults

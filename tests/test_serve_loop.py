@@ -9,7 +9,7 @@ from conftest import ROOT
 from serving import SMALL, Client, Script, start
 
 import serve
-from command_line import Parser
+from command_line.parser import Parser
 from errors import UserError
 from serve import add_server_options, listen
 

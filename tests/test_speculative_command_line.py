@@ -5,8 +5,8 @@ import sys
 import pytest
 from conftest import CHECKPOINTS
 
-import command_line
 import infer_speculative
+from command_line import output
 from infer_speculative import SpeculativeStep, main
 
 DRAFT = CHECKPOINTS / "stories-draft"
@@ -54,7 +54,7 @@ def test_the_report_counts_before_the_text_is_cut(run_main, passes, monkeypatch)
         SpeculativeStep([7], [7, 8], 1),
     )
     clock = iter([0.0, 0.5, 1.0, 2.0])
-    monkeypatch.setattr(command_line.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(output.time, "perf_counter", lambda: next(clock))
     _, _, err = run_main(main, "--target", DRAFT, "--prompt", "Once")
     assert err.splitlines() == [
         "3 of 6 drafts accepted (50%), 1.67 tokens per target pass",

@@ -64,7 +64,7 @@ def test_the_ban_is_that_of_transformers():
         expected = processor(torch.tensor([text]), before[row : row + 1])[0]
         assert torch.equal(found[row], expected)
     assert torch.equal(logits, before)
-    late = sampling.apply_logits_processors(logits, [params] * 5, [texts[4]] * 5, [2] * 5, (EOS,))
+    late = sampling.apply_logits_processors(logits, sequences[4:] * 5)
     assert late is logits
 
 
@@ -371,7 +371,7 @@ LACKING = "stop_token_ids has the id 4096; ids of this model are integers from 0
         ("stop_token_ids", [3] * 129, NO_IDS),
         ("stop_token_ids", [3, 4096], LACKING),
         ("min_tokens", -1, "min_tokens: min_tokens is -1; it must be an integer >= 0"),
-        ("min_tokens", 17, "min_tokens is 17; max_tokens is 16"),
+        ("min_tokens", 17, "min_tokens is 17; it must be at most max_tokens, 16"),
     ],
     ids=str,
 )

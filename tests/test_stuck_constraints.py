@@ -23,19 +23,20 @@ from serving import (
     until,
 )
 
-import constraints
-from constraints import (
-    GrammarMatcher,
+from constraints import compiler
+from constraints.compiler import (
     clear_constraint_cache,
     compile_constraint,
     compiled_bytes,
     constraint_bytes,
-    get_vocabulary,
 )
+from constraints.grammar import GrammarMatcher
+from constraints.vocabulary import get_vocabulary
 from engine.engine import Engine
 from errors import UserError
 from sampling import SamplingParams
 from server import engine_thread, structured_output
+from server.backend import GenerateInput
 from server.structured_output import (
     FAIR_SECONDS,
     MAX_TIMED_OUT,
@@ -114,14 +115,14 @@ def error_of(client, body: dict, status: int) -> tuple[list, dict]:
 def test_constraints_that_are_compiled_for_ever_stop_no_text(
     tiny_llama, monkeypatch, impatient, gate
 ):
-    grammar = constraints.Grammar
+    grammar = compiler.Grammar
 
     def blocking(constraint, source, vocabulary):
         if source.startswith(BLOCKED):
             gate.wait()
         return grammar(constraint, source, vocabulary)
 
-    monkeypatch.setattr(constraints, "Grammar", blocking)
+    monkeypatch.setattr(compiler, "Grammar", blocking)
     with serving(lambda: small_engine(tiny_llama)) as client:
         good = outputs(regex="[ab]c") | {"max_tokens": 9}
         assert client.post(PATH, good)[0] == 200
@@ -197,7 +198,7 @@ def test_a_constraint_whose_masks_take_too_long_in_all_ends(tiny_llama, monkeypa
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_constraint_that_fails_in_mid_text_is_the_clients(tiny_llama, monkeypatch, stream):
-    monkeypatch.setattr(constraints, "MAX_ITEMS", 12)
+    monkeypatch.setattr("constraints.grammar.MAX_ITEMS", 12)
     body = outputs(grammar='start: "a" start | "a"') | {"max_tokens": 40, "stream": stream}
     with serving(lambda: small_engine(tiny_llama)) as client:
         events, error = error_of(client, body | {"logit_bias": {"4095": -100}}, 400)
@@ -254,14 +255,14 @@ def test_health_says_when_no_step_ends(tiny_llama, gate):
 def test_waiting_texts_hold_few_bytes_of_constraints(tiny_llama, monkeypatch, gate):
     """Each constraint of a text that waits is held, and texts of one constraint hold one."""
     clear_constraint_cache()
-    monkeypatch.setattr(constraints, "compiled", weakref.WeakValueDictionary())
+    monkeypatch.setattr(compiler, "compiled", weakref.WeakValueDictionary())
     sources = [f"[ab]{{{count}}}" for count in range(10, 14)]
     capacity = 3 * constraint_bytes(sources[0])
     monkeypatch.setattr(structured_output, "MAX_BYTES", capacity)
 
     async def use(thread):
         def generate(regex=None):
-            return collect(thread.generate([[1]], [SamplingParams(4, regex=regex)]))
+            return collect(thread.generate(GenerateInput([[1]], [SamplingParams(4, regex=regex)])))
 
         thread.commands.put(gate.wait)
         waiting = []

@@ -51,7 +51,7 @@ def hermes(chat_engine, write_chat):
 
 def known(engine, chat, fields: dict, seed: int, length: int) -> tuple[str, str]:
     """Text and finish reason of the engine alone."""
-    from constraints import get_vocabulary
+    from constraints.vocabulary import get_vocabulary
     from text.tools import build_tool_grammar, detect_tool_format
 
     alone = engine()

@@ -19,7 +19,8 @@ from chats import (
 )
 from conftest import is_one_line, refused
 
-from constraints import Grammar, get_vocabulary
+from constraints.grammar import Grammar
+from constraints.vocabulary import get_vocabulary
 from infer import generate
 from loading.load import load_model
 from sampling import SamplingParams

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from command_line import OPTIONAL_PACKAGES
+from command_line.parser import OPTIONAL_PACKAGES
 
 
 def workflow(name: str) -> dict:

@@ -6,13 +6,9 @@ import os
 import re
 from typing import Any, NamedTuple
 
-from constraints import (
-    IN_PLACE_APPLICATORS,
-    JSON_OPTIONS,
-    Vocabulary,
-    check_schemas,
-    strip_ignored_keywords,
-)
+from constraints.grammar import JSON_OPTIONS
+from constraints.schema import IN_PLACE_APPLICATORS, check_schemas, strip_ignored_keywords
+from constraints.vocabulary import Vocabulary
 from errors import UserError
 from text.chat import Chat, split_special_tokens
 from text.detokenizer import partial_stop_length

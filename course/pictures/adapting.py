@@ -4,7 +4,7 @@ from types import SimpleNamespace as Record
 
 import torch
 
-from command_line import STORIES
+from command_line.options import STORIES
 from engine.engine import Engine
 from engine.options import load_adapters
 from infer import generate, next_logits

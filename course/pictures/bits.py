@@ -5,7 +5,7 @@ from types import SimpleNamespace as Record
 import torch
 
 from cache import stored_head_dim
-from command_line import STORIES
+from command_line.options import STORIES
 from loading.gguf_blocks import dequantize
 from loading.load import load_model
 from model import causal_attention

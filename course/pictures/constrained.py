@@ -6,7 +6,9 @@ from types import SimpleNamespace as Record
 
 import torch
 
-from constraints import ChoiceTrie, get_vocabulary, make_matcher
+from constraints.choices import ChoiceTrie
+from constraints.compiler import make_matcher
+from constraints.vocabulary import get_vocabulary
 from infer import generate, next_logits
 from pictures import runs, scene
 from pictures.scene import percent, times, word

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import regex
 import torch
 
-from command_line import STORIES
+from command_line.options import STORIES
 from infer import generate
 from llama import Llama, LlamaConfig, apply_rotary_emb, rotary_embedding
 from loading.byte_level import PATTERNS

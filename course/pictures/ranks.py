@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from command_line import STORIES
+from command_line.options import STORIES
 from model import Model
 from parallel.ranks import TensorParallelGroup
 from parallel.shards import load_shard, parallelize_vocabulary

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from command_line import STORIES
+from command_line.options import STORIES
 from engine.engine import Engine
 from engine.request import Request
 from errors import UserError

@@ -10,7 +10,7 @@ import torch
 from scenes import drawn, forms, probs_after, written
 
 import pictures
-from command_line import STORIES
+from command_line.options import STORIES
 from infer import generate
 from loading.load import load_model
 from model import causal_attention

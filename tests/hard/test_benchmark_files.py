@@ -11,7 +11,7 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks import common
-from command_line import Parser
+from command_line.parser import Parser
 from errors import UserError
 
 ROW = dict.fromkeys(common.COLUMNS, 1)

@@ -1,0 +1,1 @@
+"""What the scripts share: options, chats, outputs, and the frame of `main`."""

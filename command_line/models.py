@@ -1,0 +1,82 @@
+"""Load the models that the options name."""
+
+import sys
+from collections.abc import Callable
+
+import torch
+
+from command_line.options import DTYPES, check_utf8
+from errors import UserError
+from loading.load import Source, load_model
+from model import Model
+from native import BuildError, kernel, use_native
+
+
+def pick_device(name: str) -> str:
+    """Return the device to run on. `auto` is the first available of cuda, mps and cpu.
+
+    Raises UserError for a device that this machine lacks.
+    """
+    available = ["cpu"]
+    if torch.backends.mps.is_available():
+        available.insert(0, "mps")
+    if torch.cuda.is_available():
+        available.insert(0, "cuda")
+    if name == "auto":
+        return available[0]
+    if name not in available:
+        raise UserError(f"--device {name}: not on this machine, which has {', '.join(available)}")
+    return name
+
+
+def pick_dtype(name: str, device: str) -> torch.dtype:
+    """Return the torch dtype of that name. Raises UserError if the device has no matmul for it."""
+    dtype = DTYPES[name]
+    if not dtype.is_floating_point:
+        return dtype  # of the weights only: matmuls run in float32
+    try:
+        torch.ones(2, 2, dtype=dtype, device=device) @ torch.ones(2, 2, dtype=dtype, device=device)
+    except (RuntimeError, TypeError):
+        reason = f"not supported on {device}; float32 works everywhere"
+        raise UserError(f"--dtype {name}: {reason}") from None
+    return dtype
+
+
+def load_models(names: list, args, device: str, load_first: Callable | None = None) -> list[Model]:
+    """Load models with the dtype and backend of the options, the first with the adapter.
+
+    load_first: loader for the first model, with the signature of `load_model` (the default).
+    Raises UserError for a model that cannot be loaded, or an incompatible backend, dtype and
+    device.
+    """
+    for name in names:
+        check_utf8("the model", str(name.name if isinstance(name, Source) else name))
+    dtype = pick_dtype(args.dtype, device)
+    native = device == "cpu"
+    if args.backend == "native" and not native:
+        raise UserError(f"--backend native is for --device cpu; not {device}")
+    first, *others = names
+    check_utf8("--adapter", args.adapter or "")
+    models = [(load_first or load_model)(first, dtype, device, args.adapter)]
+    models += [load_model(name, dtype, device) for name in others]
+    if native and args.backend != "torch":
+        use_native_backend(models, is_explicit=args.backend == "native")
+    return models
+
+
+def use_native_backend(models: list[Model], is_explicit: bool) -> None:
+    """Use native kernels where possible. If is_explicit, note on stderr what they lack."""
+    is_native = False
+    for model in models:
+        try:
+            use_native(model)
+            is_native = True
+        except BuildError as error:
+            print(f"note: {error}; torch computes instead", file=sys.stderr)
+            return
+        except ValueError as error:  # such as an architecture that gpt.c does not support
+            if is_explicit:
+                print(f"note: --backend native: {error}; torch computes instead", file=sys.stderr)
+    if is_explicit and is_native and ("plain C" in kernel() or "one thread" in kernel()):
+        note = f"a slow build: {kernel()}"
+        print(f"note: --backend native: {note}", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""Structured output: choices, JSON schemas, regular expressions and grammars."""
