@@ -23,7 +23,7 @@ class Span(NamedTuple):
 class KVCache:
     """A contiguous KV cache for a batch of sequences of any lengths, allocated once.
 
-    storage: (n_layer, 2, batch_size, n_kv_head, max_len, stored_head_dim of head_dim).
+    storage: (n_layer, 2, batch_size, n_kv_head, max_len, stored_head_dim).
     max_len: positions per sequence; None: block_size. dtype: of the storage; None: the model's.
     tokens: the cached tokens of each sequence, from position 0 on. Later positions in the storage
     are stale. Raises UserError if the storage does not fit in memory.
@@ -77,7 +77,7 @@ class KVCache:
         self.tokens = [list(self.tokens[row]) for row in rows]
 
     def truncate_to_prefix(self, windows: list[list[int]], keep: int = 1) -> list[int]:
-        """Truncate each row to its common prefix with its window without the last `keep` tokens.
+        """Drop the cached tokens of each row after its common prefix with window[:-keep].
 
         Returns the number of cached positions in each row.
         """
@@ -88,8 +88,8 @@ class KVCache:
     def spans(self, new: list[list[int]], rows: list[int] | None = None) -> list[Span]:
         """Return the spans of a pass that appends new tokens to these rows (None: all rows).
 
-        A row is one page. Raises ValueError, before anything changes, if the tokens do not fit, a
-        row occurs twice, or a row gets no token.
+        Here each row is one large page. Raises ValueError, before anything changes, if the tokens
+        do not fit, a row occurs twice, or a row gets no token.
         """
         rows = list(range(len(self.tokens))) if rows is None else rows
         starts = [len(self.tokens[row]) for row in rows]
@@ -164,7 +164,7 @@ class KVCache:
 
 
 def stored_head_dim(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the elements of this dtype that a key or value takes in a cache.
+    """Return how many elements of this dtype a key or value takes in a cache.
 
     In int8 head_dim is padded to a multiple of 4, and 4 more bytes hold the float32 scale.
     """
@@ -193,8 +193,8 @@ def cached_attention(
     is_rotated = keys.dtype == torch.int8
     queries = q
     if is_rotated:
-        # Unrotated queries cancel the rotation of the keys in the dot products. The output is a
-        # weighted sum of rotated values, so it is unrotated below.
+        # The inverse rotation of the queries cancels that of the keys in the dot products. The
+        # output is a weighted sum of rotated values, so it is unrotated below.
         queries = unrotate_channels(q.to(torch.promote_types(q.dtype, torch.float32)))
         keys, values = (
             stored[..., :D] * stored[..., -4:].view(torch.float32) for stored in (keys, values)
@@ -246,7 +246,7 @@ def common_prefix_length(a: list[int], b: list[int]) -> int:
 
 
 class ContextWindow:
-    """The context window on a growing sequence: its last tokens, at most block_size.
+    """The context window over a growing sequence: its last tokens, at most block_size.
 
     It moves by whole strides, and only when the sequence no longer fits (a context shift).
     stride: tokens, from 1 to block_size; None: half of block_size. Raises UserError for any other.
@@ -260,7 +260,7 @@ class ContextWindow:
             raise UserError(f"stride is {stride!r}; it must be {allowed}")
 
     def start(self, length: int) -> int:
-        """Return the start of the window on a sequence of `length` tokens."""
+        """Return the start of the window over a sequence of `length` tokens."""
         return max(0, math.ceil((length - self.block_size) / self.stride)) * self.stride
 
     def crop(self, tokens: list[int]) -> list[int]:

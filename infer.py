@@ -272,18 +272,16 @@ def pass_logits(
 
 
 def main(argv=None) -> None:
-    parser = Parser(description="Generate text with a GPT-2, Llama, Mistral, Qwen or Gemma.")
+    parser = Parser(description="Generate text with a GPT-2, Llama, Mistral, Qwen or Gemma model.")
     parser.group("model").add_argument("--model", default=STORIES, help=MODEL_HELP)
     no_cache_help = "recompute all positions in each step, without a KV cache"
     parser.group("model").add_argument("--no-cache", action="store_true", help=no_cache_help)
     add_options(parser)
     add_sampling_options(parser)
     beams = parser.group("beam search")
-    beams_help = "running beams; replaces sampling by a search for a likely output"
+    beams_help = "beam width; use beam search instead of sampling"
     beams.add_argument("--num-beams", metavar="N", type=int, help=beams_help)
-    penalty_help = (
-        "exponent of the output length in scores, -10 to 10; above 0: longer (default: 0)"
-    )
+    penalty_help = "divide beam scores by length**X, -10 to 10; above 0: longer (default: 0)"
     beams.add_argument("--length-penalty", metavar="X", type=float, help=penalty_help)
     add_constraint_options(parser)
     add_chat_options(parser)

@@ -53,14 +53,14 @@ def main(argv=None) -> None:
     add_engine_options(parser)
     add_options(parser)
     add_sampling_options(parser)
-    stop_help = "string before which the output ends; repeatable"
+    stop_help = "stop string, before which the output ends; repeatable"
     group = parser.group("sampling")
     group.add_argument("--stop", metavar="TEXT", action=AppendToTuple, default=(), help=stop_help)
     group.add_argument(
         "--logprobs",
         metavar="N",
         type=int,
-        help="show log-probabilities with the N best tokens, 0 to 20",
+        help="show log-probabilities of each token and of the N most likely ones, 0 to 20",
     )
     add_constraint_options(parser)
     add_chat_options(parser)

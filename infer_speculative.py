@@ -256,12 +256,12 @@ class DraftOutput(OutputWriter):
 
 
 def main(argv=None) -> None:
-    parser = Parser(description="Generate text from a target model, with drafts to speed it up.")
+    parser = Parser(description="Generate text with speculative decoding.")
     parser.group("model").add_argument("--target", default=STORIES, help=MODEL_HELP)
     group = parser.group("speculation")
     draft_help = "smaller model with the target's vocabulary, or lookup for prompt lookup"
     group.add_argument("--draft", default=STORIES.with_name("stories-draft"), help=draft_help)
-    gamma_help = "maximum number of drafts per target pass, 1 to 16"
+    gamma_help = "maximum number of draft tokens per target pass, 1 to 16"
     group.add_argument("--gamma", metavar="N", type=int, default=3, help=gamma_help)
     show_help = "show accepted drafts in green, the target's tokens in magenta"
     group.add_argument("--show", action="store_true", help=show_help)

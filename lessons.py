@@ -3,8 +3,8 @@
 git and the standard library only. Lessons are read from main (origin/main where there is no main),
 whatever is checked out, so that a reader who stands on lesson 07 still sees lesson 08.
 
-An older version of this file, such as the one at each tag, runs main's version in its place. A
-version that main never had, your own edit, committed or not, runs as it is.
+An older version of this file, such as the one at each tag, runs main's version in its place. Your
+own edits, committed or not, run as they are.
 """
 
 import argparse
@@ -364,7 +364,7 @@ def worktree(commit: str):
 
 
 def cmd_list(lessons, args):
-    """List the lessons, * where you stand, + on the path of `evening`."""
+    """List the lessons; * marks the current one, + the path of `evening`."""
     if args.markdown:
         print(table(lessons), end="")
         return
@@ -605,7 +605,7 @@ def cmd_diff(lessons, args):
 
 
 def cmd_try(lessons, args):
-    """Run the commands of a lesson's `Try:` section, on your code if you stand on it.
+    """Run the commands of a lesson's `Try:` section, on your code if it is checked out.
 
     One shell runs them all, and stops at the first that fails. Background processes are ended after
     the last command.
@@ -748,7 +748,7 @@ def read_try(text: str) -> list[tuple[str, str]]:
 
 
 def cmd_answer(lessons, args):
-    """Show the worked answer to a lesson's exercise, and the commit where it runs."""
+    """Show the worked answer to a lesson's exercise, and the commit it applies to."""
     lesson = resolve_lesson(lessons, args.id)
     ref, _ = read_main()
     path = f"course/answers/{lesson.id}.md"
@@ -784,7 +784,7 @@ def cmd_start(lessons, args):
 
 
 def cmd_restart(lessons, args):
-    """Begin a lesson anew, and keep your branch under another name."""
+    """Start a lesson over, and keep your branch under another name."""
     lesson = resolve_lesson(lessons, args.id)
     if not is_branch(lesson.branch):
         raise LessonError(

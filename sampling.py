@@ -31,7 +31,7 @@ class SamplingParams:
     ignore_eos: bool = False  # continue after an EOS token
     temperature: float = 0.0  # divides the logits before the softmax; 0: greedy
     top_k: int = 0  # sample from the k most likely tokens; 0: off
-    top_p: float = 1.0  # sample from the fewest tokens that hold this mass; 1: off
+    top_p: float = 1.0  # sample from the fewest tokens with at least this mass; 1: off
     min_p: float = 0.0  # minimum probability, relative to the most likely token; 0: off
     presence_penalty: float = 0.0  # subtracted once from the logit of each token in the output
     frequency_penalty: float = 0.0  # subtracted for each occurrence in the output
@@ -146,7 +146,7 @@ LIMITS = {  # field of SamplingParams: type, predicate for valid values, their d
         lambda v: all(isinstance(string, str) for string in v) and utf8_size(v) <= MAX_CHOICES,
         "a tuple of strings of at most 16,384 bytes of UTF-8 in all",
     ),
-    # Longer sources may take llguidance seconds, or overflow its stack by a chain of rules.
+    # Longer sources may compile for seconds, or overflow llguidance's stack by a chain of rules.
     "json_schema": source_limit(2**16),
     "regex": source_limit(2**12),
     "grammar": source_limit(2**13),
@@ -217,12 +217,12 @@ def all_stop_token_ids(params: SamplingParams, eos: tuple[int, ...]) -> tuple[in
 
 @dataclasses.dataclass(eq=False)  # compare and hash by identity
 class Sequence:
-    """A prompt with its output, and what the choice of its next token depends on."""
+    """A prompt with its output, and the state that sampling its next token needs."""
 
     tokens: list[int]  # prompt, then output
     prompt_length: int  # penalties distinguish prompt and output
     params: SamplingParams
-    all_stop_token_ids: tuple[int, ...] = ()  # end it, EOS included; banned by min_tokens
+    all_stop_token_ids: tuple[int, ...] = ()  # stop tokens and EOS; masked until min_tokens
     token_mask: torch.Tensor | None = None  # allowed next tokens, (vocab_size,) bools; None: all
 
     @classmethod
@@ -543,7 +543,7 @@ def sample_from_vocabulary(
     logits = apply_temperature(logits, params.temperature)
     logits = top_k_filter(logits, params.top_k)
     if rng_keys is None:
-        # torch.multinomial does the same for one draw. Clamped, because argmax picks NaN, 0 / 0.
+        # As torch.multinomial for one draw. Without the clamp, 0 / 0 is NaN, which argmax picks.
         noise = torch.empty_like(logits).exponential_(generator=generator)
         noise = noise.clamp(min=torch.finfo(noise.dtype).tiny)
     else:
@@ -557,7 +557,7 @@ NUM_CANDIDATES = 256  # most likely tokens, which usually contain the nucleus
 def sample_from_candidates(
     logits: torch.Tensor, params: SamplingParams, rng_keys: list[tuple[int, int]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample the tokens of `sample_from_vocabulary` from the most likely candidates alone.
+    """Sample the same tokens as `sample_from_vocabulary` from the most likely candidates.
 
     Arguments as in `sample`, with at least one filter on. Returns (B,) ids and (B,) bools. An id is
     certain (true) if the candidates contain every token that the filters keep.
@@ -579,7 +579,7 @@ def sample_from_candidates(
         # topk may omit ties with the last candidate. 1e-4 is a margin for rounding.
         held = torch.where(values > best.values[:, -1:], probs, 0).sum(dim=-1)
         certain = (held > params.top_p + 1e-4) | (ids.shape[-1] == vocab_size)
-        certain |= below_min_p(best.values, params.min_p)[:, -1]  # then so are all other tokens
+        certain |= below_min_p(best.values, params.min_p)[:, -1]  # as are all other tokens
     noise = exponential_noise_at(ids, rng_keys).to(probs.dtype)
     scores = probs / noise.to(probs.device)
     if params.top_p < 1:
@@ -627,7 +627,7 @@ def exponential_noise_at(ids: torch.Tensor, rng_keys: list[tuple[int, int]]) -> 
 
 
 def rng_states(rng_keys: list[tuple[int, int]]) -> torch.Tensor:
-    """Return the SplitMix64 state of each draw, (B,) int64: output `position` of its seed."""
+    """Return the SplitMix64 state of each draw, (B,) int64: number `position` of its seed."""
     seeds, positions = zip(*rng_keys)
     states = torch.tensor(seeds, dtype=torch.uint64).view(torch.int64)
     return splitmix64(states, torch.tensor(positions))
@@ -655,7 +655,8 @@ def logical_shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
 def exponential(bits: torch.Tensor) -> torch.Tensor:
     """Turn 64 random bits into an exponential random number with mean 1, float64.
 
-    The numbers range from 2**-53 to 37. The 24 bits of a float32 would be 0 once in 16 million.
+    The numbers range from 2**-53 to 37. With a float32's 24 bits, one number in 16 million would be
+    0.
     """
     return -((logical_shift_right(bits, 12).double() + 0.5) * 2**-52).log()
 
@@ -675,7 +676,7 @@ def exponential_race(
     """
     probs = torch.softmax(logits, dim=-1)
     scores = probs / noise
-    if min_p:  # no effect on top-p: every token before one that min-p keeps is kept, too
+    if min_p:  # min-p drops only a tail of the sorted tokens, so top-p's mass stays
         scores = scores.masked_fill(below_min_p(logits, min_p), -1)
     if p == 1:
         return scores.argmax(dim=-1)
@@ -693,8 +694,8 @@ def top_p_winner(logits: torch.Tensor, probs: torch.Tensor, scores: torch.Tensor
     exact = torch.float32 if logits.device.type == "mps" else torch.float64  # MPS has no float64
     for _ in range(MAX_REJECTION_ROUNDS):
         winner = scores.argmax().item()
-        # The filter's order: larger logits first, then equal logits by id. Probabilities would
-        # not do, because different logits may round to the same one.
+        # The filter's order: larger logits first, then equal logits by id. Compare
+        # logits, because different logits may round to the same probability.
         best = logits[winner]
         before = torch.cat((logits[:winner] >= best, logits[winner:] > best))
         # Round once, at the end, as the filter's cumsum does.
@@ -742,9 +743,9 @@ def top_k_filter(logits: torch.Tensor, k: int) -> torch.Tensor:
 def top_p_filter(logits: torch.Tensor, p: float) -> torch.Tensor:
     """Set all logits (..., vocab_size) outside the nucleus to -inf.
 
-    The nucleus is the fewest tokens that hold mass p. The token that crosses p stays, so at least
-    one does; p = 1 keeps all.
-    Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration" (nucleus sampling).
+    The nucleus is the smallest set of most likely tokens with mass p. The token that crosses p
+    stays, so at least one does; p = 1 keeps all. Holtzman et al. 2020, "The Curious Case of Neural
+    Text Degeneration" (nucleus sampling).
     """
     return logits if p == 1 else logits.masked_fill(outside_top_p(logits, p), -torch.inf)
 

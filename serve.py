@@ -96,7 +96,7 @@ def add_server_options(parser: Parser) -> None:
     access.add_argument(
         "--allow-origin", metavar="ORIGIN", action=AppendToTuple, default=(), help=origin_help
     )
-    host_help = "further host name that clients may use, *: any; repeatable (default: localhost,"
+    host_help = "additional Host header to accept, *: any; repeatable (default: localhost,"
     host_help += " --host and IP addresses; any with --host 0.0.0.0 or ::)"
     access.add_argument(
         "--allowed-host", metavar="NAME", action=AppendToTuple, default=(), help=host_help

@@ -60,7 +60,7 @@ def add_model_options(parser: Parser) -> None:
     group = parser.group("model")
     devices = ("auto", "cuda", "mps", "cpu")
     group.add_argument("--device", default="auto", choices=devices, help="device to run on")
-    dtype_help = "weight dtype; int8 and blocks quantise weights and matmul inputs"
+    dtype_help = "weight dtype; int8 and blocks (GGUF's Q8 and Q4) quantise weights and activations"
     group.add_argument("--dtype", default="float32", choices=DTYPES, help=dtype_help)
     cache_help = "KV cache dtype; auto: the model's compute dtype"
     names = "--cache-dtype", "--kv-cache-dtype"
@@ -89,7 +89,7 @@ def add_sampling_options(parser: Parser) -> None:
     group.add_argument("--temperature", **number, action=StoreExplicit, help=temperature_help)
     top_k_help = "sample from the K most likely tokens; 0: off"
     group.add_argument("--top-k", metavar="K", type=int, action=StoreExplicit, help=top_k_help)
-    top_p_help = "sample from the fewest tokens that hold probability mass X; 1: off"
+    top_p_help = "sample from the fewest tokens with a total probability of at least X; 1: off"
     group.add_argument("--top-p", **number, action=StoreExplicit, help=top_p_help)
     min_p_help = "drop tokens below X times the largest probability; 0: off"
     group.add_argument("--min-p", **number, action=StoreExplicit, help=min_p_help)
@@ -97,7 +97,7 @@ def add_sampling_options(parser: Parser) -> None:
     group.add_argument("--presence-penalty", **number, help=presence_help)
     frequency_help = "subtract X for each occurrence of a token in the output, -2 to 2"
     group.add_argument("--frequency-penalty", **number, help=frequency_help)
-    repetition_help = "divide positive logits of tokens in prompt and output by X; 1: off"
+    repetition_help = "divide positive and multiply negative logits of earlier tokens by X; 1: off"
     group.add_argument("--repetition-penalty", **number, action=StoreExplicit, help=repetition_help)
     bias_help = "add BIAS, -100 to 100, to the logit of token ID; repeatable"
     bias = {"type": parse_logit_bias, "action": AppendToTuple, "help": bias_help}
@@ -112,11 +112,11 @@ def add_constraint_options(parser: Parser) -> None:
     choice_help = "restrict the output to TEXT; repeat it for several choices"
     options = {"dest": "choices", "metavar": "TEXT", "action": AppendToTuple, "default": ()}
     group.add_argument(OPTION_NAMES["choices"], help=choice_help, **options)
-    schema_help = "file with a JSON schema that the output satisfies, as compact JSON"
+    schema_help = "file with the JSON schema of the output, which has no whitespace between tokens"
     group.add_argument("--json-schema", metavar="FILE", type=text_file, help=schema_help)
     regex_help = "regular expression, in Rust's syntax, that the whole output matches"
     group.add_argument("--regex", metavar="REGEX", help=regex_help)
-    grammar_help = "file with a grammar, in llguidance's Lark, that the output follows"
+    grammar_help = "file with a grammar of the output, in llguidance's Lark syntax"
     group.add_argument("--grammar", metavar="FILE", type=text_file, help=grammar_help)
 
 

@@ -19,7 +19,7 @@ from errors import UserError
 
 @contextlib.contextmanager
 def interruptible():
-    """Let Ctrl-C end a script in the block, where native calls delay Python's own handler."""
+    """Let Ctrl-C kill the process in the block; Python's handler would wait for the native call."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -37,11 +37,11 @@ def interruptible():
 MAX_ITEMS = 2000
 MAX_STATES = 2**16  # of the lexer, plus two per source byte; up to 14 MB
 # Expressions of the lexer, plus two per source byte. They grow exponentially if each terminal uses
-# another one twice: 65,536 take up to 12 MB, llguidance's own limit of a million 90 MB.
+# another one twice. 65,536 take up to 12 MB; a million, llguidance's default, takes 90 MB.
 MAX_EXPRESSIONS = 2**16
 MAX_MULTIPLES = 10**6  # expressions of a schema with multipleOf, including remainders
 MAX_FORCED_PREFIX = 32  # forced tokens that are checked at compile time
-# Flexible whitespace would let a model write blanks for ever. \u is off, because llguidance
+# Flexible whitespace would let a model emit whitespace forever. \u is off, because llguidance
 # compares names as written, so "\u0061" and "a" would be different names.
 JSON_OPTIONS = {"whitespace_flexible": False, "json_allowed_escapes": 'nrbtf\\"'}
 
@@ -114,7 +114,7 @@ class Grammar:
             output.append(token)
 
 
-LLGUIDANCE_ADVICE = "consider making your grammar"  # in llguidance's errors, for authors of rules
+LLGUIDANCE_ADVICE = "consider making your grammar"  # only grammar authors can follow it
 
 
 class GrammarMatcher(Matcher):
@@ -158,7 +158,7 @@ class GrammarMatcher(Matcher):
         if LLGUIDANCE_ADVICE in reason and self.grammar.field != "grammar":
             return (
                 reason.partition(LLGUIDANCE_ADVICE)[0]
-                + "give it fewer alternatives and optional properties"
+                + "use fewer alternatives and optional properties"
             )
         return reason
 
@@ -207,13 +207,11 @@ def check_lark(source: str) -> None:
                     f"the option {name!r:.40} is not supported in a grammar; only lazy is"
                 )
     if "=" in code:
-        raise UserError(
-            "the sign = is not supported in a grammar: the only supported option is lazy"
-        )
+        raise UserError("'=' is not supported in a grammar: the only supported option is lazy")
 
 
 def tool_error(grammar: str, error: str) -> str:
-    """Return an llguidance error on a tool grammar by tool name; clients never see the grammar."""
+    """Return an llguidance error with the tool's name in place of the grammar's line."""
     position, _, reason = re.split(r"\n +\d+ \| ", error)[0].partition(": ")
     line = re.match(r"at (\d+)", position)
     rule = grammar.splitlines()[int(line[1]) - 1] if line else ""
@@ -222,8 +220,8 @@ def tool_error(grammar: str, error: str) -> str:
 
 
 ONE_OF_ADVICE = (  # replaces llguidance's advice to set an option that clients cannot set
-    "oneOf needs schemas of which no two allow the same value, told apart by type or by a required "
-    "property with another const in each; anyOf needs neither"
+    "oneOf works only if its schemas differ in type or in the const of a required property; "
+    "otherwise use anyOf"
 )
 
 

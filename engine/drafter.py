@@ -56,7 +56,7 @@ class PagedModelDrafter:
 
     It samples with the random numbers that the target uses at the same position. The closer their
     distributions, the more often both draw the same token (Daliri et al. 2024, 2408.07978).
-    max_num_seqs: only this many requests, the first ones, get drafts. The cache holds a whole
+    max_num_seqs: only the first max_num_seqs requests get drafts. The cache holds a whole
     context window for each. cache_dtype: as in `generate`. Raises UserError for a value out of
     range, if the vocabularies differ, or if the cache does not fit in memory.
     """
@@ -105,7 +105,7 @@ class PagedModelDrafter:
         return drafts
 
     def prepare_span(self, request: Request, tokens: list[int]) -> Span:
-        """Allocate pages for the draft model's context window on a request's tokens and drafts.
+        """Allocate pages for the draft model's context window over a request's tokens and drafts.
 
         Returns the span of its uncomputed tokens. Cached tokens after the common prefix of the
         window and the request's state are dropped.
@@ -122,7 +122,7 @@ class PagedModelDrafter:
         self.pool.free_after(self.states.pop(request).pages, 0)
 
 
-TRIAL_STEPS = 16  # steps with drafts, then without; then steps between decisions
+TRIAL_STEPS = 16  # steps of each mode in a trial, and steps between later decisions
 COMMIT_STEPS = 256  # steps of the faster mode before the next trial
 MAX_SAMPLES = 64  # most recent steps of each mode that count
 
@@ -154,7 +154,7 @@ class SpeculationTrial:
             self.drafting_pays = self.throughput(True) > self.throughput(False)
 
     def throughput(self, drafts: bool) -> float:
-        """Return tokens/s as mean tokens by median seconds, which a single pause does not move."""
+        """Return mean tokens / median seconds; the median ignores a single pause."""
         return statistics.mean(self.tokens[drafts]) / statistics.median(self.seconds[drafts])
 
 
@@ -181,7 +181,8 @@ class AdaptiveSpeculation:
         """Record the step that `should_draft` started: its requests and number of sampled tokens.
 
         A step that admits a request or computes a prompt does not count. Nor does the first step
-        with drafts, in which a draft model catches up on the tokens generated without it.
+        after drafting resumes, in which a draft model catches up on the tokens generated without
+        it.
         """
         seconds = time.perf_counter() - self.start_time
         decodes = all(len(entry.tokens) == len(entry.drafts) + 1 for entry in scheduled)

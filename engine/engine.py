@@ -25,21 +25,21 @@ MAX_JUMP_FORWARD = 64  # jump-forward tokens per request and step
 
 
 class SamplerOutput(NamedTuple):
-    """Sampled tokens of one scheduled request: one for each of its `sequences`."""
+    """Sampled tokens of one scheduled request: 1 + the number of its draft tokens."""
 
     tokens: list[int]
     logits: torch.Tensor  # (len(tokens), vocab_size)
 
 
 class Engine:
-    """Continuous batching of requests, each with the output of `generate`, up to rounding.
+    """Continuous batching; each request gets the output of `generate`, up to rounding.
 
     With int8 weights and attention in torch, rounding may change the output; see int8.py. Where C
     computes the whole pass, the output equals that of `generate` bit for bit.
     drafter: proposes draft tokens for each request. adaptive_speculation: decides from measured
     times which steps have drafts; None: all. encoding: for text output; None: tokens only. config:
     an EngineConfig; its fields may be given as keyword arguments instead. If only some layers have
-    a sliding window, these get `sliding_page_count` pages of their own where that is fewer.
+    a sliding window, these get `sliding_page_count` pages of their own if that is fewer.
     Not thread-safe. Raises UserError for a value out of range, or if the cache does not fit in
     memory. After Yu et al. 2022, "Orca: A distributed serving system for transformer-based
     generative models".
@@ -98,9 +98,9 @@ class Engine:
         cache_salt: prefix caching is limited to requests with the same cache_salt, because the time
         to first token reveals a cached prefix. adapter: name of an adapter of the model. Keys and
         values depend on it, so prefixes are not shared between adapters. params without a seed get
-        a random one. A request for no new tokens finishes at once, without an event. Raises
-        UserError for an id out of range, a cache_salt that is no string, an unknown adapter, stop
-        strings without an encoding, as `make_matcher`, or if the sequence cannot fit into the
+        a random one. With max_new_tokens 0 it finishes at once, without an event. Raises
+        UserError for an id out of range, a cache_salt that is not a string, an unknown adapter,
+        stop strings without an encoding, as `make_matcher`, or if the sequence cannot fit into the
         cache.
         """
         if not isinstance(cache_salt, str):
@@ -137,10 +137,10 @@ class Engine:
         """Run one pass and return an event for each request that got tokens or failed.
 
         A pass that runs out of memory fails all its requests. Logits that are not finite, or an
-        error in the work for one request, fail only that request. Waiting requests go on. Any other
-        exception, such as KeyboardInterrupt, propagates. Its events are lost, but the state stays
-        consistent, and the next step continues from it. With several ranks no step may follow such
-        an exception or lack of memory, because some ranks may still be inside the pass.
+        error in the work for one request, fail only that request. Waiting requests stay queued. Any
+        other exception, such as KeyboardInterrupt, propagates. Its events are lost, but the state
+        stays consistent, and the next step continues from it. With several ranks do not call `step`
+        after such an exception or out of memory, because some ranks may still be inside the pass.
         """
         self.scheduled = []
         sampled = self.num_sampled_tokens
@@ -160,7 +160,7 @@ class Engine:
         return events
 
     def propose_drafts(self) -> None:
-        """Request drafts for fully prefilled requests, if speculation is on in this step."""
+        """Ask the drafter for drafts of prefilled requests, if speculation is on in this step."""
         if self.drafter is None:
             return
         running = self.scheduler.running
@@ -172,7 +172,7 @@ class Engine:
         counts = [
             min(
                 self.config.gamma,
-                # Each running request gets a token, so their number never exceeds the budget.
+                # Each running request needs one token of the budget.
                 self.scheduler.token_budget - len(running),
                 # No pass crosses a context shift: all its positions share one context window.
                 self.scheduler.context_window.block_size - request.length,
@@ -219,8 +219,8 @@ class Engine:
     ) -> Event | None:
         """Apply an output to its request and return its event; a prefill chunk has none.
 
-        An output of None fails the request, even in a chunk, because prefix caching would share its
-        pages. An error in the work for this request fails it too.
+        An output of None fails the request, even in a prefill chunk. Prefix caching would share its
+        pages otherwise. An error in the work for this request fails it too.
         """
         request = entry.request
         try:

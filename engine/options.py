@@ -26,13 +26,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     seqs_help = "maximum number of sequences per step"
     group.add_argument("--max-num-seqs", type=int, default=32, help=seqs_help)
-    pages_help = "KV cache pages (default: max-num-seqs windows, up to 65,536 float32 positions)"
+    pages_help = "KV cache pages (default: max-num-seqs context windows, at most 65,536 positions)"
     group.add_argument("--num-pages", type=int, help=pages_help)
     page_help = "positions per page"
     group.add_argument("--page-size", type=int, default=16, help=page_help)
     tokens_help = "maximum number of tokens per step"
     group.add_argument("--max-num-batched-tokens", type=int, default=512, help=tokens_help)
-    join_help = "tensor parallelism: gather is bit-exact, reduce sends less"
+    join_help = "tensor parallelism: all-gather is bit-exact, all-reduce sends less data"
     group.add_argument("--join", default="gather", choices=PARALLEL_MODES, help=join_help)
     adapters_help = "LoRA adapters that requests may select by name; repeatable"
     options = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME=DIR"}
@@ -40,7 +40,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("speculation")
     draft_help = "draft model with the same vocabulary, or lookup for prompt lookup"
     group.add_argument("--draft", help=draft_help)
-    gamma_help = "draft tokens per step, 1 to 16 (default: 3, in steps where drafts pay off)"
+    gamma_help = (
+        "draft tokens in each step, 1 to 16 (default: 3, only in steps where drafting pays)"
+    )
     group.add_argument("--gamma", type=int, help=gamma_help)
 
 

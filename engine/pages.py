@@ -9,7 +9,7 @@ from cache import first_visible_position
 
 
 class PagePool:
-    """Reference-counted pages by number, with prefix caching.
+    """Reference-counted page ids, with prefix caching.
 
     A page table lists the pages of a sequence in order. None is a null page, freed because no
     position reads it any more.
@@ -54,7 +54,7 @@ class PagePool:
         return True
 
     def pop_free_page(self) -> int:
-        """Return a free page, of which there must be one; a cached page loses its hash."""
+        """Return a free page; at least one must exist. A cached page loses its hash."""
         first = next(iter(self.free_pages), None)
         if self.first_unused < self.num_pages and (first is None or first in self.page_to_hash):
             self.first_unused += 1
@@ -100,7 +100,7 @@ class PagePool:
     ) -> None:
         """Register the pages that these computed tokens fill for prefix caching.
 
-        page_hashes: hashes of the pages cached before; extended in place to all full pages. A page
+        page_hashes: hashes so far; those of newly full pages are appended in place. A page
         that duplicates a cached one is freed and replaced by it in `pages`.
         """
         num_cached = len(page_hashes)
@@ -163,7 +163,7 @@ def sliding_page_count(
 def salt_with_adapter(cache_salt: str, adapter: str) -> str:
     """Return the cache_salt combined with an adapter's name, which must not contain NUL.
 
-    No two pairs give the same result, because keys and values depend on the adapter.
+    Distinct pairs give distinct salts, because keys and values depend on the adapter.
     """
     return f"\0{adapter}\0{cache_salt}" if adapter or cache_salt.startswith("\0") else cache_salt
 

@@ -15,7 +15,7 @@ class ScheduledRequest(NamedTuple):
 
     request: Request
     tokens: list[int]
-    drafts: list[int]  # the last of the tokens
+    drafts: list[int]  # draft tokens at the end of `tokens`
 
     @property
     def complete(self) -> bool:
@@ -38,7 +38,7 @@ class ScheduledRequest(NamedTuple):
         )
 
     def sequences(self) -> list[tuple[Sequence, UserError | None]]:
-        """Return the sequences to sample after: the request's tokens with 0, 1, ... all drafts.
+        """Return the sequences to sample from: the request's tokens and its first 0, 1, ... drafts.
 
         Each comes with the error of `Request.constrained`. A prefill chunk has no mask, because its
         sampled token is not used.
@@ -53,14 +53,14 @@ class ScheduledRequest(NamedTuple):
 class Scheduler:
     """FIFO scheduler with chunked prefill and preemption.
 
-    A waiting request is admitted when fewer than max_num_seqs run and its context window has pages.
+    A waiting request is admitted when fewer than max_num_seqs run and its context window fits.
     Running requests allocate pages as they grow. If none is free, the youngest is preempted.
     There are no separate prefill and decode phases. A request has tokens and a count of computed
     ones, and each step computes some of the rest within token_budget. The scheduler knows no model:
     call `schedule`, compute, then `advance` or `finish` each request.
     sliding_window: the largest of the layers in positions, the query included. Pages before it are
-    freed. None: a layer without one shares the pages. sliding_pool: pages of sliding-window layers,
-    if these have their own; then `pool` is for the other layers.
+    freed. None: a full-attention layer shares the pages. sliding_pool: pages of sliding-window
+    layers, if these have their own; then `pool` is for the other layers.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Scheduler:
         ends = request.length, len(tokens) + count
         for (pool, _), found, end in zip(self.kv_cache_groups, cached, ends):
             del found[len(cached[-1]) :]
-            # Cached pages that are free must not count as free.
+            # Cache hits among the free pages cannot serve as new pages.
             free = pool.num_free_pages - sum(page in pool.free_pages for page in found)
             if pool.page_count(end) - len(found) > free:
                 return False
@@ -231,7 +231,7 @@ class Scheduler:
             self.free(request)
 
     def finish(self, request: Request, reason: str) -> None:
-        """Finish a request. Raises ValueError if it has finished, or is of another scheduler."""
+        """Finish a request. Raises ValueError if it has finished or is not of this scheduler."""
         if request.finish_reason:
             past = request.finish_reason
             raise ValueError(f"this request has already finished, with finish_reason {past!r}")
@@ -246,7 +246,7 @@ class Scheduler:
 
 
 def fill_null_pages(pages: list[int | None]) -> list[int]:
-    """Replace null pages of a page table by page 0, which no position reads through it."""
+    """Replace null pages of a page table by page 0; attention never reads these entries."""
     if pages and pages[0] is None:
         return [0 if page is None else page for page in pages]
     return pages

@@ -20,7 +20,7 @@
 // instruction sets --------------------------------------------------------------------------------
 //
 // Vectors hold WIDTH floats or int32 sums. MULADD is a * b + c in float32. dot_add_int8 adds to
-// each int32 sum the dot product of GROUP Quants, 4 bytes, and GROUP int8 weights. A Quant is an
+// each int32 sum the dot product of GROUP Quants (4 bytes together) and GROUP int8 weights. A Quant is an
 // activation rounded to an integer, plus ZERO_POINT, because VNNI takes unsigned bytes.
 // FROM_FLOAT16 converts WIDTH float16 values to float32. It is defined where the CPU can do so.
 
@@ -149,7 +149,7 @@ typedef int32_t Lanes __attribute__((vector_size(4 * WIDTH)));
 enum { VECTORS = 2, PANEL = VECTORS * WIDTH, TILE = 6, BLOCK = 32 };
 const int panel_width = PANEL, int8_group = GROUP, activation_zero_point = ZERO_POINT;
 
-// A LoRA adapter's weights for one layer, which gets b^T (a x) added to its outputs.
+// A LoRA adapter's weights for one layer: b^T (a x) is added to its outputs.
 typedef struct {
   const float *a, *b;  // (rank, in), (rank, out)
   int64_t rank;        // 0 if the adapter does not change this layer
@@ -340,8 +340,8 @@ static void gemm(const Linear *l, int64_t T, Input in, float *y, int add) {
       }
 }
 
-// Return the scale that maps n floats to integers from -127 to 127, bit for bit as int8.py's
-// quantize.
+// Return the scale that maps n floats to integers from -127 to 127, bit-identical to
+// quantize in quantisation/int8.py.
 INLINE float quant_step(int64_t n, const float *x) {
   int32_t largest = 0;  // bits of |x|, which order as the floats do, with NaN above infinity
   for (int64_t i = 0; i < n; i++) {
@@ -362,7 +362,7 @@ static void quantize(int64_t n, const float *x, Quant *values, float *scale) {
   if (step <= FLT_MAX)
     for (int64_t i = 0; i < n; i++) values[i] = (int32_t)rintf(x[i] / step) + ZERO_POINT;
   else
-    for (int64_t i = 0; i < n; i++) values[i] = ZERO_POINT;  // 0, times infinity or NaN: NaN
+    for (int64_t i = 0; i < n; i++) values[i] = ZERO_POINT;  // 0 times an infinite or NaN scale is NaN
 }
 
 // Load N floats, at most WIDTH, into a vector. A full vector takes no memcpy, because gcc 12 would
@@ -392,7 +392,7 @@ INLINE void butterfly(const int N, int64_t p, int64_t stride, float *x) {
 }
 
 // Do the first stages of a rotation on 2 * WIDTH values in registers. Each stage mixes neighbours
-// and moves the sums before the differences, which rotates the bits of each index. After one stage
+// and moves the sums before the differences, which shifts the bits of each index cyclically. After one stage
 // per index bit the values are in order again.
 INLINE void rotate_vectors(const float *x, float *y) {
   Vector a = LOAD(x), b = LOAD(x + WIDTH);
@@ -405,7 +405,7 @@ INLINE void rotate_vectors(const float *x, float *y) {
   store(WIDTH, b, y + WIDTH);
 }
 
-// Rotate n channels, bit for bit as int8.py's rotate_channels. x and y may be the same. Exported
+// Rotate n channels, bit-identical to rotate_channels in quantisation/int8.py. x and y may be the same. Exported
 // for tests.
 void rotate_channels(int64_t n, const float *x, float *y) {
   int64_t stride = n % (2 * WIDTH) ? 1 : 2 * WIDTH;
@@ -565,7 +565,7 @@ typedef struct {
 } Pass;
 
 // Return the dot product of a and b, or the sum of a if b is NULL. PARTIAL partial sums are added
-// pairwise, half to half. That is unrolled, so that they stay in registers.
+// pairwise, the upper half to the lower. That is unrolled, so that they stay in registers.
 INLINE float dot(int64_t n, const float *a, const float *b) {
   Vector sums[PARTIAL / WIDTH] = {0};
   int64_t i = 0;
@@ -686,7 +686,7 @@ typedef struct {
   int64_t row_size;     // bytes
   int64_t page_size;
   const int64_t *page_table;  // of the sequence
-  int64_t length;             // positions up to the first query, with one more for each next query
+  int64_t length;             // positions that the first query sees; each later query sees one more
   int64_t sliding_window;     // the number of latest positions that a query attends to
 } KVView;
 
@@ -777,7 +777,7 @@ INLINE Vector lane_max(Vector a, Vector b) {
   return (Vector)(((UintVector)a & mask) | ((UintVector)b & ~mask));
 }
 
-// Sum n floats or Vectors pairwise, half to half, into x[0].
+// Sum n floats or Vectors pairwise, the upper half to the lower, into x[0].
 #define TREE_SUM(n, x)                    \
   for (int half = n / 2; half; half /= 2) \
     for (int i = 0; i < half; i++) x[i] += x[half + i];
@@ -808,7 +808,7 @@ INLINE void update_softmax(const int T, int64_t D, const KVView *kv, int64_t sta
   for (int i = 0; i < KV_BLOCK * T; i += WIDTH)
     for (int t = 0; t < WIDTH; t++)
       scores[i + t] = exponential((scores[i + t] - new_max[t % T]) * factor);
-  if (!unmasked) mask_scores(T, kv, start, scores, 0);  // there `exponential` gives exp(-87)
+  if (!unmasked) mask_scores(T, kv, start, scores, 0);  // `exponential` clamps these to exp(-87)
   Vector sums[KV_BLOCK];
   memcpy(sums, scores, KV_BLOCK * T * sizeof(float));
   TREE_SUM(KV_BLOCK * T / WIDTH, sums)
@@ -933,7 +933,7 @@ void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, 
   attend_query(D, 1, &kv, (Matrix){q, D}, scratch, (Matrix){y, D});
 }
 
-// Return the first token of the query block of token t, or -1 if the pass lacks a part of it. Query
+// Return the first token of the query block of token t, or -1 if it is not entirely in this pass. Query
 // blocks begin at multiples of WIDTH positions.
 static int64_t query_block_start(const Pass *p, int64_t t) {
   int64_t first = t - p->positions[t] % WIDTH;
@@ -985,7 +985,7 @@ static void unrotate_channels(int64_t D, float *x) {
   for (int64_t d = 0; d < D; d++) x[d] /= D & -D;
 }
 
-// Store a key or a value, (D), bit for bit as cache.py's to_cache_dtype. It may change x. Exported
+// Store a key or a value, (D), bit-identical to to_cache_dtype in cache.py. It may change x. Exported
 // for tests.
 void store_kv_row(int64_t dtype, int64_t D, float *x, char *row) {
   if (dtype == FLOAT32) memcpy(row, x, D * sizeof *x);

@@ -31,7 +31,7 @@ CACHE_DTYPES = {torch.float32: 0, torch.float16: 1, torch.int8: 3}  # of the KV 
 
 
 class NativeSampler(TorchRunner):
-    """A runner that samples in C. Forward passes run in torch, with or without native layers."""
+    """A runner that samples in C; forward passes run in torch, with or without native layers."""
 
     def __init__(self, library: ctypes.CDLL):
         self.library = library
@@ -100,10 +100,10 @@ class NativeRunner(NativeSampler):
         """Return the logits at the last keep[i] positions of span i, (sum of keep, vocab_size).
 
         Needs at least one token. storages: keys and values, (n_layer, 2, num_pages, n_kv_head,
-        page_size, stored_head_dim), float32, float16 or int8. One storage holds all layers. Of two,
-        the first holds full-attention layers and the second sliding-window layers.
-        Raises ValueError, before anything changes, for tokens, positions or pages out of range and
-        for storages that C cannot read.
+        page_size, stored_head_dim), float32, float16 or int8. A single storage holds all layers.
+        With two, the first holds full-attention layers and the second sliding-window layers. Raises
+        ValueError, before anything changes, for tokens, positions or pages out of range and for
+        storages that C cannot read.
         """
         config = self.config
         page_size = storages[0].shape[4]

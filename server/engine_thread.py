@@ -85,7 +85,7 @@ class Generation:
 
 @dataclass
 class RequestState:
-    """Where updates of a request go."""
+    """Where a request's updates are delivered."""
 
     generation: Generation
     index: int
@@ -173,7 +173,7 @@ class EngineThread:
     def admit(self, num_requests: int, num_tokens: int = 0) -> None:
         """Check that the queue has room for more requests, with `num_tokens` prompt tokens in all.
 
-        Raises QueueFull if it has no room now, UserError if it never has, and EngineDead.
+        Raises QueueFull if it has no room now, UserError if it never could, and EngineDead.
         """
         if self.error:
             raise EngineDead(self.error)
@@ -195,7 +195,7 @@ class EngineThread:
 
         Each item has an Update for one or more prompts, by their indices. Updates that are not
         fetched in time are joined. matcher: as in Backend.
-        Raises what `admit` raises, before any work, and EngineDead also later. Raises what
+        Raises as `admit` before any work. EngineDead may also come later. Raises what
         `Engine.add` raises, RequestFailed after the last update of a request that fails, and
         QueueFull if the constraints of all requests take too much memory or time.
         Unfinished requests are aborted when the generator closes, and count until then. A reader

@@ -55,7 +55,7 @@ def find_chat(source: Source, file: Path | None = None) -> Chat | UserError:
 
 
 def server_defaults(args, source: Source) -> dict[str, float]:
-    """Return the model's default sampling parameters for chats, as the command line selects.
+    """Return the model's default sampling parameters for chats, unless --generation-config is none.
 
     A model without a chat template has none. Raises UserError.
     """
@@ -77,7 +77,8 @@ class ServedModel:
     root: the model's source. chat: its template, or the error that says why it has none.
     adapters: directories by name; each is a model of its own for clients.
     defaults: sampling parameters of chats, where a request sets none.
-    metrics: what /metrics shows. monitor: what /live streams; None: the engines are elsewhere.
+    metrics: what /metrics shows. monitor: what /live streams; None: the engines run in other
+    processes.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class ServedModel:
         return False
 
     def find_adapter(self, name: str | None) -> str:
-        """Return the adapter of a request's model name; "" for the model itself, None and "".
+        """Return the adapter of a request's model name; "" if it is the model's own, None or "".
 
         Raises APIError for an unknown name.
         """
@@ -175,7 +176,7 @@ class ServedModel:
             )
 
     def check_dropped(self, field: str, dropped: str) -> None:
-        """Raise UserError for dropped bytes of a field, because clients see no warning."""
+        """Raise UserError if the tokenizer dropped bytes of a field; clients see no warning."""
         if dropped:
             raise UserError(f"{field}: the vocabulary of the model lacks these bytes: {dropped}")
 
@@ -185,8 +186,9 @@ class ServedModel:
         """Return the last `keep` tokens of a prompt, or all of it for None.
 
         keep: -1 for as many as leave room for new_tokens, as in vLLM. If new_tokens fill the window
-        anyway, -1 keeps a whole window, because the context shifts. field: the prompt's field.
-        Raises APIError if the result exceeds the window, where the engine would drop its start.
+        anyway, -1 keeps a full window; the context shifts during generation. field: the prompt's
+        field. Raises APIError if the result exceeds the window, where the engine would drop its
+        start.
         """
         window = self.backend.config.block_size
         if keep is not None and keep > window:
@@ -317,7 +319,7 @@ class ServedModel:
             return b""
 
     def decode(self, prompt: str | list[int]) -> str:
-        """Return the text of a prompt; ids out of range are dropped, the engine rejects them."""
+        """Return the text of a prompt without ids out of range, which the engine rejects."""
         if isinstance(prompt, str):
             return prompt
         prompt = [token for token in prompt if 0 <= token < 2**32]

@@ -133,7 +133,7 @@ def test_a_long_list_is_a_grammar():
 def test_a_schema_with_too_many_ways_to_go_on_says_what_to_change():
     lists = [{"type": "array", "items": {"$ref": "#"}, "maxItems": 1000 + i} for i in range(200)]
     count, error = steps_of("json_schema", json.dumps({"anyOf": [*lists, {"const": 1}]}), "[[")
-    assert count == 1 and "max is 2000; give it fewer alternatives and optional prop" in error
+    assert count == 1 and "max is 2000; use fewer alternatives and optional prop" in error
 
 
 def test_the_states_of_a_lexer_are_counted(monkeypatch):
