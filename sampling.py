@@ -67,16 +67,18 @@ class SamplingParams:
     @property
     def constraint(self) -> Constraint | None:
         """Return the constraint, None if unconstrained. Raises UserError for two constraints."""
-        fields = [Constraint(name, getattr(self, name)) for name in CONSTRAINT_FIELDS]
-        constraint, *others = [each for each in fields if each.source not in ((), None)] or [None]
+        constraints = [Constraint(name, getattr(self, name)) for name in CONSTRAINT_FIELDS]
+        constraint, *others = [each for each in constraints if each.source not in ((), None)] or [
+            None
+        ]
         if others:
-            names = f"{constraint.field} conflicts with {others[0].field}"
-            raise UserError(f"{names}: only one constraint is allowed")
+            conflict = f"{constraint.field} conflicts with {others[0].field}"
+            raise UserError(f"{conflict}: only one constraint is allowed")
         return constraint
 
 
 MAX_FLOAT = sys.float_info.max
-MAX_CHOICES = 2**14  # total bytes, because each byte takes a trie node
+MAX_CHOICE_BYTES = 2**14  # in all, because each byte takes a trie node
 CONSTRAINT_FIELDS = ("choices", "json_schema", "regex", "grammar", "tool_grammar")
 
 
@@ -143,7 +145,7 @@ LIMITS = {  # field of SamplingParams: type, predicate for valid values, their d
     ),
     "choices": (
         tuple,
-        lambda v: all(isinstance(string, str) for string in v) and utf8_size(v) <= MAX_CHOICES,
+        lambda v: all(isinstance(string, str) for string in v) and utf8_size(v) <= MAX_CHOICE_BYTES,
         "a tuple of strings of at most 16,384 bytes of UTF-8 in all",
     ),
     # Longer sources may compile for seconds, or overflow llguidance's stack by a chain of rules.

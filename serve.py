@@ -294,7 +294,7 @@ class Server(uvicorn.Server):
             events = self.accepted + self.server_state.total_requests
             if (
                 self.trimmed_events != events == self.last_events
-                and not self.thread.num_unfinished_requests
+                and not self.thread.num_open_requests
             ):
                 self.trimmed_events = events
                 await asyncio.to_thread(trim)

@@ -39,7 +39,7 @@ MAX_STATES = 2**16  # of the lexer, plus two per source byte; up to 14 MB
 # Expressions of the lexer, plus two per source byte. They grow exponentially if each terminal uses
 # another one twice. 65,536 take up to 12 MB; a million, llguidance's default, takes 90 MB.
 MAX_EXPRESSIONS = 2**16
-MAX_MULTIPLES = 10**6  # expressions of a schema with multipleOf, including remainders
+MAX_MULTIPLE_OF_EXPRESSIONS = 10**6  # of a schema with multipleOf, including remainders
 MAX_FORCED_PREFIX = 32  # forced tokens that are checked at compile time
 # Flexible whitespace would let a model emit whitespace forever. \u is off, because llguidance
 # compares names as written, so "\u0061" and "a" would be different names.
@@ -74,7 +74,7 @@ class Grammar:
             multiples = (
                 constraint_field in ("json_schema", "tool_grammar") and '"multipleOf"' in text
             )
-            limit = MAX_MULTIPLES if multiples else MAX_EXPRESSIONS
+            limit = MAX_MULTIPLE_OF_EXPRESSIONS if multiples else MAX_EXPRESSIONS
             limits = LLParserLimits(
                 verbose_errors=False,
                 max_items_in_row=MAX_ITEMS,
@@ -133,9 +133,9 @@ class GrammarMatcher(Matcher):
         del self.tokens[known:]
         eos_token_ids = self.vocabulary.eos_token_ids
         # Stop before EOS, after which all tokens are allowed.
-        text = list(itertools.takewhile(lambda token: token not in eos_token_ids, output[known:]))
+        new = list(itertools.takewhile(lambda token: token not in eos_token_ids, output[known:]))
         with interruptible():
-            self.tokens += text[: self.state.try_consume_tokens(text)]
+            self.tokens += new[: self.state.try_consume_tokens(new)]
             if len(self.tokens) < len(output) and not self.state.is_error():
                 return self.vocabulary.token_mask(slice(None))
             self.state.unsafe_compute_mask_ptr(self.bitmask.ctypes.data, len(self.bitmask))

@@ -168,7 +168,7 @@ class Engine:
             request.drafts = []  # left by an interrupted step
         if self.adaptive_speculation and not self.adaptive_speculation.should_draft(len(running)):
             return
-        asking = [request for request in running if len(request.uncomputed_tokens) == 1]
+        decoding = [request for request in running if len(request.uncomputed_tokens) == 1]
         counts = [
             min(
                 self.config.gamma,
@@ -179,15 +179,15 @@ class Engine:
                 # The pass samples the last token itself.
                 request.params.max_new_tokens - len(request.output) - 1,
             )
-            for request in asking
+            for request in decoding
         ]
         try:
-            proposed = self.drafter.propose(asking, counts)
+            proposed = self.drafter.propose(decoding, counts)
         except (MemoryError, RuntimeError) as error:
             if is_out_of_memory(error):
                 return
             raise
-        for request, count, tokens in zip(asking, counts, proposed, strict=True):
+        for request, count, tokens in zip(decoding, counts, proposed, strict=True):
             request.drafts = request.validate_drafts(tokens[:count])
 
     def compute(self, scheduled: list[ScheduledRequest]) -> list[SamplerOutput | UserError | None]:
@@ -242,17 +242,17 @@ class Engine:
         MAX_JUMP_FORWARD of them, because all other requests wait meanwhile.
         """
         request = entry.request
-        following, logits = output
-        num_accepted = common_prefix_length(following, entry.drafts)
+        sampled, logits = output
+        num_accepted = common_prefix_length(sampled, entry.drafts)
         self.num_draft_tokens += len(entry.drafts)
         self.num_accepted_tokens += num_accepted  # even if the sequence ends earlier
         tokens = []
         text = ""
         stream = request.stream.copy() if request.stream else None
         reason = None
-        sampled = iter(following[: num_accepted + 1])
+        accepted = iter(sampled[: num_accepted + 1])
         while reason is None:
-            token = next(sampled, None)
+            token = next(accepted, None)
             if token is None and len(tokens) <= num_accepted + MAX_JUMP_FORWARD:
                 token = request.jump_forward_token(request.tokens + tokens)
             if token is None:

@@ -145,13 +145,13 @@ class Scheduler:
             result.append(ScheduledRequest(request, tokens + drafts, drafts))
         return result
 
-    def allocate(self, request: Request, count: int, drafts: int = 0) -> bool:
+    def allocate(self, request: Request, count: int, num_drafts: int = 0) -> bool:
         """Allocate pages for the context window of a request and its drafts.
 
         The sliding-window group, if any, gets pages only for the next `count` positions. Returns
         False if too few pages are free.
         """
-        if not self.pool.allocate(request.pages, request.length + drafts):
+        if not self.pool.allocate(request.pages, request.length + num_drafts):
             return False
         return not self.sliding_pool or self.sliding_pool.allocate(
             request.sliding_pages, request.num_computed_tokens + count

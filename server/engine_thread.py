@@ -161,7 +161,7 @@ class EngineThread:
         return stall_reason()
 
     @property
-    def num_unfinished_requests(self) -> int:
+    def num_open_requests(self) -> int:
         """Return the number of requests of open calls, finished ones included."""
         return sum(generation.num_requests for generation in self.generations)
 
@@ -179,7 +179,7 @@ class EngineThread:
             raise EngineDead(self.error)
         max_requests = self.engine.scheduler.max_num_seqs + self.max_waiting
         limits = (
-            ("sequences", num_requests, self.num_unfinished_requests, max_requests),
+            ("sequences", num_requests, self.num_open_requests, max_requests),
             ("prompt tokens", num_tokens, self.waiting_tokens, self.max_waiting_tokens),
         )
         for unit, new, current, limit in limits:

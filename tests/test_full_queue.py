@@ -89,7 +89,7 @@ def test_more_tokens_of_prompts_than_there_is_room_for_are_429(tiny_llama):
         with client.send("POST", PATH, STREAM | {"prompt": [1] * 20}) as answer:
             answer.readline()  # it has begun
             assert client.post(PATH, {"prompt": [1] * 25, "max_tokens": 1})[0] == 200
-    assert client.thread.waiting_tokens == client.thread.num_unfinished_requests == 0
+    assert client.thread.waiting_tokens == client.thread.num_open_requests == 0
 
 
 def test_a_request_is_not_encoded_where_there_is_no_room(tiny_llama, monkeypatch):
@@ -118,7 +118,7 @@ def test_room_is_given_back_however_a_call_ends(tiny_llama, end):
             if end == "cancelled":
                 task.cancel()
             await asyncio.wait([task])
-            assert (thread.num_unfinished_requests, thread.waiting_tokens) == (0, 0)
+            assert (thread.num_open_requests, thread.waiting_tokens) == (0, 0)
             thread.admit(2, 5)
         if end == "refused":
             assert isinstance(task.exception(), UserError)

@@ -15,7 +15,7 @@ import serve
 
 def test_the_heap_is_trimmed_once_nothing_comes(monkeypatch):
     """Not while there are texts, and not again before something has come."""
-    thread = SimpleNamespace(num_unfinished_requests=0)
+    thread = SimpleNamespace(num_open_requests=0)
     state = SimpleNamespace(served=SimpleNamespace(monitor=None))
     server = serve.Server(SimpleNamespace(state=state), thread, 1)
     server.config.load()
@@ -26,9 +26,9 @@ def test_the_heap_is_trimmed_once_nothing_comes(monkeypatch):
             server.accepted += 1
         if second == 5:
             server.server_state.total_requests += 1
-            thread.num_unfinished_requests = 3
+            thread.num_open_requests = 3
         if second == 9:
-            thread.num_unfinished_requests = 0
+            thread.num_open_requests = 0
         for tick in range(10):
             assert not asyncio.run(server.on_tick(10 * second + tick))
     assert times == [3, 9]

@@ -85,4 +85,4 @@ def test_the_script_ends_though_somebody_watches(tmp_path):
 def test_who_watches_takes_no_room_of_requests(start):
     client = start()
     watch(client)
-    assert (client.thread.num_unfinished_requests, client.thread.waiting_tokens) == (0, 0)
+    assert (client.thread.num_open_requests, client.thread.waiting_tokens) == (0, 0)

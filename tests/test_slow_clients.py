@@ -43,7 +43,7 @@ def test_a_client_that_does_not_read_is_cut_off(tiny_llama, monkeypatch, body):
     most = 1 if body is STREAM else 960
     with serving(lambda: small_engine(tiny_llama, max_num_seqs=1), max_waiting=most - 1) as client:
         with not_reading(client, body):
-            assert client.thread.num_unfinished_requests == most
+            assert client.thread.num_open_requests == most
             assert client.post(PATH, {"max_tokens": 1})[0] == 429
             until(lambda: not client.thread.generations)
             until(lambda: not client.server.server_state.connections)
