@@ -99,4 +99,6 @@ def use_adapters(model, names: list[str], row_ranges: list[range] | None = None)
 def check_adapter(model, name: str) -> None:
     """Raise UserError unless the model has an adapter of this name or the name is ""."""
     if name and name not in (names := model.adapters.names if model.adapters else []):
-        raise UserError(f"adapter {name!r}: must be one of: {', '.join(names) or 'none'}")
+        if not names:
+            raise UserError(f"adapter {name!r} is unknown: the model has no adapters")
+        raise UserError(f"adapter {name!r}: must be one of: {', '.join(names)}")

@@ -87,10 +87,10 @@ def generate(
     stop token included, and None after that. Greedy or with a seed, a sequence equals that of its
     own run, up to rounding. Without a seed it depends on the batch, which shares the generator.
     With int8 weights or a quantised KV cache, rounding may change the output unless C computes the
-    whole pass; see int8.py. Raises UserError if prompts is empty, stride is out of range, params
-    have an id outside the vocabulary, the model lacks the adapter, the cache does not fit in
-    memory, the logits are not finite, a constraint allows no token, or as `make_matcher`. Raises
-    ValueError if params and prompts differ in number.
+    whole pass; see quantisation/int8.py. Raises UserError if prompts is empty, stride is out of
+    range, params have an id outside the vocabulary, the model lacks the adapter, the cache does not
+    fit in memory, the logits are not finite, a constraint allows no token, or as `make_matcher`.
+    Raises ValueError if params and prompts differ in number.
     """
     if not prompts:
         raise UserError("at least one prompt is needed")

@@ -87,7 +87,9 @@ def write_all(args, tp_group: TensorParallelGroup | None) -> None:
     check_chat_options(args)
     check_engine_options(args)
     if args.lora_modules and is_interactive(args):
-        raise UserError("--lora-modules needs --prompt or --prompt-file; in a chat use --adapter")
+        raise UserError(
+            "--lora-modules requires --prompt or --prompt-file; in a chat use --adapter"
+        )
     for text in args.stop:
         check_utf8("--stop", text)
     source = resolve_source(args.model)

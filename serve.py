@@ -89,15 +89,17 @@ def add_server_options(parser: Parser) -> None:
         default=30,
         help="seconds that running requests may continue after SIGTERM or Ctrl-C",
     )
-    access = parser.group("access")
+    access = parser.add_argument_group(
+        "access",
+        "The Host header must be localhost, --host or an IP; any with --host 0.0.0.0 or ::.",
+    )
     key_help = "bearer token that clients must send (default: none needed)"
     access.add_argument("--api-key", metavar="KEY", help=key_help)
     origin_help = "origin whose web pages may send requests, *: any; repeatable (default: none)"
     access.add_argument(
         "--allow-origin", metavar="ORIGIN", action=AppendToTuple, default=(), help=origin_help
     )
-    host_help = "additional Host header to accept, *: any; repeatable (default: localhost,"
-    host_help += " --host and IP addresses; any with --host 0.0.0.0 or ::)"
+    host_help = "additional Host header to accept, *: any; repeatable"
     access.add_argument(
         "--allowed-host", metavar="NAME", action=AppendToTuple, default=(), help=host_help
     )

@@ -125,7 +125,7 @@ def trace_file(text: str) -> Path:
 
 def add_profile_option(parser: argparse.ArgumentParser, what: str) -> None:
     """Add --profile. what: the profiled run, for the help."""
-    help_text = f"write a Chrome trace of {PROFILED} untimed steps of {what}, and a table as .txt"
+    help_text = f"Chrome trace of {PROFILED} steps of {what}, with a table as .txt"
     parser.add_argument("--profile", type=trace_file, metavar="FILE.json", help=help_text)
 
 

@@ -54,7 +54,7 @@ def load_models(names: list, args, device: str, load_first: Callable | None = No
     dtype = pick_dtype(args.dtype, device)
     native = device == "cpu"
     if args.backend == "native" and not native:
-        raise UserError(f"--backend native is for --device cpu; not {device}")
+        raise UserError(f"--backend native requires --device cpu, not {device}")
     first, *others = names
     check_utf8("--adapter", args.adapter or "")
     models = [(load_first or load_model)(first, dtype, device, args.adapter)]

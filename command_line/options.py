@@ -60,7 +60,7 @@ def add_model_options(parser: Parser) -> None:
     group = parser.group("model")
     devices = ("auto", "cuda", "mps", "cpu")
     group.add_argument("--device", default="auto", choices=devices, help="device to run on")
-    dtype_help = "weight dtype; int8 and blocks (GGUF's Q8 and Q4) quantise weights and activations"
+    dtype_help = "dtype of weights; int8 and blocks (as in GGUF) quantise weights and activations"
     group.add_argument("--dtype", default="float32", choices=DTYPES, help=dtype_help)
     cache_help = "KV cache dtype; auto: the model's compute dtype"
     names = "--cache-dtype", "--kv-cache-dtype"

@@ -13,10 +13,10 @@ OPTIONAL_PACKAGES = {"gguf", "matplotlib", "pandas", "transformers"}
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """A formatter that shows defaults, except None, False and (), which the help text explains."""
+    """A formatter that shows defaults, except None, False and empty ones."""
 
     def _get_help_string(self, action):
-        hidden = action.default is None or action.default is False or action.default == ()
+        hidden = action.default is None or action.default is False or action.default in ((), [])
         return action.help if hidden else super()._get_help_string(action)
 
 
@@ -129,7 +129,7 @@ def run_script(parser: argparse.ArgumentParser, action, argv=None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     args = parser.parse_args(argv)
     try:
-        with catch_out_of_memory("the model and its texts"):
+        with catch_out_of_memory("the model and its sequences"):
             action(args)
     except UserError as error:
         parser.error(str(error))

@@ -126,7 +126,8 @@ def check_schemas(schemas: dict[str, dict]) -> None:
                 raise UserError(f"{child_path:.100} is {value!r:.40}; it must be a string")
             elif name == "format" and value in UNSUPPORTED_FORMATS:
                 allowed = ", ".join(sorted(FORMATS))
-                raise UserError(f"{child_path:.100} is {value!r}; it must be one of {allowed}")
+                unsupported = f"{child_path:.100} {value!r} is not supported"
+                raise UserError(f"{unsupported}; supported are {allowed}")
             elif name == "minProperties":
                 check_min_properties(child_path, schema)
             elif name == "discriminator" and "oneOf" not in schema:

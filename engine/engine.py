@@ -34,14 +34,14 @@ class SamplerOutput(NamedTuple):
 class Engine:
     """Continuous batching; each request gets the output of `generate`, up to rounding.
 
-    With int8 weights and attention in torch, rounding may change the output; see int8.py. Where C
-    computes the whole pass, the output equals that of `generate` bit for bit.
-    drafter: proposes draft tokens for each request. adaptive_speculation: decides from measured
-    times which steps have drafts; None: all. encoding: for text output; None: tokens only. config:
-    an EngineConfig; its fields may be given as keyword arguments instead. If only some layers have
-    a sliding window, these get `sliding_page_count` pages of their own if that is fewer.
-    Not thread-safe. Raises UserError for a value out of range, or if the cache does not fit in
-    memory. After Yu et al. 2022, "Orca: A distributed serving system for transformer-based
+    With int8 weights and attention in torch, rounding may change the output; see
+    quantisation/int8.py. Where C computes the whole pass, the output equals that of `generate` bit
+    for bit. drafter: proposes draft tokens for each request. adaptive_speculation: decides from
+    measured times which steps have drafts; None: all. encoding: for text output; None: tokens only.
+    config: an EngineConfig; its fields may be given as keyword arguments instead. If only some
+    layers have a sliding window, these get `sliding_page_count` pages of their own if that is
+    fewer. Not thread-safe. Raises UserError for a value out of range, or if the cache does not fit
+    in memory. After Yu et al. 2022, "Orca: A distributed serving system for transformer-based
     generative models".
     """
 

@@ -1,6 +1,5 @@
 """Engine options of the command line, and an engine from them."""
 
-import argparse
 import contextlib
 import functools
 from collections.abc import Iterator
@@ -8,7 +7,7 @@ from collections.abc import Iterator
 from adapters import Adapters
 from command_line.models import load_models, pick_device
 from command_line.options import CACHE_DTYPES, check_utf8
-from command_line.parser import is_distributed
+from command_line.parser import Parser, is_distributed
 from engine.config import EngineConfig
 from engine.drafter import AdaptiveSpeculation, PagedModelDrafter, PromptLookupDrafter
 from engine.engine import Engine
@@ -21,35 +20,37 @@ from parallel.shards import load_shard, parallelize_vocabulary
 from text.tokenizer import load_encoding
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
+def add_engine_options(parser: Parser) -> None:
     """Add the engine options to a parser, except the model's and --stride."""
-    group = parser.add_argument_group("engine")
+    group = parser.group("engine")
     seqs_help = "maximum number of sequences per step"
-    group.add_argument("--max-num-seqs", type=int, default=32, help=seqs_help)
-    pages_help = "KV cache pages (default: max-num-seqs context windows, at most 65,536 positions)"
-    group.add_argument("--num-pages", type=int, help=pages_help)
+    group.add_argument("--max-num-seqs", metavar="N", type=int, default=32, help=seqs_help)
+    pages_help = "KV cache pages (default: max-num-seqs windows, up to 65,536 float32 positions)"
+    group.add_argument("--num-pages", metavar="N", type=int, help=pages_help)
     page_help = "positions per page"
-    group.add_argument("--page-size", type=int, default=16, help=page_help)
+    group.add_argument("--page-size", metavar="N", type=int, default=16, help=page_help)
     tokens_help = "maximum number of tokens per step"
-    group.add_argument("--max-num-batched-tokens", type=int, default=512, help=tokens_help)
+    group.add_argument(
+        "--max-num-batched-tokens", metavar="N", type=int, default=512, help=tokens_help
+    )
     join_help = "tensor parallelism: all-gather is bit-exact, all-reduce sends less data"
     group.add_argument("--join", default="gather", choices=PARALLEL_MODES, help=join_help)
     adapters_help = "LoRA adapters that requests may select by name; repeatable"
     options = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME=DIR"}
     group.add_argument("--lora-modules", **options, help=adapters_help)
-    group = parser.add_argument_group("speculation")
+    group = parser.group("speculation")
     draft_help = "draft model with the same vocabulary, or lookup for prompt lookup"
-    group.add_argument("--draft", help=draft_help)
+    group.add_argument("--draft", metavar="MODEL", help=draft_help)
     gamma_help = (
         "draft tokens in each step, 1 to 16 (default: 3, only in steps where drafting pays)"
     )
-    group.add_argument("--gamma", type=int, help=gamma_help)
+    group.add_argument("--gamma", metavar="N", type=int, help=gamma_help)
 
 
 def check_engine_options(args) -> None:
     """Raise UserError for engine options that are invalid or cannot be combined."""
     if args.gamma is not None and args.draft is None:
-        raise UserError("--gamma needs --draft")
+        raise UserError("--gamma requires --draft")
     parse_adapters(args.lora_modules)
 
 
@@ -91,7 +92,7 @@ def load_engine(
     is_driver = tp_group is None or tp_group.rank == 0
     directories = parse_adapters(args.lora_modules)
     if tp_group and directories:  # before any rank loads: else all could fail at once, in any order
-        raise UserError("--lora-modules needs a single process; with several use --adapter")
+        raise UserError("--lora-modules requires a single process; with several use --adapter")
     if tp_group and is_driver:
         tp_group.broadcast()  # start loading on the workers
     has_draft = is_driver and args.draft not in (None, "lookup")
@@ -145,7 +146,7 @@ def driver_group(args) -> Iterator[TensorParallelGroup | None]:
     with TensorParallelGroup(args.join) as tp_group:
         device = pick_device(args.device)
         if device != "cpu":
-            raise UserError(f"--device {device}: must be cpu with several processes")
+            raise UserError(f"several processes require --device cpu, not {device}")
         yield tp_group
         tp_group.broadcast()
 

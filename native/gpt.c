@@ -20,8 +20,8 @@
 // instruction sets --------------------------------------------------------------------------------
 //
 // Vectors hold WIDTH floats or int32 sums. MULADD is a * b + c in float32. dot_add_int8 adds to
-// each int32 sum the dot product of GROUP Quants (4 bytes together) and GROUP int8 weights. A Quant is an
-// activation rounded to an integer, plus ZERO_POINT, because VNNI takes unsigned bytes.
+// each int32 sum the dot product of GROUP Quants (4 bytes together) and GROUP int8 weights. A Quant
+// is an activation rounded to an integer, plus ZERO_POINT, because VNNI takes unsigned bytes.
 // FROM_FLOAT16 converts WIDTH float16 values to float32. It is defined where the CPU can do so.
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
@@ -362,7 +362,7 @@ static void quantize(int64_t n, const float *x, Quant *values, float *scale) {
   if (step <= FLT_MAX)
     for (int64_t i = 0; i < n; i++) values[i] = (int32_t)rintf(x[i] / step) + ZERO_POINT;
   else
-    for (int64_t i = 0; i < n; i++) values[i] = ZERO_POINT;  // 0 times an infinite or NaN scale is NaN
+    for (int64_t i = 0; i < n; i++) values[i] = ZERO_POINT;  // 0 times an infinite scale is NaN
 }
 
 // Load N floats, at most WIDTH, into a vector. A full vector takes no memcpy, because gcc 12 would
@@ -392,8 +392,8 @@ INLINE void butterfly(const int N, int64_t p, int64_t stride, float *x) {
 }
 
 // Do the first stages of a rotation on 2 * WIDTH values in registers. Each stage mixes neighbours
-// and moves the sums before the differences, which shifts the bits of each index cyclically. After one stage
-// per index bit the values are in order again.
+// and moves the sums before the differences, which shifts the bits of each index cyclically. After
+// one stage per index bit the values are in order again.
 INLINE void rotate_vectors(const float *x, float *y) {
   Vector a = LOAD(x), b = LOAD(x + WIDTH);
   for (int stage = 1; stage < 2 * WIDTH; stage *= 2) {
@@ -405,8 +405,8 @@ INLINE void rotate_vectors(const float *x, float *y) {
   store(WIDTH, b, y + WIDTH);
 }
 
-// Rotate n channels, bit-identical to rotate_channels in quantisation/int8.py. x and y may be the same. Exported
-// for tests.
+// Rotate n channels, bit-identical to rotate_channels in quantisation/int8.py. x and y may be the
+// same. Exported for tests.
 void rotate_channels(int64_t n, const float *x, float *y) {
   int64_t stride = n % (2 * WIDTH) ? 1 : 2 * WIDTH;
   if (stride > 1)
@@ -933,8 +933,8 @@ void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, 
   attend_query(D, 1, &kv, (Matrix){q, D}, scratch, (Matrix){y, D});
 }
 
-// Return the first token of the query block of token t, or -1 if it is not entirely in this pass. Query
-// blocks begin at multiples of WIDTH positions.
+// Return the first token of the query block of token t, or -1 if it is not entirely in this pass.
+// Query blocks begin at multiples of WIDTH positions.
 static int64_t query_block_start(const Pass *p, int64_t t) {
   int64_t first = t - p->positions[t] % WIDTH;
   int64_t last = first + WIDTH - 1;
@@ -985,8 +985,8 @@ static void unrotate_channels(int64_t D, float *x) {
   for (int64_t d = 0; d < D; d++) x[d] /= D & -D;
 }
 
-// Store a key or a value, (D), bit-identical to to_cache_dtype in cache.py. It may change x. Exported
-// for tests.
+// Store a key or a value, (D), bit-identical to to_cache_dtype in cache.py. It may change x.
+// Exported for tests.
 void store_kv_row(int64_t dtype, int64_t D, float *x, char *row) {
   if (dtype == FLOAT32) memcpy(row, x, D * sizeof *x);
   if (dtype == FLOAT16)

@@ -133,7 +133,7 @@ class TensorParallelGroup:
         sys.stderr = sys.__stderr__  # a worker's stderr is discarded
         prefix = f"rank {self.rank}: " if self.rank else ""
         if is_out_of_memory(error):
-            error = UserError("the model and its texts do not fit in memory")
+            error = UserError("the model and its sequences do not fit in memory")
         if isinstance(error, UserError | RankError):
             raise UserError(f"{prefix}{error}") from None
 

@@ -287,7 +287,7 @@ SAYING = [
     ({"items": {"nullable": True}}, "'items.nullable'"),
     ({"unevaluatedProperties": False}, "'unevaluatedProperties'"),
     ({"propertyNames": {"pattern": "a"}}, "'propertyNames'"),
-    ({"format": "regex"}, "format is 'regex'; it must be one of date, date-time"),
+    ({"format": "regex"}, "format 'regex' is not supported; supported are date, date-time"),
 ]
 
 

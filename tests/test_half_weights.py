@@ -49,7 +49,7 @@ def test_native_is_for_the_cpu():
 
     with pytest.raises(UserError) as error:
         load_models([DRAFT], SimpleNamespace(dtype="int8", backend="native"), "cuda")
-    assert str(error.value) == "--backend native is for --device cpu; not cuda"
+    assert str(error.value) == "--backend native requires --device cpu, not cuda"
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

@@ -197,7 +197,7 @@ def test_unknown_names_are_refused(tiny):
     assert refused(engine.add, [1], params_of(1, 1), "", "c") == expected
     assert refused(list, generate(model, [[1]], params_of(1, 1), adapter="c")) == expected
     engine, _ = make_engine(tiny(), [], [])
-    expected = "adapter 'a': must be one of: none"
+    expected = "adapter 'a' is unknown: the model has no adapters"
     assert refused(engine.add, [1], params_of(1, 1), "", "a") == expected
 
 
@@ -246,5 +246,5 @@ def test_several_processes_take_merged_ones_only(tmp_path, monkeypatch):
     assert 2 in codes
     (out, err), _ = written(tmp_path, 2)
     assert out == "" and err.endswith(
-        "error: --lora-modules needs a single process; with several use --adapter\n"
+        "error: --lora-modules requires a single process; with several use --adapter\n"
     )

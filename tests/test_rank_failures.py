@@ -103,7 +103,7 @@ def test_one_has_no_memory(tmp_path, monkeypatch, victim, place):
     monkeypatch.setattr(owner, place, failing)
     processes = start(2, script, tmp_path, infer_engine.main, [*ARGUMENTS, "--max-new-tokens", 9])
     assert wait(processes) == [2, 2]
-    what = "sequences of this step" if owner is TorchRunner else "model and its texts"
+    what = "sequences of this step" if owner is TorchRunner else "model and its sequences"
     name = "rank 1: " if victim else ""
     check_line(tmp_path, f"{name}the {what} do not fit in memory")
 

@@ -101,7 +101,7 @@ def test_other_devices_are_told_once(tmp_path, monkeypatch):
     assert wait(processes) == [2, 2]
     (out, err), other = written(tmp_path, 2)
     assert (out, other) == ("", ("", ""))
-    assert err.endswith("error: --device cuda: must be cpu with several processes\n")
+    assert err.endswith("error: several processes require --device cpu, not cuda\n")
 
 
 def test_splits():

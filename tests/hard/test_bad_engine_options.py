@@ -43,7 +43,7 @@ LINES = [
     ("--max-rows 8", ": error: --max-rows is now --max-num-seqs"),
     ("--budget=9", ": error: --budget is now --max-num-batched-tokens"),
     ("--max-num-batched-tokens 0", "max_num_batched_tokens is 0; it must be an integer >= 1"),
-    ("--gamma 3", ": error: --gamma needs --draft"),
+    ("--gamma 3", ": error: --gamma requires --draft"),
     ("--draft lookup --gamma 0", "gamma is 0; it must be an integer from 1 to 16"),
     ("--draft missing", ": error: unknown model 'missing': "),
     ("--draft itself --max-num-seqs 0", ": error: max_num_seqs is 0; it must be an integer >= 1"),
