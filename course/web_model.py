@@ -104,7 +104,7 @@ def compile_gpt() -> bytes:
         file = Path(folder, "gpt.wasm")
         command = [sys.executable, "-m", "ziglang", "cc", *FLAGS, str(build.SOURCE)]
         try:
-            build.run_compiler([*command, "-o", str(file)])
+            build.run_compiler([*command, "-o", str(file)], TIMEOUT)
         except subprocess.TimeoutExpired:
             raise build.BuildError(f"ziglang takes more than {TIMEOUT} s") from None
         return file.read_bytes()

@@ -186,10 +186,11 @@ def compiler_name(command: list[str]) -> str:
     return "ziglang" if "ziglang" in command[:3] else command[0]
 
 
-def run_compiler(command: list[str]) -> bytes:
+def run_compiler(command: list[str], seconds: float | None = None) -> bytes:
     """Run a compiler and return its output.
 
-    Raises BuildError with its first error, TimeoutExpired after TIMEOUT seconds.
+    seconds: time limit; None: TIMEOUT. Raises BuildError with the compiler's first error, and
+    TimeoutExpired after the limit.
     """
     name = compiler_name(command)
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -203,7 +204,7 @@ def run_compiler(command: list[str]) -> bytes:
         with process:
             try:
                 stack.close()
-                output, errors = process.communicate(timeout=TIMEOUT)
+                output, errors = process.communicate(timeout=seconds or TIMEOUT)
             except BaseException:
                 os.killpg(process.pid, signal.SIGKILL)  # a compiler starts child processes
                 raise

@@ -231,7 +231,7 @@ def test_options_that_are_refused(engine_cli, tiny_llama, tmp_path):
         for_each = [word for each in words for word in ("--lora-modules", each)]
         assert is_one_line(engine_cli(*WORDS, *for_each), *expected)
     chat = ["--model", LLAMA, "--chat", "--lora-modules", given]
-    assert is_one_line(engine_cli(*chat), "--lora-modules needs --prompt or --prompt-file")
+    assert is_one_line(engine_cli(*chat), "--lora-modules requires --prompt or --prompt-file")
     model = save_speaking(tiny_llama, tmp_path)
     head = save_adapter(tmp_path / "a", random_tensors(load_model(model), ("lm_head",)))
     result = engine_cli("--model", model, "--prompt", "Tom", "--lora-modules", f"x={head}")
