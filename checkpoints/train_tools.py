@@ -6,7 +6,7 @@
 The conversations are made up here, by chance, from the tools in train_tools.txt and the tables
 below: their text is CC0. Each has two or three tools, whose names and parameters' names are drawn,
 and two or three questions, which need no call, one or two. Results are drawn too, so they are
-seldom true: an answer must repeat them. The loss is that of the replies alone.
+seldom true: an answer must repeat them. Only replies count in the loss.
 """
 
 import argparse

@@ -41,7 +41,7 @@ def parse_logit_bias(text: str) -> tuple[int, float]:
 
 
 def add_options(parser: Parser) -> None:
-    """Add the prompt and seed options, and those of `add_model_options`."""
+    """Add the options for prompts, seed and model."""
     group = parser.group("prompts")
     prompt_help = "text to continue, repeatable; empty: start from the BOS token (default: empty)"
     group.add_argument("--prompt", metavar="TEXT", action="append", help=prompt_help)

@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         self.groups = {}
 
     def group(self, title: str):
-        """Return the argument group of this title, which several functions may add options to."""
+        """Return the argument group of this title, created on first use."""
         if title not in self.groups:
             self.groups[title] = self.add_argument_group(title)
         return self.groups[title]

@@ -40,7 +40,7 @@ MAX_STATES = 2**16  # of the lexer, plus two per source byte; up to 14 MB
 # another one twice. 65,536 take up to 12 MB; a million, llguidance's default, takes 90 MB.
 MAX_EXPRESSIONS = 2**16
 MAX_MULTIPLE_OF_EXPRESSIONS = 10**6  # of a schema with multipleOf, including remainders
-MAX_FORCED_PREFIX = 32  # forced tokens that are checked at compile time
+MAX_FORCED_PREFIX = 32  # jump-forward tokens that are checked at compile time
 # Flexible whitespace would let a model emit whitespace forever. \u is off, because llguidance
 # compares names as written, so "\u0061" and "a" would be different names.
 JSON_OPTIONS = {"whitespace_flexible": False, "json_allowed_escapes": 'nrbtf\\"'}

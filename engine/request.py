@@ -124,10 +124,11 @@ def make_request(prompt: list[int], params: SamplingParams, config) -> Request:
     params without a seed get a random one. Raises UserError for an id outside the vocabulary.
     """
     size = config.vocab_size
-    wrong = [token for token in prompt if not isinstance(token, int) or not 0 <= token < size]
+    tokens = list(prompt) or [config.bos_token_id]
+    wrong = [token for token in tokens if not isinstance(token, int) or not 0 <= token < size]
     if wrong:
         allowed = f"ids of this model are integers from 0 to {size - 1}"
         raise UserError(f"the prompt has the id {wrong[0]!r}; {allowed}")
     if params.seed is None:
         params = replace(params, seed=secrets.randbits(64))
-    return Request.from_prompt(prompt, params, config)
+    return Request.from_prompt(tokens, params, config)

@@ -75,7 +75,7 @@ class Backend(Protocol):
     def admit(self, num_requests: int, num_tokens: int = 0) -> None:
         """Check that the queue has room for more requests, with `num_tokens` prompt tokens in all.
 
-        Raises QueueFull if it has no room now, UserError if it never has, and EngineDead.
+        Raises QueueFull if it has no room now, UserError if it never could, and EngineDead.
         """
 
     def generate(
