@@ -97,21 +97,33 @@ def wait_for_signal(signals: queue.SimpleQueue) -> int:
     If the GCS or raylet ends before, kill all processes that Ray started and raise UserError. Ray
     restarts its other processes, or runs without them.
     """
-    import psutil  # a dependency of Ray
     from ray._private.worker import _global_node as node
 
-    started = psutil.Process().children(recursive=True)
+    started = child_processes()
     while True:
         with contextlib.suppress(queue.Empty):
             return signals.get(timeout=1)
-        children = psutil.Process().children(recursive=True)
+        children = child_processes()
         if ended := {name for name, _ in node.dead_processes()} & {"gcs_server", "raylet"}:
-            for process in {*started, *children}:  # children of a killed raylet may survive
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+            kill({*started, *children})  # children of a killed raylet may survive
             logs = node.get_logs_dir_path()
             raise UserError(f"Ray's {min(ended)} has ended; its logs are in {logs}")
         started = children
+
+
+def child_processes() -> list:
+    """Return a psutil.Process for each process that Ray started."""
+    import psutil  # comes with Ray, once that is imported
+
+    return psutil.Process().children(recursive=True)
+
+
+def kill(processes) -> None:
+    import psutil
+
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def drain() -> None:
@@ -176,7 +188,9 @@ def ray_server(args) -> Iterator[str]:
             raise UserError(reason.removeprefix("errors.UserError: ")) from None
         yield server_url(args.host, port)
     finally:
-        ray.shutdown()
+        started = child_processes()
+        ray.shutdown()  # which tells workers to end, and does not wait
+        kill(started)
 
 
 def application(args):

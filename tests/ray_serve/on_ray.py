@@ -47,9 +47,11 @@ class Server:
         own = str(self.process.pid)
         return [int(pid) for sid, pid, args in lines if sid == own and name in args]
 
-    def result(self) -> tuple[int, str, list[int]]:
-        """When it has ended: its exit code, what it has said on stderr, what is left."""
-        return self.process.wait(100), self.err.read_text(), self.pids()
+    def result(self) -> tuple[int, str]:
+        """Return the exit code and stderr of a server that ends and leaves no process."""
+        code = self.process.wait(100)
+        until(lambda: not self.pids())
+        return code, self.err.read_text()
 
 
 @contextlib.contextmanager
@@ -61,7 +63,7 @@ def start(model, directory, *options) -> Iterator[tuple[Client, Server]]:
         yield Client(int(server.out.read_text().rsplit(":", 1)[1]), None, None), server
         if server.process.poll() is None:
             os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does
-            assert server.result() == (130, "", [])
+            assert server.result() == (130, "")
 
 
 def samples(client, name: str, **labels) -> dict[str, float]:
