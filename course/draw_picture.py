@@ -19,9 +19,9 @@ from errors import UserError  # noqa: E402
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("id", help="of the lesson: 07-top-p")
-    parser.add_argument("--prompt", help="default: that of the picture in the book")
-    words = "default: picture-ID.html, here; some lessons have a FILE.svg too"
+    parser.add_argument("id", help="id of a lesson, such as 07-top-p")
+    parser.add_argument("--prompt", help="default: the prompt of the picture in the book")
+    words = "default: picture-ID.html; FILE.svg for lessons with an SVG picture"
     parser.add_argument("--output", type=Path, help=words)
     args = parser.parse_args(argv)
     import pictures

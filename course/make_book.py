@@ -309,52 +309,53 @@ CARD = "18-speculative-decoding"  # lesson whose picture is on the front page
 PLOTS = {
     "speculative": (
         ("speculative-decoding", "benchmark-speculative"),
-        "Speculative decoding: speed-up over the target alone with its cache, for 3 to 7 drafts a "
-        "pass, greedy and sampled, in three dtypes; bars are minimum and maximum",
+        "Speculative decoding: speed-up over the target alone with a KV cache, for 3 to 7 "
+        "drafts per pass, greedy and sampled, in three dtypes; error bars are minimum and "
+        "maximum",
     ),
     "kv_cache": (
         ("benchmark-kv-cache",),
-        "The key-value cache against none and against transformers, by dtype: tokens a second "
-        "after the first",
+        "Decoding with and without a KV cache, and transformers, by dtype: tokens/s after the "
+        "first token",
     ),
     "batching": (
         ("native-batches", "native-prefill"),
-        "Engines over batch sizes, in tokens a second: this one in torch and in C, and its peers",
+        "Throughput over batch size, in tokens/s: this engine in torch and in C, and other engines",
     ),
     "engine": (
         ("continuous-batching", "chunked-prefill", "drafts-that-pay"),
-        "The engine in torch, in C, and in C with int8 weights: tokens a second beside one text at "
-        "a time, static batches and transformers; the longest gap while a long prompt arrives; "
-        "what draws cost and what drafts gain",
+        "The engine in torch, in C, and in C with int8 weights: tokens/s beside one request at "
+        "a time, static batches and transformers; the longest ITL while a long prompt arrives; "
+        "the cost of sampling and the gain of drafts",
     ),
     "progress": (
         ("kv-cache-dynamic", "variable-batching", "native-backend", "native-greedy"),
-        "Tokens a second by each lesson's own script at its tag, for one text and for 32: bars by "
+        "Tokens/s of each lesson's own script at its tag, for one sequence and for 32: bars by "
         "lesson",
     ),
     "quality": (
         ("quality", "rotated-int8", "half-weights"),
         "Divergence from float32 over bytes per weight: each dtype in torch and in C, and "
-        "llama.cpp's files of 4 to 32 bits; a number beside each point is its share of equal top "
+        "llama.cpp's files of 4 to 32 bits; the number beside a point is its share of equal top "
         "tokens",
     ),
     "serving": (
         ("load-generator",),
-        "Servers under load, beside transformers' and llama.cpp's: tokens a second of 32 clients; "
-        "time to first token and gaps while requests arrive at random",
+        "Servers under load, beside transformers' and llama.cpp's: tokens/s with 32 clients; "
+        "TTFT and ITL while requests arrive at random",
     ),
     "scaling": (
         ("tensor-parallel", "replicas"),
-        "Several processes, in tokens a second: ranks by gather and by reduce, and replicas; "
-        "measured, and dotted as predicted",
+        "Several processes, in tokens/s: ranks by gather and by reduce, and replicas; measured, "
+        "and predicted as dotted lines",
     ),
 }
 VARIANTS = {  # suffix of a plot's file name -> addition to its text
     "_gpt2": ", with a model of GPT-2's shape",
     "_llama": ", with a Llama of 134.5 million parameters",
-    "_batches": ", in batches of 1, 8 and 32 texts, in float32 and bfloat16",
+    "_batches": ", in batches of 1, 8 and 32 sequences, in float32 and bfloat16",
     "_one_thread": ", on one thread",
-    "_sizes": ", for 1 to 64 texts, with the time to the first token and peak memory",
+    "_sizes": ", for 1 to 64 sequences, with TTFT and peak memory",
 }
 
 
@@ -564,10 +565,7 @@ def read_plots(ref: str, names: set[str]) -> tuple[list[dict], dict[str, bytes]]
         name = Path(path).name
         start = next((start for start in PLOTS if name.startswith(start)), None)
         if start is None:
-            raise LessonError(
-                f"{path} has no text for those who cannot see it; write one into PLOTS of "
-                "make_book.py"
-            )
+            raise LessonError(f"{path} has no alternative text; add one to PLOTS in make_book.py")
         slugs, text = PLOTS[start]
         text += "".join(words for end, words in VARIANTS.items() if f"{end}." in name) + "."
         files[name] = diffs.read_bytes(f"{ref}:{path}")
@@ -601,11 +599,11 @@ def check_output(output: Path) -> None:
     older = index.is_file() and MARK in index.read_text("utf-8", "replace")
     if not older and (any(output.iterdir()) if output.is_dir() else os.path.lexists(output)):
         raise LessonError(
-            f"{output} holds something that is not this book; name another folder with --output"
+            f"{output} contains files that are not this book; choose another folder with --output"
         )
     if not output.parent.is_dir():
         raise LessonError(
-            f"{output.parent} is no folder; --output names a new folder in one that is there"
+            f"{output.parent} is no directory; --output must be a new folder in an existing one"
         )
 
 

@@ -67,7 +67,7 @@ def scripts() -> dict[str, str]:
 
 @torch.inference_mode()
 def record() -> dict:
-    """Record the text that Play shows before it loads a model, with data of model.js per token."""
+    """Record the text that Play shows before it loads a model, with data of each token."""
     directory = CHECKPOINTS / MODELS[0]
     model = load_model(directory, torch.int8)
     with contextlib.suppress(build.BuildError):
@@ -106,7 +106,7 @@ def compile_gpt() -> bytes:
         try:
             build.run_compiler([*command, "-o", str(file)], TIMEOUT)
         except subprocess.TimeoutExpired:
-            raise build.BuildError(f"ziglang takes more than {TIMEOUT} s") from None
+            raise build.BuildError(f"ziglang took more than {TIMEOUT} s") from None
         return file.read_bytes()
 
 
@@ -117,7 +117,7 @@ def export(directory: Path) -> dict:
     """
     config = load_config(directory)
     if any(config.sliding_windows) or isinstance(config, GemmaConfig):
-        raise UserError(f"{directory}: the page computes no layers with windows, and no Gemma")
+        raise UserError(f"{directory}: inference.js supports neither sliding windows nor Gemma")
     model = replace_with_plain_linear(load_model(directory, torch.int8))
     tensors = list(model.state_dict().values())
     tables = [torch.empty(0)] * 2

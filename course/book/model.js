@@ -1,35 +1,35 @@
 // The embedded models in this page. Play uses it:
 //
 //   const model = new PageModel();
-//   await model.load(["stories-llama", "stories-draft"]); // the first one writes, others draft
+//   await model.load(["stories-llama", "stories-draft"]); // the first is the target, others are drafters
 //   model.write("Once upon a time", { temperature: 0.8, seed: 7 }, (event) => ...);
 //   model.stop();
 //
-// Names and defaults of parameters: DEFAULTS in inference.js, which runs in a worker. Events, in
-// order; each list has {token, text}, and what stands here beside it:
+// Names and defaults of parameters: DEFAULTS in inference.js, which runs in a worker. Events in
+// order; list items also have {token, text}:
 //   {prompt: [...]}
-//   {start, numCached, computed,   of the window: its first position in the text, how many positions
-//                              were in the cache, and how many this pass of the model computed
-//    drafts: [{q, p}],         what each was drawn from, in the draft model and in the target
-//    accepted,                 how many of them
-//    tokens: [{logprob, p, top: [{logprob, p}]}],   logprob: by the model itself; p: after
-//                              penalties, temperature and filters, 0 where these cut
+//   {start, numCached, computed,   first position of the context window, cached positions in it,
+//                              and positions that this pass computed
+//    drafts: [{q, p}],         probability of each in the draft model and in the target
+//    accepted,                 number of accepted drafts
+//    tokens: [{logprob, p, top: [{logprob, p}]}],   logprob: of the model; p: after penalties,
+//                              temperature and filters, 0 for tokens that these remove
 //    over}                     null, "stop" or "length"
-//   {rest, over}               text of a character that is not whole
+//   {rest, over}               text of an incomplete character at the end
 //   {error}
 "use strict";
 
-const MAX_TOKEN_SECONDS = 0.4; // seconds for a token; what is slower is no pleasure
+const MAX_TOKEN_SECONDS = 0.4; // a slower model is not used
 
 class PageModel {
   #worker;
   #loaded = {}; // name -> promise
-  #pending = new Map(); // id of a model that is opened -> what its answer goes to
-  #writing = 0; // id of what is being written
-  #onEvent; // who hears the events of that
+  #pending = new Map(); // id of a message -> callbacks for its answer
+  #writing = 0; // id of the current run
+  #onEvent; // receives the events of the current run
   #id = 0;
 
-  // Fails with the reason, in words, where the models cannot run.
+  // Throws an error with the reason if the models cannot run.
   async load(names) {
     const reason = unsupportedReason();
     if (reason) throw new Error(reason);
@@ -42,7 +42,7 @@ class PageModel {
     }
   }
 
-  // It ends what was being written before.
+  // Ends the current run first.
   write(prompt, params, onEvent) {
     this.#onEvent = onEvent;
     this.#writing = this.#send({ write: { prompt, params } });
@@ -52,7 +52,7 @@ class PageModel {
     this.#writing = this.#send({});
   }
 
-  // From a Blob, because a page in a file may have no worker in another file, and read none.
+  // From a Blob, because a page opened from a file may not start a worker from another file.
   #start() {
     const source = new Blob([window.ENGINE.source, "\nserve();\n"], { type: "text/javascript" });
     const worker = new Worker(URL.createObjectURL(source));
@@ -82,9 +82,9 @@ class PageModel {
   }
 }
 
-// Why there can be no model in this browser; "" if there can.
+// Returns why this browser cannot run the model; "" if it can.
 function unsupportedReason() {
-  // A program that has one vector of 128 bits: SIMD, which gpt.c is compiled for.
+  // A module with one 128-bit vector: gpt.c is compiled for SIMD.
   const program = [
     0, 97, 115, 109, 1, 0, 0, 0, 1, 5, 1, 96, 0, 1, 123, 3, 2, 1, 0, 10, 10, 1, 8, 0, 65, 0, 253,
     15, 253, 98, 11,
@@ -100,7 +100,7 @@ function loadScript(name) {
     const script = document.createElement("script");
     script.src = name;
     script.onload = done;
-    script.onerror = () => fail(new Error(`there is no ${name} beside this page`));
+    script.onerror = () => fail(new Error(`${name} not found beside this page`));
     document.head.append(script);
   });
   return scripts[name];

@@ -1,4 +1,4 @@
-// The engine's player, on a recorded run. `player.js` is there where a page has one.
+// Start player.js on each recorded run of the page. A page without one does not load player.js.
 "use strict";
 
 for (const element of document.querySelectorAll(".recorded")) {
@@ -7,5 +7,5 @@ for (const element of document.querySelectorAll(".recorded")) {
   const player = new Player(element.querySelector("div"), setup);
   for (const frame of frames) player.add(frame);
   player.seek(first);
-  element.player = player; // for who looks at it from outside
+  element.player = player; // for the checks of the book
 }

@@ -1,4 +1,4 @@
-// The page Play: a form, what model.js writes, and the alternatives of each token.
+// The page Play: a form, the text that model.js generates, and the alternatives of each token.
 "use strict";
 
 const find = (id) => document.getElementById(id);
@@ -12,10 +12,10 @@ const OFF = {
   frequency_penalty: 0,
   repetition_penalty: 1,
 };
-const MADE = "This text was written when the book was made.";
-let textTokens = []; // what was said of each token of the text
-let numKept = 0; // so many of them are the reader's choice
-let lastRunId = 0; // how many texts were begun
+const MADE = "This text was generated when the book was built.";
+let textTokens = []; // data of each token of the text
+let numKept = 0; // leading tokens that the reader fixed by choosing an alternative
+let lastRunId = 0; // number of runs started
 
 function make(tag, properties = {}, ...children) {
   const element = Object.assign(document.createElement(tag), properties);
@@ -39,14 +39,14 @@ function parameters() {
   return params;
 }
 
-// Write on after the tokens that are kept.
+// Generate after the kept tokens.
 async function write() {
   const runId = ++lastRunId;
   const params = { ...parameters(), logprobs: 8, begin: textTokens.slice(0, numKept).map((t) => t.token) };
   textTokens.length = numKept;
-  // So that the sliders below stay where they are while the text is written anew.
+  // Keep the height, so that the sliders below do not jump while the text is regenerated.
   find("text").style.minHeight = `${find("text").offsetHeight}px`;
-  find("status").textContent = "Writing …";
+  find("status").textContent = "Generating …";
   find("stop").hidden = false;
   showCommand(params);
   try {
@@ -58,12 +58,12 @@ async function write() {
   }
   if (runId !== lastRunId) return;
   const counts = { tokens: 0, passes: 0, drafts: 0, accepted: 0, began: performance.now() };
-  counts.byTarget = params.draft ? "target" : ""; // what a token is that was no draft
+  counts.byTarget = params.draft ? "target" : ""; // CSS class of tokens that are no drafts
   find("drafted").hidden = !params.draft;
   model.write(find("prompt").value, params, (event) => onEvent(event, counts));
 }
 
-// Where the model does not run: the recording, and why.
+// Show the recording and the reason why the model does not run.
 function fail(reason) {
   showRecording();
   find("status").textContent = `The model does not run here: ${reason}. ${MADE}`;
@@ -96,12 +96,12 @@ function end(rest, { tokens, passes, drafts, accepted, began }) {
   find("stop").hidden = true;
   const seconds = (performance.now() - began) / 1000;
   const rate = `${Math.round(tokens / seconds)} a second`;
-  const each = `${(tokens / passes).toFixed(2)} tokens a pass`;
-  const some = drafts ? `; ${accepted} of ${drafts} drafts were right, ${each}` : "";
+  const each = `${(tokens / passes).toFixed(2)} tokens per pass`;
+  const some = drafts ? `; ${accepted} of ${drafts} drafts accepted, ${each}` : "";
   find("status").textContent = `${tokens} tokens in ${seconds.toFixed(2)} s, ${rate}${some}.`;
 }
 
-// The text anew: the prompt, and the tokens that are kept.
+// Show the prompt and the kept tokens.
 function clear(prompt) {
   find("text").replaceChildren(prompt.startsWith("<|") ? "" : prompt);
   find("alternatives").hidden = true;
@@ -120,7 +120,7 @@ function add(token) {
   find("text").append(element);
 }
 
-// The alternatives of a token.
+// Show the alternatives of a token.
 function showAlternatives(element) {
   const index = Number(element.dataset.index);
   const { text, logprob, p, draft, by, top } = textTokens[index];
@@ -129,13 +129,13 @@ function showAlternatives(element) {
   element.focus();
   const about = [make("code", {}, visible(text)), ` ${percent(Math.exp(logprob))} by the model`];
   if (by === "reader") about.push("; your choice");
-  else about.push(`, ${percent(p)} in what it was drawn from`);
+  else about.push(`, ${percent(p)} after filters`);
   if (by === "accepted") about.push(`; drafted with ${percent(draft.q)}`);
   else if (draft) {
     about.push("; the draft ", make("code", {}, visible(draft.text)));
-    about.push(`, drafted with ${percent(draft.q)}, was refused`);
+    about.push(`, drafted with ${percent(draft.q)}, was rejected`);
   }
-  const head = ["token", "by the model", "", "drawn from"].map((words) =>
+  const head = ["token", "model", "", "after filters"].map((words) =>
     make("th", { textContent: words, scope: "col" }),
   );
   find("alternatives").replaceChildren(
@@ -153,7 +153,7 @@ function showAlternatives(element) {
 function alternative(other, index) {
   const probability = Math.exp(other.logprob);
   const button = make("button", { type: "button" }, make("code", {}, visible(other.text)));
-  button.title = "Go on from here with this one";
+  button.title = "Continue from here with this token";
   button.addEventListener("click", () => {
     textTokens = [...textTokens.slice(0, index), { ...other, top: textTokens[index].top, by: "reader" }];
     if (other.text === "<|endoftext|>") textTokens[index].text = "";
@@ -173,13 +173,13 @@ function alternative(other, index) {
   );
 }
 
-// What writes the same in a clone. Of a text with words that the reader chose there is no such.
+// Show the command that generates the same text in a clone; none if the reader chose tokens.
 function showCommand(params) {
   const words = ["python infer.py --model checkpoints/stories-llama --dtype int8 --backend native"];
   words.push(`--prompt='${find("prompt").value.replaceAll("'", `'\\''`)}'`);
   words.push(`--max-new-tokens ${params.max_new_tokens}`);
   if (params.temperature) words.push(`--temperature ${params.temperature} --seed ${params.seed}`);
-  else params = { ...params, top_k: OFF.top_k, top_p: OFF.top_p }; // greedy: they change nothing
+  else params = { ...params, top_k: OFF.top_k, top_p: OFF.top_p }; // greedy decoding ignores them
   for (const [name, off] of Object.entries(OFF))
     if (params[name] !== off) words.push(`--${name.replaceAll("_", "-")} ${params[name]}`);
   find("command").textContent = words.join(" ");
@@ -203,7 +203,7 @@ find("prompt").addEventListener("input", () => {
   showCommand(parameters());
 });
 
-// A slider that moves writes the text anew.
+// A moved slider regenerates the text.
 find("sliders").addEventListener("input", () => {
   showValues();
   if (form.checkValidity()) write();
@@ -234,4 +234,4 @@ showValues();
 showRecording();
 showCommand(parameters());
 find("status").textContent =
-  `${MADE} Write and the sliders load the model, 6 MB, from beside this page, and write a new one.`;
+  `${MADE} Generate or a slider loads the model, 6 MB, and generates a new one.`;

@@ -1,4 +1,4 @@
-"""LoRA adapters: rows of a batch that use one, and its effect on the output."""
+"""LoRA adapters: sequences of a batch that use one, and its effect on the output."""
 
 from types import SimpleNamespace as Record
 
@@ -73,17 +73,19 @@ def draw_adapter(record: Record) -> scene.Scene:
             text.append(scene.Token(each.text, "kept", with_it))
     most = max(changed or record.tokens, key=lambda each: each.probs[1] - each.probs[0])
     example = (
-        f", as {word(most.text)} where {word(most.best)} is best without it" if changed else ""
+        f", such as {word(most.text)} where the base model prefers {word(most.best)}"
+        if changed
+        else ""
     )
     return scene.Scene(
-        "Three requests share each pass: W x is one product for all rows, and the adapter adds "
-        f"B (A x) to the rows of its request. It decides {len(changed)} of that request's "
-        f"{times(len(text), 'token')}{example}.",
+        "Three requests share each pass: W x is one product for the whole batch, and the "
+        f"adapter adds B (A x) for the tokens of its request. It decides {len(changed)} of that "
+        f"request's {times(len(text), 'token')}{example}.",
         scene.Panel(
-            "The rows of the first two passes",
+            "Tokens computed in the first two passes",
             scene.Cells(rows),
-            f"The second of three requests has the adapter {word(NAME)}.",
-            {"first": "the model's weights", "second": "the adapter", "idle": "not computed"},
+            f"The second of three requests uses the adapter {word(NAME)}.",
+            {"first": "the base model's weights", "second": "the adapter", "idle": "not computed"},
         ),
         scene.Panel(
             "One prompt, with the adapter and without",
@@ -93,9 +95,12 @@ def draw_adapter(record: Record) -> scene.Scene:
                     scene.Line([scene.Token(each, "kept") for each in record.base_texts], "none"),
                 ]
             ),
-            "Below a token: its probability, without the adapter \u2192 with it where the model "
-            "alone prefers another.",
-            {"second": "another token is best without the adapter", "kept": "this one is"},
+            "Below a token: its probability, without the adapter \u2192 with it where the base "
+            "model prefers another token.",
+            {
+                "second": "the base model prefers another token",
+                "kept": "the base model prefers it too",
+            },
             wide=True,
         ),
     )
@@ -150,16 +155,16 @@ def draw_merged(record: Record) -> scene.Scene:
         tokens = [scene.Token(text, "second" if text != other else "") for text, other in pairs]
         lines.append(scene.Line(tokens, name))
     return scene.Scene(
-        f"An adapter of {n_lora:,} numbers, {percent(share)} of the weights it changes, writes in "
-        "another style. s B A is added to each W once, while the file is read; after that a pass "
-        "costs what it did.",
+        f"An adapter of {n_lora:,} parameters, {percent(share)} of the weights it changes, makes "
+        "the model write in another style. s B A is added to each W once, at load time, so a "
+        "pass costs no more than before.",
         scene.Panel(
-            "Numbers of W, and of A and B, in all layers of a kind",
+            "Parameters of W, and of A and B, by layer type",
             scene.Bars(numbers),
             key={"first": "W", "second": "A and B"},
         ),
         scene.Panel(
-            "The norm of s B A as a share of W's", scene.Bars(changes), key={"second": "the change"}
+            "Norm of s B A relative to that of W", scene.Bars(changes), key={"second": "the change"}
         ),
         scene.Panel("One prompt", scene.Tokens(lines), key={"second": "another token"}, wide=True),
     )

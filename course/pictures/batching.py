@@ -12,7 +12,7 @@ LENGTHS = (3, 9, 5, 4, 7, 3)
 
 
 def record_batches(prompt: str, rows: int = 3) -> Record:
-    """Record six requests in three rows, in static batches and with continuous batching."""
+    """Record six requests in three batch slots, with static and with continuous batching."""
     model = runs.load()
     ids = runs.encode(prompt, 20)
     params = [
@@ -46,28 +46,28 @@ def draw_batches(record: Record) -> scene.Scene:
     parts = []
     counts = []
     for name, steps, why in (
-        ("Static batches", record.static, "a batch ends with its longest text"),
-        ("Continuous batching", record.continuous, "no request is left to take the row"),
+        ("Static batches", record.static, "a batch ends with its longest sequence"),
+        ("Continuous batching", record.continuous, "no request is left for the slot"),
     ):
         rows = [
             scene.Row(
-                f"row {row + 1}",
+                f"slot {row + 1}",
                 [scene.Cell(f"owner{n}", str(n)) if n else scene.Cell("idle") for n in owners],
             )
             for row, owners in enumerate(zip(*steps))
         ]
         idle = sum(step.count(None) for step in steps)
         counts.append(len(steps))
-        title = f"{name}: {len(steps)} steps, {idle} places idle"
+        title = f"{name}: {len(steps)} steps, {idle} idle slot-steps"
         parts.append(scene.Panel(title, scene.Cells(rows), key={"idle": f"idle: {why}"}))
     frames = record.run.frames
     later = range(len(frames) // 2, len(frames))  # no request ends in the first frame shown
     first = next((at for at in later if len(frames[at]["running"]) == len(record.static[0])), 0)
     parts.append(scene.Panel("The engine, step by step", runs.player(record.run, first)))
     return scene.Scene(
-        "In a continuous batch a finished row takes the next request at once, instead of waiting "
-        f"for the longest text of its batch: {counts[1]} steps instead of {counts[0]} for "
-        f"{len(record.run.requests)} texts.",
+        "With continuous batching, the slot of a finished request goes to the next one "
+        f"immediately, instead of waiting for the longest sequence of the batch: {counts[1]} "
+        f"steps instead of {counts[0]} for {len(record.run.requests)} requests.",
         *parts,
     )
 

@@ -1,4 +1,4 @@
-"""The cost of fewer bits: for weights, a row with an outlier, and cached keys."""
+"""The cost of fewer bits: for weights, an activation vector with an outlier, and cached keys."""
 
 from types import SimpleNamespace as Record
 
@@ -57,28 +57,27 @@ def draw_quality(record: Record) -> scene.Scene:
     worst = max(record.dtypes, key=means.get)
     at = max(range(count), key=lambda place: record.dtypes[worst].kl[place])
     return scene.Scene(
-        f"KL divergence shows what text hides: how far each distribution is from float32's. Over "
-        f"{count} tokens {worst} is furthest, with a mean of {means[worst]:.1e} nats; its largest "
-        f"divergence is at {word(record.tokens[at])}.",
+        "KL divergence shows what the text hides: how far each distribution is from float32's. "
+        f"Over {count} tokens {worst} is furthest, with a mean of {means[worst]:.1e} nats and "
+        f"its maximum at {word(record.tokens[at])}.",
         scene.Panel(
             "Divergence from float32 at each token",
-            scene.Lines(
-                curves, scene.Axis("token of the text"), scene.Axis("KL in nats (log)", log=True)
-            ),
-            "Where one token is certain, rounding is hidden; where several are likely, it shows.",
+            scene.Lines(curves, scene.Axis("token"), scene.Axis("KL in nats (log)", log=True)),
+            "Where the model is certain of a token, rounding changes little. Where several "
+            "tokens are likely, it shows.",
         ),
         scene.Panel(
-            "The mean over the text",
+            "Mean over all tokens",
             scene.Bars(bars),
             "Mean KL, and the share of tokens at which the most likely one is float32's. int8 "
-            "has a scale for each row; blocks have one for each 32 numbers.",
+            "has one scale per matrix row, blocks have one per 32 weights.",
             dict(zip(kinds, record.dtypes)),
         ),
     )
 
 
 def record_blocks(prompt: str) -> Record:
-    """Quantize the row of `rotated-int8` with one scale, with one scale per block, and rotated."""
+    """Quantize the vector of `rotated-int8` with one scale, one per block, and rotated."""
     found = record_rotation(prompt)
     row = torch.tensor(found.row)
     values, scale = quantize(row)
@@ -86,7 +85,7 @@ def record_blocks(prompt: str) -> Record:
     rotated, rotated_scale = quantize(rotate_channels(row))
     rounded = {
         "one scale": values * scale,
-        f"a scale for {BLOCK_SIZE}": (block_values * block_scales[:, None]).flatten()[: len(row)],
+        f"a scale per {BLOCK_SIZE}": (block_values * block_scales[:, None]).flatten()[: len(row)],
         "rotated, one scale": unrotate_channels(rotated * rotated_scale),
     }
     return Record(
@@ -110,27 +109,27 @@ def draw_blocks(record: Record) -> scene.Scene:
     bars = [scene.Bar(name, [(error, "first")], percent(error)) for name, error in errors.items()]
     one, blocks, _ = errors.values()
     return scene.Scene(
-        f"An outlier sets the step of its whole row: rounding to int8 then costs {percent(one)} of "
-        f"the row's norm. With a scale for each {BLOCK_SIZE} numbers only its own block has large "
-        f"steps, and the error is {percent(blocks)}.",
+        "An outlier sets the scale of its whole vector: rounding to int8 then costs "
+        f"{percent(one)} of the norm. With one scale per {BLOCK_SIZE} values only its own block "
+        f"has large steps, and the error is {percent(blocks)}.",
         scene.Panel(
-            f"The step of each block of {BLOCK_SIZE}",
+            f"Step size of each block of {BLOCK_SIZE}",
             scene.Lines(
                 [
                     scene.Curve("", points, "first", bars=True),
                     scene.Curve("", [points[hit]], "second", bars=True),
                 ],
-                scene.Axis(f"block of the row of {len(row)} numbers"),
+                scene.Axis(f"block of the vector of {len(row)} values"),
                 scene.Axis("step = scale"),
-                [scene.Mark("one scale for the row", y=record.scale)],
+                [scene.Mark("one scale for all", y=record.scale)],
             ),
             f"An input of {record.layer}, at the token {word(record.token)}.",
             {"first": "a block", "second": "the block with the outlier"},
         ),
         scene.Panel(
-            "The error of rounding, of the row's norm",
+            "Rounding error relative to the norm",
             scene.Bars(bars),
-            "A rotation (lesson 127) spreads the outlier over the row instead.",
+            "A rotation (lesson 127) spreads the outlier over the vector instead.",
         ),
     )
 
@@ -176,7 +175,7 @@ def record_keys(prompt: str) -> Record:
 def draw_keys(record: Record) -> scene.Scene:
     panels = []
     for title, sizes, error in (
-        ("As they are", record.sizes, record.errors[0]),
+        ("Unrotated", record.sizes, record.errors[0]),
         ("Rotated", record.rotated, record.errors[1]),
     ):
         ratio = max(sizes) / sorted(sizes)[len(sizes) // 2]
@@ -185,10 +184,10 @@ def draw_keys(record: Record) -> scene.Scene:
                 f"{title}: the largest channel is {ratio:.1f} times the median",
                 scene.Lines(
                     [scene.Curve("", list(enumerate(sizes)), "first", bars=True)],
-                    scene.Axis(f"channel of the key, {len(sizes)} numbers"),
+                    scene.Axis(f"channel of the key, of {len(sizes)}"),
                     scene.Axis("mean of |k| over the positions"),
                 ),
-                f"Rounded to int8 with a scale for each key, the error is {percent(error)} of the "
+                f"Rounded to int8 with one scale per key, the error is {percent(error)} of the "
                 "norm.",
             )
         )
@@ -197,14 +196,15 @@ def draw_keys(record: Record) -> scene.Scene:
         for name, count in record.bytes.items()
     ]
     return scene.Scene(
-        "Some channels of keys are large at every position, and set the step of all others. Keys "
-        f"are rotated before they are rounded: the error falls from {percent(record.errors[0])} to "
-        f"{percent(record.errors[1])}. A query is rotated the same way, so scores stay.",
+        "Some channels of keys are large at every position and set the scale of all others. "
+        f"Keys are rotated before rounding: the error falls from {percent(record.errors[0])} to "
+        f"{percent(record.errors[1])}. Queries are rotated the same way, so the scores do not "
+        "change.",
         *panels,
         scene.Panel(
             "A key in memory",
             scene.Bars(bars),
-            f"Of layer {record.layer}, KV head {record.head}, the one whose channels differ most.",
+            f"Layer {record.layer}, KV head {record.head}: the head whose channels differ most.",
         ),
     )
 
@@ -248,20 +248,20 @@ def draw_superblock(record: Record) -> scene.Scene:
         bars.append(scene.Bar(name, lengths, f"{sum(parts):g} bits"))
     whole, part = (sum(record.changed[name]) for name in ("d", "a scale"))
     return scene.Scene(
-        "A K-quant has scales on two levels: each block of 32 has a scale of 6 bits, in steps of "
-        f"one float16 for all 256. A bit of that float16 changes {whole} numbers here, a bit of a "
-        f"scale {part}.",
+        "A K-quant has scales on two levels: each block of 32 has a scale of 6 bits, in units "
+        f"of one float16 for all 256. A bit of that float16 changes {whole} weights here, a bit "
+        f"of a scale {part}.",
         scene.Panel(
-            "A Q4_K: numbers that change with one bit, in each block of 32",
+            "A Q4_K superblock: weights that change with one bit, in each block of 32",
             scene.Cells(rows, [str(block) for block in range(8)]),
-            "Four of the eight scales stand whole in their bytes, whose high bits belong to the "
-            "other four.",
-            {"second": "numbers that change", "idle": "none"},
+            "Four of the eight scales are contiguous in their bytes. The high bits of these "
+            "bytes belong to the other four.",
+            {"second": "weights that change", "idle": "none"},
         ),
         scene.Panel(
-            "Bits of a number",
+            "Bits per weight",
             scene.Bars(bars),
-            key={"first": "the number", "second": "its block's scale", "good": "for all 256"},
+            key={"first": "the weight", "second": "its block's scale", "good": "for all 256"},
         ),
     )
 

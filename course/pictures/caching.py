@@ -55,7 +55,7 @@ def draw_computed(record: Computed) -> scene.Scene:
         return scene.Cells(rows)
 
     full, cached = (sum(map(len, steps)) for steps in (record.full, record.cached))
-    key = {"first": "computed", "kept": "keys and values kept from before"}
+    key = {"first": "computed", "kept": "cached keys and values"}
     return scene.Scene(
         f"Without a cache, {len(record.tokens)} tokens cost {full} computed positions. With the "
         f"keys and values of earlier positions kept, {cached} are enough. The text is the same.",
@@ -97,9 +97,9 @@ def draw_storage(record: Record) -> scene.Scene:
         copied += before
         before = filled
     return scene.Scene(
-        f"A cache that grows copies everything it holds at each step: here {copied} positions of "
-        f"{record.bytes:,} bytes. One that is allocated once for {record.size} positions writes "
-        "only the new ones.",
+        f"A cache that grows copies all its contents at each step: here {copied} positions of "
+        f"{record.bytes:,} bytes. A cache allocated once for {record.size} positions writes only "
+        "the new ones.",
         scene.Panel(
             f"A longer array each step (torch.cat): {copied} positions copied",
             scene.Cells(grown),
@@ -148,9 +148,9 @@ def draw_context_shifts(record: list[Record]) -> scene.Scene:
         ]
         curves.append(scene.Curve(name, sorted({points[0], *corners, points[-1]}), kind))
     return scene.Scene(
-        "When the window moves, every kept token gets another position, so the whole window is "
-        f"computed anew. In hops of {record[0].stride} tokens that is rare: {totals[0]:,} "
-        f"positions for {len(record[0].computed)} tokens instead of {totals[1]:,}.",
+        "When the context window moves, every kept token gets another position, so the whole "
+        f"window is recomputed. With context shifts of {record[0].stride} tokens that is rare: "
+        f"{totals[0]:,} positions for {len(record[0].computed)} tokens instead of {totals[1]:,}.",
         scene.Panel(
             "Positions that each step computes",
             scene.Lines(curves[::-1], scene.Axis("step"), scene.Axis("positions computed")),
@@ -181,17 +181,17 @@ def draw_ragged(record: Record) -> scene.Scene:
                 pad = at >= length
                 padding += pad
                 tokens.append(scene.Token(text, "idle" if pad else kind, str(position)))
-        lines.append(scene.Line(tokens, f"row {row + 1}"))
+        lines.append(scene.Line(tokens, f"sequence {row + 1}"))
     return scene.Scene(
-        f"{len(record.lengths)} texts of different lengths in one batch, each computed as if it "
-        "were alone. Shorter rows are padded with copies of their last token.",
+        f"{len(record.lengths)} sequences of different lengths in one batch, each computed as if "
+        "it were alone. Shorter ones are padded with copies of their last token.",
         scene.Panel(
-            f"A prefill of {len(lines)} rows, then {times(len(decode), 'decode step')}",
+            f"A prefill of {len(lines)} sequences, then {times(len(decode), 'decode step')}",
             scene.Tokens(lines),
-            "The number under a token is its position in its text. Padding, here "
-            f"{times(padding, 'token')}, repeats a token at its own position: it writes the "
-            "same keys and values again, and its result is ignored.",
-            {"idle": "padding", "good": "one new token a row in each step"},
+            "The number under a token is its position in the sequence. Padding, here "
+            f"{times(padding, 'token')}, repeats a token at its own position: it writes the same "
+            "keys and values again, and its result is ignored.",
+            {"idle": "padding", "good": "a new token per sequence in each decode step"},
             wide=True,
         ),
     )

@@ -54,10 +54,10 @@ def draw_draws(record: Record) -> scene.Scene:
     best, p = record.top_tokens[0]
     return scene.Scene(
         f"Greedy decoding takes {word(best)} each time. Sampling takes it {percent(p)} of the "
-        "time, and every other token as often as the model finds it likely: "
-        f"{len(set(record.drawn))} different tokens in {total:,} draws.",
+        f"time, and every other token as often as its probability says: {len(set(record.drawn))} "
+        f"different tokens in {total:,} draws.",
         scene.Panel(
-            f"After {word(record.prompt)}: probabilities, and {total:,} draws",
+            f"After {word(record.prompt)}: probabilities and {total:,} draws",
             scene.Bars(bars),
             "Bar: probability. Line: share of the draws.",
         ),
@@ -69,7 +69,7 @@ def draw_draws(record: Record) -> scene.Scene:
     )
 
 
-TEMPERATURES = {0.5: "sharper", 1.0: "as the model says", 2.0: "flatter"}
+TEMPERATURES = {0.5: "sharper", 1.0: "unchanged", 2.0: "flatter"}
 
 
 @torch.inference_mode()
@@ -120,11 +120,13 @@ def draw_top_k(record: Record) -> scene.Scene:
     after = [scene.Bar(name, [(left, "first")], percent(left)) for name, _, left in rows]
     largest = max(rest[1], record.after[0])
     return scene.Scene(
-        f"Top-k keeps the {record.k} most likely tokens of {record.vocabulary:,}. At temperature 2 "
-        f"they had {percent(record.kept)} of the probability and now share all of it. The tail, "
-        f"which had the other {percent(1 - record.kept)}, cannot be drawn.",
-        scene.Panel("At temperature 2", scene.Bars(before, largest), key={"gone": "cut by top-k"}),
-        scene.Panel(f"Cut to the {record.k} most likely", scene.Bars(after, largest)),
+        f"Top-k keeps the {record.k} most likely tokens of {record.vocabulary:,}. At temperature "
+        f"2 they had {percent(record.kept)} of the probability, which is renormalised to "
+        f"100\u00a0%. The tail, which had the other {percent(1 - record.kept)}, cannot be drawn.",
+        scene.Panel(
+            "At temperature 2", scene.Bars(before, largest), key={"gone": "removed by top-k"}
+        ),
+        scene.Panel(f"Truncated to the {record.k} most likely", scene.Bars(after, largest)),
     )
 
 
@@ -173,7 +175,7 @@ def draw_top_p(record: list[Record]) -> scene.Scene:
         f"takes depends on how sure the model is: {', '.join(map(str, counts))} after these "
         "prompts. Top-k would keep the same number after each.",
         scene.Panel(
-            "Probabilities of the most likely tokens, added up",
+            "Cumulative probability of the most likely tokens",
             scene.Lines(
                 curves,
                 scene.Axis("tokens, most likely first (log scale)", log=True),
@@ -183,9 +185,9 @@ def draw_top_p(record: list[Record]) -> scene.Scene:
             "A dot is where a curve first reaches p.",
         ),
         scene.Panel(
-            f"After {word(prompt_record.prompt)}: {prompt_record.kept:,} stay",
+            f"After {word(prompt_record.prompt)}: {prompt_record.kept:,} kept",
             scene.Bars(bars),
-            f"The token that crosses {percent(P)} stays too.",
+            f"The token that crosses {percent(P)} is kept too.",
             {"first": "kept", "gone": "cut"} if prompt_record.kept < 8 else {},
         ),
     )
@@ -240,9 +242,9 @@ def draw_min_p(record: list[Record]) -> scene.Scene:
             {"first": "kept by min-p", "gone": "cut"} if kept < len(bars) else {},
         ),
         scene.Panel(
-            "Tokens that stay",
+            "Tokens kept",
             scene.Cells(rows, [f"min-p {MIN_P:g}", f"top-p {P:g}"]),
-            "Where the model is sure, min-p keeps few tokens; where it is not, more.",
+            "Where the model is sure, min-p keeps few tokens. Where it is not, min-p keeps more.",
             {"first": "by min-p", "second": "by top-p"},
         ),
     )
@@ -285,9 +287,9 @@ def draw_biases(record: Record) -> scene.Scene:
     before, after = (record.probs[bias][index] for bias in BIASES[:2])
     panels[-1].key = {"second": "the token with the bias"}
     return scene.Scene(
-        f"A bias is added to a token's logit, so it multiplies the token's odds by e to its power. "
-        f"A bias of 2 takes {word(record.token)} from {percent(before)} to {percent(after)}; "
-        "\u2212100 bans it. The others keep their ratios.",
+        "A bias b is added to a token's logit, so it multiplies the token's odds by exp(b). A "
+        f"bias of 2 takes {word(record.token)} from {percent(before)} to {percent(after)}; "
+        "\u2212100 bans it. The probabilities of the others keep their ratios.",
         *panels,
     )
 

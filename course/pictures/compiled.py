@@ -145,20 +145,20 @@ def draw_packed(record: Record) -> scene.Scene:
         ]
         packed.append(scene.Row("sums", sums))
     return scene.Scene(
-        f"Packed weights let one vector hold a weight of each of {WIDTH} outputs. Each lane adds "
-        "up the sum of one output. Row by row, the products in a vector would still have to be "
-        "added to each other.",
+        f"Packed weights let one vector hold a weight of each of {WIDTH} outputs. Each lane "
+        "accumulates the sum of one output. In row-major order, the products in a vector would "
+        "still have to be added to each other.",
         scene.Panel(
-            "Row by row",
+            "Row-major",
             scene.Cells(plain, head),
-            "The first weights of a layer, times 100. A colour is an output. A row of colour "
-            "is a vector in memory.",
+            "The first weights of a layer, times 100. A colour is an output. A run of one "
+            "colour is a vector in memory.",
         ),
         scene.Panel(
             f"Packed in panels of {WIDTH} outputs",
             scene.Cells(packed),
-            "Each vector is multiplied by one input and added to the sums. On a processor a "
-            "panel has 8, 16 or 32 outputs.",
+            "Each vector is multiplied by one input and added to the sums. A real panel has 8, "
+            "16 or 32 outputs.",
             {"idle": "padding"},
         ),
     )

@@ -81,7 +81,7 @@ def record_choices(prompt: str) -> Record:
 
 
 def draw_trie(first_tokens: list[str]) -> scene.Cells:
-    """Draw one row per choice; bytes shared with a row above are left out."""
+    """Draw one line per choice; bytes shared with a line above are left out."""
     rows = []
     known = set()
     for text in CHOICES:
@@ -118,29 +118,30 @@ def draw_choices(record: Record) -> scene.Scene:
     spellings = ", ".join(f"{word(text)} {count}" for text, (*_, count) in record.texts.items())
     masked_prob, given, _ = record.texts[best]
     return scene.Scene(
-        f"Tokens that lead to no choice get the logit \u2212\u221e. "
-        f"The {len(record.first_tokens)} that "
-        f"are left had {percent(record.mass)} of the probability, and now have all of it. "
-        f"Renormalised step by step {word(best)} gets {percent(masked_prob)}; of the model's own "
-        f"probability of the choices it has {percent(given)}.",
+        "Tokens that lead to no choice get the logit \u2212\u221e. The "
+        f"{len(record.first_tokens)} others had {percent(record.mass)} of the probability and "
+        f"now have all of it. Renormalised at each step, {word(best)} gets "
+        f"{percent(masked_prob)}; of the choices' total probability in the model it has "
+        f"{percent(given)}.",
         scene.Panel(
             "The trie: a node for each byte",
             draw_trie(record.first_tokens),
-            "Choices begin at the left and share their first bytes. Several tokens in a row lead "
-            "to the other nodes.",
+            "Choices begin at the left and share their first bytes. The other nodes need "
+            "several tokens.",
             {"good": "one token leads here from the root", "second": "EOS may follow"},
         ),
         scene.Panel(
             "The first token",
             scene.Bars(bars, 1),
             "Line: the probability without the mask.",
-            {"good": "allowed, renormalised", "bad": "a favourite that is not allowed"},
+            {"good": "allowed, renormalised", "bad": "a top token that is not allowed"},
         ),
         scene.Panel(
-            "Whole texts",
+            "Whole choices",
             scene.Bars(choice_bars, 1),
-            "Bar: drawn step by step. Line, and second number: given that the text is a choice. "
-            f"All spellings count: {spellings}.",
+            "Bar: probability under the token mask. Line and second number: the model's "
+            "probability, given that the output is a choice. All tokenisations count: "
+            f"{spellings}.",
         ),
     )
 
@@ -185,25 +186,25 @@ def draw_schema(record: Record) -> scene.Scene:
         )
     kinds = Counter(token.kind for token in text)
     overruled = scene.Panel(
-        "Where the favourite was not allowed",
+        "Steps at which the likeliest token was not allowed",
         scene.Tokens(lines),
-        "Up to three favourites with their probabilities, then the token that was taken, and its "
+        "Up to three likelier tokens with their probabilities, then the token taken and its "
         "rank among all tokens.",
         {"gone": "not allowed", "second": "taken"},
     )
     return scene.Scene(
-        f"{times(len(text), 'token')} in the form of a schema: at {kinds['kept']} only one "
-        f"was allowed, so the model had no say. At {kinds['good']} its favourite was allowed; at "
-        f"{kinds['second']} it was not, and the best of those allowed was taken.",
+        f"{times(len(text), 'token')} that follow a schema: at {kinds['kept']} only one was "
+        f"allowed, so the model had no choice. At {kinds['good']} its likeliest token was "
+        f"allowed; at {kinds['second']} it was not, and the likeliest allowed one was taken.",
         scene.Panel(
-            f"The text after {word(record.prompt)}",
+            f"Output after {word(record.prompt)}",
             scene.Tokens([scene.Line(text)]),
-            "Below each token: how many the schema allowed in its place. The form is the schema's; "
-            "what the text says is the model's.",
+            "Below each token: how many tokens the schema allowed there. The schema decides the "
+            "structure, the model the content.",
             {
-                "kept": "the only one",
-                "good": "the model's favourite",
-                "second": "the best of those allowed",
+                "kept": "the only allowed token",
+                "good": "the model's likeliest token",
+                "second": "the likeliest allowed token",
             },
             wide=True,
         ),
@@ -247,16 +248,16 @@ def draw_passes(record: Record) -> scene.Scene:
     forced = sum(each.is_forced for each in record.tokens)
     return scene.Scene(
         f"{times(len(record.tokens), 'token')} in {times(len(rows), 'pass', 'passes')}: "
-        f"{forced} of them were the only one that the schema allowed, and need no pass of their "
-        "own. The next one, if there is any, computes their positions together, as it does those "
-        "of a prompt.",
+        f"jump-forward appends {forced} of them without a pass of their own, because the schema "
+        "allows no other. The next pass, if any, computes their positions together, as in a "
+        "prefill.",
         scene.Panel(
-            "The tokens after each pass",
+            "Tokens appended after each pass",
             scene.Tokens(lines),
-            key={"good": "chosen from the logits", "second": "forced, without a pass"},
+            key={"good": "sampled from the logits", "second": "jump-forward, without a pass"},
         ),
         scene.Panel(
-            "The positions that each pass computes",
+            "Positions that each pass computes",
             scene.Cells(rows),
             f"A column is a position; the first {record.prompt} are the prompt.",
             {"first": "computed", "kept": "in the cache"},
@@ -305,15 +306,15 @@ def draw_allowed(record: Record) -> scene.Scene:
     forced = sum(each.count == 1 for each in record.steps)
     free = sum(runs.token_text(each.best) == each.token for each in record.steps)
     return scene.Scene(
-        "With show_allowed a client sees what its constraint left: here a single token at "
-        f"{forced} of {times(len(record.steps), 'place')}, whatever its probability. At {free} "
-        "the model's own favourite was written.",
+        "With show_allowed a client sees the tokens that its constraint allows: a single one at "
+        f"{forced} of {times(len(record.steps), 'position')}, whatever its probability. At "
+        f"{free} the model's likeliest token was taken.",
         scene.Panel(
-            f"A text of the form {word(REGEX)} after {word(record.prompt)}",
+            f"A match of {word(REGEX)} after {word(record.prompt)}",
             scene.Tokens(lines),
-            f"At each place up to {MAX_LISTED} of the tokens that may stand there, with the "
-            "model's own probabilities.",
-            {"good": "written", "gone": "what the model alone would write"},
+            f"At each position up to {MAX_LISTED} of the allowed tokens, with the model's own "
+            "probabilities.",
+            {"good": "written", "gone": "the model's likeliest token, not allowed"},
             wide=True,
         ),
     )

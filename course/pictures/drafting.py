@@ -75,7 +75,7 @@ def rejection(
 KEY = {
     "good": "accepted",
     "bad": "refused",
-    "idle": "not looked at",
+    "idle": "not verified",
     "third": "the target\u2019s own",
 }
 
@@ -104,10 +104,10 @@ def draw_speculation(record: Record) -> scene.Scene:
     passes = len(record.verifications)
     parts = [
         scene.Panel(
-            "The text",
+            "Output",
             scene.Tokens([scene.Line(text)]),
             key={
-                "good": "guessed by the small model and accepted",
+                "good": "drafted by the small model and accepted",
                 "third": "the large model\u2019s own",
             },
             wide=True,
@@ -134,7 +134,7 @@ def rejection_panel(found: Record) -> scene.Panel:
         parts = [(both, "good"), (q - both, "bad"), (p - both, "first")]
         bars.append(scene.Bar(word(text), parts, f"p {percent(p)}, q {percent(q)}"))
     return scene.Panel(
-        f"A refusal, after \u201c\u2026{found.context}\u201d",
+        f"A rejection, after \u201c\u2026{found.context}\u201d",
         scene.Bars(bars),
         f"p is the large model\u2019s probability, q the small one\u2019s. {word(found.draft)} is "
         f"accepted with probability p / q = {percent(found.acceptance_prob)}. "
@@ -144,8 +144,8 @@ def rejection_panel(found: Record) -> scene.Panel:
         "blue are equal, so green and blue make exactly p.",
         {
             "good": "min(p, q)",
-            "bad": "guessed too often",
-            "first": "guessed too seldom: the residual",
+            "bad": "drafted too often",
+            "first": "drafted too seldom: the residual",
         },
     )
 

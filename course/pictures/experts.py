@@ -43,15 +43,15 @@ def draw_routes(record: Record) -> scene.Scene:
     taken = [sum(expert in weights for weights in record.weights) for expert in range(record.count)]
     most = max(range(record.count), key=taken.__getitem__)
     return scene.Scene(
-        f"Each token takes {record.chosen} of {times(record.count, 'expert')}, and different "
-        f"tokens take different ones. In this layer expert {most} is taken most often, by "
-        f"{taken[most]} of {times(len(rows), 'token')}.",
+        f"The router sends each token to {record.chosen} of {times(record.count, 'expert')}, "
+        f"different ones for different tokens. In this layer expert {most} is chosen most often, "
+        f"by {taken[most]} of {times(len(rows), 'token')}.",
         scene.Panel(
             f"Experts 0 to {record.count - 1} of layer {LAYER}, and their weights in %",
             scene.Cells(rows, [str(expert) for expert in range(record.count)]),
-            "A token reads the matrices of its own experts only. Their weights add up to "
+            "A token uses the matrices of its own experts only. Their weights add up to "
             f"{percent(1)}.",
-            {"first": "the larger weight", "second": "another expert that is taken"},
+            {"first": "the larger weight", "second": "the other chosen expert"},
         ),
     )
 
@@ -97,24 +97,25 @@ def draw_block(record: Record) -> scene.Scene:
         scene.Curve("d q + m", list(enumerate(record.numbers)), "second", dots=True),
     ]
     return scene.Scene(
-        f"A block of Q4_1 holds 32 numbers in {len(record.data)} bytes: a scale, a minimum, and "
-        f"4 bits for each number. The largest error in this block is {off:.4f}.",
+        f"A block of Q4_1 holds 32 weights in {len(record.data)} bytes: a scale, a minimum, and "
+        f"4 bits per weight. The largest error in this block is {off:.4f}.",
         scene.Panel(
             "Bytes 0 to 3: the scale d and the minimum m",
             scene.Cells(heads, ["float16, its highest bit first"]),
-            "In the file the lower byte of each comes first.",
+            "The file is little-endian.",
             {"good": "scale", "third": "minimum"},
         ),
         scene.Panel(
             "Bytes 4 to 19: the codes q, two in a byte",
             scene.Cells(rows, ["high", "low"]),
-            "The lower half of a byte holds a number of the first 16, the higher one of the last.",
-            {"first": "numbers 0 to 15", "second": "numbers 16 to 31"},
+            "The low nibble of a byte holds one of the first 16 codes, the high nibble one "
+            "of the last 16.",
+            {"first": "codes 0 to 15", "second": "codes 16 to 31"},
         ),
         scene.Panel(
-            f"The embedding of {word(record.token)}, numbers 0 to 31",
+            f"The embedding of {word(record.token)}, channels 0 to 31",
             scene.Lines(curves, scene.Axis("number"), scene.Axis("value")),
-            f"The 16 possible values are {d:.4f} apart.",
+            f"The 16 representable values are {d:.4f} apart.",
         ),
     )
 

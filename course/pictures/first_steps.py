@@ -96,38 +96,39 @@ def draw_pass(record: Record) -> scene.Scene:
         for text, p, logit in record.top
     ]
     return scene.Scene(
-        "One forward pass: a text goes in, a score for every possible next token comes out. "
-        f"On the way through the layers {last} looks back at {seen}, and the answer {outcome} "
-        f"{answer}.",
+        "One forward pass: a sequence of tokens goes in, a score for every possible next token "
+        f"comes out. On the way through the layers {last} looks back at {seen}, and the answer "
+        f"{outcome} {answer}.",
         scene.Panel(
-            "1. The text, cut into tokens, each with its id",
+            "1. The text as tokens, each with its id",
             scene.Tokens([scene.Line(chips)]),
-            "A space belongs to the word after it.",
+            "A space belongs to the token after it.",
         ),
         scene.Panel(
             "2. A vector of 256 numbers for each token",
             scene.Cells(vectors),
             f"The first {len(record.vectors[0])} numbers of each: blue above 0, orange below. "
-            f"{len(record.after) - 1} layers then change these vectors, one after the other.",
+            f"{len(record.after) - 1} layers then update these vectors, one after the other.",
         ),
         scene.Panel(
             f"3. Attention: where {last} looks",
             scene.Cells(weights),
-            f"Head {record.head} of layer {record.layer}. Each row is a token; the stronger a "
-            "square, the more the token takes from that one. No token sees a later one.",
+            f"Head {record.head} of layer {record.layer}. A row is a query, a column a key. The "
+            "stronger a square, the larger its attention weight. No token attends to a later "
+            "one.",
         ),
         scene.Panel(
-            f"4. What {last} would say after each layer",
+            f"4. What {last} would predict after each layer",
             scene.Lines(
                 curves,
                 scene.Axis("layers passed", [(int(at), at) for at in layers]),
                 scene.Axis("probability", [(0, "0 %"), (0.5, "50 %"), (1, "100 %")]),
                 [scene.Mark(f"layer {record.layer}", x=record.layer)],
             ),
-            "The probabilities of two tokens if the layers above were left out.",
+            "The probabilities of two tokens if the later layers were skipped.",
         ),
         scene.Panel(
-            "5. The end: a score, the logit, for each of 4,096 tokens",
+            "5. Output: a score, the logit, for each of 4,096 tokens",
             scene.Bars(scores),
             "The five largest. Softmax turns the logits into probabilities, the bars.",
         ),
@@ -162,10 +163,10 @@ def draw_steps(steps: list[Record]) -> scene.Scene:
         also = ", ".join(f"{word(other.text)} {other.number}" for other in others)
         lines.append(scene.Line(text, str(number), also))
     return scene.Scene(
-        "Greedy decoding is a loop: each step puts the whole text into the model, takes the token "
-        f"with the largest logit and appends it. {len(steps)} steps, {len(steps)} tokens.",
+        "Greedy decoding is a loop: each step computes the whole sequence, takes the token with "
+        f"the largest logit and appends it. {len(steps)} steps, {len(steps)} tokens.",
         scene.Panel(
-            "Each step: the text so far, the token taken with its logit, and the two next best",
+            "Each step: the sequence, the token taken with its logit, and the two next best",
             scene.Tokens(lines),
             key={"kept": "taken in an earlier step", "good": "taken in this step"},
             wide=True,
@@ -212,21 +213,19 @@ def draw_ends(record: Record) -> scene.Scene:
     ]
     above = sum(p >= 0.001 for p in record.eos_probs)
     ended = record.tokens[-1] == EOT
-    end = " At the last it is the likeliest token, so the text ends." * ended
+    end = " At the last it is the likeliest token, so generation ends." * ended
     return scene.Scene(
-        f"The end of a text is a token like any other: EOS, written {word(EOT)}. It reaches 0.1 % "
-        f"at {above} of {count} places.{end}",
+        f"The end of a sequence is a token like any other: EOS, written {word(EOT)}. It reaches "
+        f"0.1 % at {above} of {count} positions.{end}",
         scene.Panel(
-            "The probability of EOS at each step",
+            "Probability of EOS at each step",
             scene.Lines(
                 [curve for curve in curves if curve.points],
-                scene.Axis("tokens written"),
-                scene.Axis("probability, on a logarithmic scale", ticks, log=True),
+                scene.Axis("new tokens"),
+                scene.Axis("probability (log scale)", ticks, log=True),
             ),
         ),
-        scene.Panel(
-            "How likely EOS was in the place of each of the last tokens", scene.Bars(bars, 1)
-        ),
+        scene.Panel("Probability of EOS instead of each of the last tokens", scene.Bars(bars, 1)),
     )
 
 
@@ -258,14 +257,14 @@ def draw_windows(record: Record) -> scene.Scene:
         tokens.append(scene.Token(record.text[length], "good"))
         lines.append(scene.Line(tokens, f"{length} tokens"))
     return scene.Scene(
-        f"The model sees the last {record.size} tokens, its window. In a longer text the first "
-        f"tokens fall out and all others move: {word(record.text[1])} stands at position 1, then "
-        "0, then nowhere.",
+        f"The model sees the last {record.size} tokens, its context window. In a longer sequence "
+        f"the first tokens drop out and all others move: {word(record.text[1])} stands at "
+        "position 1, then 0, then is out.",
         scene.Panel(
-            "What the model sees, with positions, and the token it writes",
+            "What the model sees, with positions, and the token it generates",
             scene.Tokens(lines),
-            "Written by the small model stories-draft, with --ignore-eos and --stride 1.",
-            {"gone": "out of the window", "good": "written"},
+            "Generated by the small model stories-draft, with --ignore-eos and --stride 1.",
+            {"gone": "out of the context window", "good": "written"},
             wide=True,
         ),
     )

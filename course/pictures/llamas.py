@@ -63,16 +63,16 @@ def draw_rope(record: Record) -> scene.Scene:
         scene.Curve(f"key at position {LATER}", list(enumerate(later))[::4], "second", dots=True),
     ]
     return scene.Scene(
-        "Rotary positions turn each query and each key by an angle that grows with its position. "
-        f"So a score depends on the distance alone: {signed(here[2])} at distance 2, "
-        f"{signed(here[32])} at 32, wherever both stand.",
+        "RoPE rotates each query and each key by an angle that grows with its position. So a "
+        f"score depends on the distance alone: {signed(here[2])} at distance 2, "
+        f"{signed(here[32])} at 32, at any two positions.",
         scene.Panel(
             f"Query of {word(record.query)}, key of {word(record.key)}",
             scene.Lines(
                 curves, scene.Axis("distance in positions"), scene.Axis("score: q \u00b7 k")
             ),
-            "The same two vectors at each distance. Pairs of their numbers turn at different "
-            "speeds, hence the waves.",
+            "The same two vectors at each distance. Pairs of channels rotate at different "
+            "frequencies, hence the waves.",
         ),
     )
 
@@ -98,19 +98,20 @@ def record_message(prompt: str) -> Message:
 def draw_message(record: Message) -> scene.Scene:
     panels = []
     for title, tokens in (
-        ("Template and message encoded apart", record.safe),
-        ("The text encoded as one string", record.naive),
+        ("Template and message encoded separately", record.safe),
+        ("The rendered prompt encoded as one string", record.naive),
     ):
         line = scene.Line([scene.Token(text, "bad" if control else "") for text, control in tokens])
         panels.append(scene.Panel(title, scene.Tokens([line]), key={"bad": "a control token"}))
     ours, theirs = (sum(control for _, control in tokens) for tokens in record)
-    panels[0].note = "A message is plain characters, whatever it says."
-    panels[1].note = "The model would read that the text ends inside the message."
+    panels[0].note = "A message is encoded as plain characters, whatever it contains."
+    panels[1].note = "To the model, the sequence would end inside the message."
     if ours == theirs:
-        panels[1].note = "This message has no text of a control token, so both are alike."
+        panels[1].note = "This message does not spell a control token, so both are equal."
     return scene.Scene(
-        "Text that a user types never becomes a control token. The template\u2019s own make "
-        f"{times(ours, 'control token')}; the text encoded as one string would have {theirs}.",
+        "Text that a user types never becomes a control token. The template inserts "
+        f"{times(ours, 'control token')}. The rendered prompt encoded as one string would have "
+        f"{theirs}.",
         *panels,
     )
 
@@ -159,7 +160,8 @@ def draw_merges(merges: list[Merge]) -> scene.Scene:
         scene.Panel(
             "Bytes, and the parts after each merge",
             scene.Tokens(lines),
-            "A pattern cuts the text into such pieces first, and no merge crosses a cut.",
+            "The pre-tokenizer first splits the text into such pieces, and no merge crosses "
+            "a split.",
             {"first": "the pair just merged"},
         ),
     )
@@ -199,7 +201,7 @@ def draw_scores(record: Record) -> scene.Scene:
         (
             ("The largest score of the last query", scene.Axis("score")),
             (
-                "The share of its key after the softmax",
+                "The softmax weight of its key",
                 scene.Axis("share", [(0, "0"), (0.5, "0.5"), (1, "1")]),
             ),
         )
@@ -212,14 +214,15 @@ def draw_scores(record: Record) -> scene.Scene:
         ]
         panels.append(
             scene.Panel(
-                title, scene.Lines(curves, scene.Axis("query weights times", log=True), axis)
+                title,
+                scene.Lines(curves, scene.Axis("factor of the query weights", log=True), axis),
             )
         )
     first, last = (record.scores[False][at][1] for at in (0, -1))
     return scene.Scene(
-        f"When query weights grow, scores grow with them, and one of {record.keys} keys goes from "
-        f"{percent(first)} of the softmax to {percent(last)}. Qwen3 divides each head's query and "
-        "key by their root mean square first: nothing changes.",
+        "When query weights grow, scores grow with them, and the softmax weight of one of "
+        f"{record.keys} keys rises from {percent(first)} to {percent(last)}. Qwen3 first divides "
+        "each head's query and key by their RMS, so nothing changes.",
         *panels,
     )
 
@@ -266,19 +269,19 @@ def draw_order(record: Record) -> scene.Scene:
         )
     ]
     return scene.Scene(
-        "RoPE rotates pairs of numbers. In a Llama's GGUF file the two of a pair are neighbours, "
-        "here they stand in the two halves of a head. With rows left in the file's order nothing "
-        f"fails: the text goes on, from token {same + 1} on as another one.",
+        "RoPE rotates pairs of channels. In a Llama's GGUF file the two rows of a pair are "
+        "adjacent; here they are in the two halves of a head. With rows left in the file's "
+        f"order nothing fails, but the output differs from token {same + 1} on.",
         scene.Panel(
-            f"The rows of a query or key, in a head of {HEAD}",
+            f"Weight rows of a query or key head, head_dim {HEAD}",
             scene.Cells(rows),
-            "A number is a row of the file's matrix, a colour a pair that is rotated together.",
+            "A number is a row of the file's matrix, a colour a pair that RoPE rotates together.",
             dict(zip(kinds, ("pair 0", "pair 1", "pair 2", "pair 3"))),
         ),
         scene.Panel(
-            "The same weights, the same prompt",
+            "One prompt, two row orders",
             scene.Tokens(lines),
-            key={"kept": "alike", "good": "with the rows reordered", "bad": "without"},
+            key={"kept": "equal", "good": "rows reordered", "bad": "without"},
             wide=True,
         ),
     )
@@ -345,29 +348,29 @@ def draw_scored(record: Record) -> scene.Scene:
         lines.append(scene.Line(tokens, str(number), value))
     kinds = ["second" if re.fullmatch("<0x..>", each) else "good" for each in record.tokens]
     tokens = [scene.Token(*pair) for pair in zip(record.tokens, kinds)]
-    lost = " A character that no token has becomes its bytes." if record.missing else ""
+    lost = " A character without a token becomes byte tokens." if record.missing else ""
     return scene.Scene(
-        f"SentencePiece begins with characters, a blank written as {word(BLANK)}, and joins the "
-        f"neighbours with the highest score. {word(record.word)} becomes "
+        f"SentencePiece begins with characters, a space written as {word(BLANK)}, and merges the "
+        f"adjacent pair with the highest score. {word(record.word)} becomes "
         f"{times(len(record.tokens), 'token')} in {times(len(record.lines) - 1, 'merge')}.{lost}",
         scene.Panel(
             "Characters, and the parts after each merge",
             scene.Tokens(lines),
-            "The tokens are those of the embedded vocabulary, with minus their id as score.",
+            "The vocabulary is that of the embedded models, with minus the id as score.",
             {"first": "the pair just merged"},
         ),
         scene.Panel(
-            "The tokens of the tokenizer",
+            "The tokenizer's output",
             scene.Tokens([scene.Line(tokens)]),
-            key={"good": "from merges"} | ({"second": "a byte"} if "second" in kinds else {}),
+            key={"good": "from merges"} | ({"second": "a byte token"} if "second" in kinds else {}),
         ),
     )
 
 
 SPLITS = {  # name -> pre-tokenizer that runs before GPT-2's
     "GPT-2's": None,
-    "signs apart": {"type": "Punctuation", "behavior": "Isolated"},
-    "a blank ends": {
+    "punctuation separate": {"type": "Punctuation", "behavior": "Isolated"},
+    "space at the end": {
         "type": "Split",
         "pattern": {"String": " "},
         "behavior": "MergedWithPrevious",
@@ -399,13 +402,14 @@ def draw_splits(record: dict[str, list[str]]) -> scene.Scene:
         lines.append(scene.Line(tokens, name, times(len(texts), "token")))
     counts = [len(texts) for texts in record.values()]
     return scene.Scene(
-        "A pattern cuts a text into pieces, and no merge crosses a cut. So one vocabulary gives "
-        f"other tokens where a model splits in another way: {counts[0]}, {counts[1]} and "
-        f"{counts[2]} of them here. The tokenizers library reads each form from the model's file.",
+        "A pre-tokenizer splits a text into pieces, and no merge crosses a split. So the same "
+        f"vocabulary gives different tokens with another pre-tokenizer: {counts[0]}, {counts[1]} "
+        f"and {counts[2]} of them here. The tokenizers library reads the pre-tokenizer from the "
+        "model's file.",
         scene.Panel(
-            "One text, one vocabulary, three splits",
+            "One text, one vocabulary, three pre-tokenizers",
             scene.Tokens(lines),
-            key={"first": "a token of GPT-2's split", "second": "none of those"},
+            key={"first": "a token of GPT-2's split", "second": "another token"},
             wide=True,
         ),
     )

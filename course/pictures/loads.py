@@ -28,7 +28,7 @@ class Clock(selectors.DefaultSelector):
 class Server:
     """An engine whose steps take simulated time.
 
-    seconds: number of positions -> duration of a step. stall: start and end of a time without
+    seconds: number of positions -> duration of a step. stall: start and end of a pause without
     steps.
     """
 
@@ -144,15 +144,15 @@ def draw_stall(record: Record) -> scene.Scene:
         curve = scene.Curve("", points, "first", dots=True)
         marks = [scene.Mark("stall", x=STALL[0]), scene.Mark("", x=STALL[1])]
         axes = (
-            scene.Axis("second in which a request is due"),
-            scene.Axis("ttft, ms", [(0, "0"), (500, "500"), (1000, "1,000")]),
+            scene.Axis("scheduled time, s"),
+            scene.Axis("TTFT, ms", [(0, "0"), (500, "500"), (1000, "1,000")]),
         )
         panels.append(scene.Panel(f"{name}: {late[-1]} late", scene.Lines([curve], *axes, marks)))
     panels[-1].note = "Late: more than 100 ms. The clock is simulated; a step takes 10 ms."
     return scene.Scene(
-        f"A server stalls for {STALL[1] - STALL[0]:g} s. A closed loop, whose clients wait and ask "
-        f"for nothing, counts {late[0]} requests as late. An open loop, where requests keep "
-        f"coming, counts {late[1]}.",
+        f"A server stalls for {STALL[1] - STALL[0]:g} s. In a closed loop clients wait and send "
+        f"nothing meanwhile, so only {late[0]} requests are late. In an open loop requests keep "
+        f"arriving, and {late[1]} are late.",
         *panels,
     )
 

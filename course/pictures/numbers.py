@@ -1,4 +1,4 @@
-"""Rounding of a logit to 16 bits, and of a row of weights to int8."""
+"""Rounding of a logit to 16 bits, and of a weight row to int8."""
 
 from types import SimpleNamespace as Record
 
@@ -42,14 +42,14 @@ def draw_rounded(record: Record) -> scene.Scene:
         rows.append(scene.Row(name, cells, f"{value:.8g}{off}"))
     half, brain = (abs(row[2] - exact) for row in record.rows[1:])
     return scene.Scene(
-        f"Half the bytes, nearly the same number: float16 is off by {half:.2g} and ends at "
-        f"{torch.finfo(torch.float16).max:,.0f}; bfloat16 is off by {brain:.2g} and keeps the "
+        f"Half the bytes, nearly the same number: float16 is off by {half:.2g} and has a maximum "
+        f"of {torch.finfo(torch.float16).max:,.0f}; bfloat16 is off by {brain:.2g} and keeps the "
         "range of float32.",
         scene.Panel(
             f"The logit of {word(record.token)}, bit by bit",
             scene.Cells(rows),
-            "Here one number is rounded once. In the lesson weights and all intermediate "
-            "values are rounded, so a whole pass is off by more.",
+            "Here one number is rounded once. In the lesson weights and all activations are "
+            "rounded, so a whole pass is off by more.",
             {"bad": "sign", "second": "exponent: the range", "first": "fraction: the digits"},
             wide=True,
         ),
@@ -79,13 +79,13 @@ def draw_weights(record: Record) -> scene.Scene:
         scene.Bar("int8", [(count, "first"), (4, "second")], f"{count + 4} bytes"),
     ]
     return scene.Scene(
-        f"A row of {count} weights takes {count + 4} bytes instead of {4 * count:,}: one byte a "
-        "weight and one scale for the row. No weight moves by more than half a step.",
+        f"A row of {count} weights takes {count + 4} bytes instead of {4 * count:,}: one byte "
+        "per weight and one scale. No weight changes by more than half a step.",
         scene.Panel(
             "Some of the weights, and the largest",
             scene.Cells(rows, ["weight", "int8", "int8 \u00d7 scale"]),
             f"scale = largest / 127 = {record.scale:.6f}. int8 = weight / scale, rounded. The "
-            f"largest error of the row is {off:.6f}, at most scale / 2.",
+            f"largest error is {off:.6f}, at most scale / 2.",
             {"second": "the largest: it becomes \u00b1127"},
         ),
         scene.Panel(

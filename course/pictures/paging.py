@@ -52,7 +52,7 @@ def pool(run: Trace, frame: Frame, last: int) -> scene.Cells:
     return scene.Cells(rows)
 
 
-def block_tables(frame: Frame) -> scene.Cells:
+def page_tables(frame: Frame) -> scene.Cells:
     shared = {page for page, numbers in owners_of(frame).items() if numbers[1:]}
     rows = []
     for state in frame["running"]:
@@ -71,7 +71,7 @@ class Pool(NamedTuple):
 
 
 def record_pool(prompt: str) -> Pool:
-    """Record four requests in three rows; the last one starts after the first has finished."""
+    """Record four requests with max_num_seqs 3; the last one starts when the first has finished."""
     ids = runs.encode(prompt, 6)
     lengths = (4, 14, 12, 9)
     num_pages = 2 + sum(page_count(len(ids) + length - 1, PAGE) for length in lengths[1:])
@@ -94,8 +94,8 @@ def draw_pool(record: Pool) -> scene.Scene:
     count = run.setup["num_pages"]
     free = count - len(owners_of(frame))
     return scene.Scene(
-        "The keys and values of all texts lie in one pool of pages. A text takes a page wherever "
-        "one is free, and its block table lists its pages in order.",
+        "The keys and values of all requests lie in one pool of pages. A request takes any free "
+        "page, and its page table lists its pages in order.",
         scene.Panel(
             f"The pool after step {at + 1}: {free} of {count} pages free",
             pool(run, frame, count - 1),
@@ -103,9 +103,9 @@ def draw_pool(record: Pool) -> scene.Scene:
             {"idle": "free"},
         ),
         scene.Panel(
-            "Block tables",
-            block_tables(frame),
-            f"Position {place} of request {state['number']} is in entry {entry} of its block "
+            "Page tables",
+            page_tables(frame),
+            f"Position {place} of request {state['number']} is in entry {entry} of its page "
             f"table: page {state['pages'][entry]}, offset {offset}.",
         ),
         scene.Panel("The engine, step by step", runs.player(run, at)),
@@ -135,8 +135,8 @@ def draw_sharing(record: Pool) -> scene.Scene:
     length = run.requests[0].prompt_length
     found = run.frames[-1]["shared"] // 3
     caption = (
-        "Requests that begin alike share the full pages of their common prefix: "
-        f"{len(frame['running'])} texts need {len(owners)} pages instead of {entries}."
+        "Prefix caching: requests with a common prefix share its full pages. "
+        f"{len(frame['running'])} requests need {len(owners)} pages instead of {entries}."
         if shared
         else "This prompt does not fill a page, so no page is shared."
     )
@@ -149,12 +149,12 @@ def draw_sharing(record: Pool) -> scene.Scene:
             {"kept": "shared", "idle": "free"},
         ),
         scene.Panel(
-            "Block tables",
-            block_tables(frame),
-            f"Requests 2 to 4 each found {found} of {times(length, 'prompt token')} in the "
-            f"cache and computed {length - found}. The last token of a prompt is always "
-            "computed, because its logits are needed. A page that becomes equal to a shared "
-            "one is replaced by it.",
+            "Page tables",
+            page_tables(frame),
+            f"Requests 2 to 4 each found {found} of {times(length, 'prompt token')} in the cache "
+            f"and computed {length - found}. The last token of a prompt is always computed, "
+            "because its logits are needed. A page whose contents become equal to a cached page "
+            "is replaced by it.",
             {"kept": "a shared page"},
         ),
         scene.Panel("The engine, step by step", runs.player(run, at)),
@@ -204,11 +204,11 @@ def draw_preemption(record: Trace) -> scene.Scene:
         lanes.append(scene.Lane(f"request {number}", spans, times(len(request.output), "token")))
     count = frames[-1]["preemptions"]
     caption = (
-        "When no page is free, the youngest request is preempted: it returns its pages and later "
-        f"computes its text again. Here that happens {times(count, 'time')}, and "
+        "When no page is free, the youngest request is preempted: its pages are freed and it is "
+        f"recomputed later. Here that happens {times(count, 'time')}, and "
         f"{times(recomputed, 'position')} are computed twice."
         if count
-        else f"The {len(pages)} pages are enough for these texts: no request is preempted."
+        else f"The {len(pages)} pages are enough for these requests: none is preempted."
     )
     first = next((at for at, frame in enumerate(frames) if frame["preempted"]), 0)
     return scene.Scene(
@@ -220,16 +220,16 @@ def draw_preemption(record: Trace) -> scene.Scene:
             {f"owner{number}": f"request {number}" for number in range(1, len(lanes) + 1)},
         ),
         scene.Panel(
-            "The requests",
+            "Requests",
             scene.Lanes(lanes, scene.Axis("step")),
-            "A preempted request waits until pages for its whole text are free. It finds "
-            "those of its old pages that were not taken. Requests behind it in the queue do "
-            "not overtake it.",
+            "A preempted request waits until enough pages for all its tokens are free. It "
+            "reuses its old pages that are still cached. Requests behind it in the queue do not "
+            "overtake it.",
             {
                 "first": "computes new positions",
                 "bad": "preempted",
                 "idle": "waits",
-                "second": "computes its text again",
+                "second": "recomputes",
             },
         ),
         scene.Panel("The engine, step by step", runs.player(record, first)),
@@ -264,12 +264,16 @@ def record_groups(prompt: str) -> Record:
 def draw_groups(record: Record) -> scene.Scene:
     counts = [page_count(length, PAGE) for length in record.lengths]
     one_group = [(max(counts), list(range(len(counts))))]
-    key = {"first": "a page of the text", "idle": "padding: its last page again"}
+    key = {"first": "a page of the sequence", "idle": "padding: its last page repeated"}
     parts = []
     sums = []
     for title, groups, note in (
         ("One group", one_group, SMALL),
-        ("Groups", record.groups, "A group has texts of 1 page, 2 to 3, 4 to 7, 8 to 15 pages."),
+        (
+            "Groups",
+            record.groups,
+            "The groups have sequences of 1 page, 2 to 3, 4 to 7 and 8 to 15 pages.",
+        ),
     ):
         rows = []
         for width, members in sorted(groups, reverse=True):
@@ -278,13 +282,13 @@ def draw_groups(record: Record) -> scene.Scene:
                     width - counts[text]
                 )
                 cells += [scene.Cell()] * (max(counts) - width)
-                rows.append(scene.Row(f"text {text + 1}", cells, f"reads {width}"))
+                rows.append(scene.Row(f"sequence {text + 1}", cells, f"reads {width}"))
         sums.append(sum(width * len(members) for width, members in groups))
         parts.append(scene.Panel(f"{title}: {sums[-1]} pages read", scene.Cells(rows), note, key))
     return scene.Scene(
-        "One batched attention call reads as many pages of each text as the longest one has: "
-        f"{sums[0]} here. One call for each group of similar length reads {sums[1]}. The texts "
-        f"have {times(sum(counts), 'page')}.",
+        f"One batched attention call pads every sequence to the longest one and reads {sums[0]} "
+        f"pages here. One call per group of similar lengths reads {sums[1]}. The sequences have "
+        f"{times(sum(counts), 'page')}.",
         *parts,
     )
 
@@ -338,11 +342,11 @@ def draw_budgets(record: Record) -> scene.Scene:
     shown = min(4, len(run.frames) - 1)
     parts.append(scene.Panel(f"Budget {budget}, step by step", runs.player(run, shown)))
     early, late = record.first
-    price = f" The price: its first token comes in step {late} instead of {early}."
+    price = f" In return, its first token comes in step {late} instead of {early}."
     return scene.Scene(
-        f"A long prompt arrives while two texts are decoded. A budget of {budget} tokens a step "
+        f"A long prompt arrives while two requests decode. A budget of {budget} tokens a step "
         f"splits its prefill into chunks: no step computes more than {most[1]} tokens instead of "
-        f"{most[0]}, so each step stays short.{price * (late > early)}",
+        f"{most[0]}, so all steps stay short.{price * (late > early)}",
         *parts,
     )
 

@@ -56,9 +56,9 @@ def draw_moved(record: Record, rule: str, note: str) -> scene.Scene:
     lines = [scene.Line([scene.Token(text, "kept") for text in record.start], "the text")]
     for name, texts, kind in zip(names, record.texts, ("bad", "good")):
         lines.append(scene.Line([scene.Token(texts[0], kind), *map(scene.Token, texts[1:])], name))
-    outcome = f"Here {word(record.chosen[0])} falls behind {word(record.chosen[1])}."
+    outcome = f"Here {word(record.chosen[0])} falls below {word(record.chosen[1])}."
     if record.chosen[0] == record.chosen[1]:
-        outcome = "It changes no choice in this text."
+        outcome = "It changes no token of this output."
     return scene.Scene(
         f"{rule} {outcome}",
         scene.Panel(
@@ -67,7 +67,7 @@ def draw_moved(record: Record, rule: str, note: str) -> scene.Scene:
             f"Line: the logit before. Bar: after the penalty. {note}",
             {"bad": "chosen without the penalty", "good": "chosen with it", "kept": "others"},
         ),
-        scene.Panel("How the text goes on", scene.Tokens(lines)),
+        scene.Panel("How each output continues", scene.Tokens(lines)),
     )
 
 
@@ -82,22 +82,22 @@ PICTURES = {
     "presence-penalty": picture(
         {},
         {"presence_penalty": 1.0},
-        "A presence penalty of 1 lowers the logit of each token of the output by 1, however often "
-        "it is there.",
-        "Tokens that are not in the output do not move.",
+        "A presence penalty of 1 lowers the logit of each token of the output by 1, however "
+        "often it occurs.",
+        "Tokens that are not in the output are unchanged.",
     ),
     "frequency-penalty": picture(
         {"presence_penalty": 1.0},
         {"frequency_penalty": 0.5},
-        "A frequency penalty of 0.5 lowers the logit of a token by 0.5 for every time it is in the "
-        "output.",
-        "A presence penalty of 1 is on in both texts.",
+        "A frequency penalty of 0.5 lowers the logit of a token by 0.5 for each occurrence in "
+        "the output.",
+        "A presence penalty of 1 applies in both runs.",
     ),
     "repetition-penalty": picture(
         {},
         {"repetition_penalty": 1.3},
-        "A repetition penalty of 1.3 divides the logit of each token of prompt and output by 1.3, "
-        "and multiplies it if it is negative.",
-        "A large logit loses more than a small one.",
+        "A repetition penalty of 1.3 divides the logit of each token of prompt and output by "
+        "1.3, or multiplies it if it is negative.",
+        "A large logit drops more than a small one.",
     ),
 }

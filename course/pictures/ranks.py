@@ -186,8 +186,8 @@ def bytes_of(record: Record, parallel_mode: str = "gather") -> int:
 def draw_mlp(record: Record) -> scene.Scene:
     return draw_half(
         record,
-        "Each rank computes half of the MLP. Two all-gathers hand it the other half, "
-        f"{bytes_of(record):,} bytes a token in each layer. The logits are "
+        "Each rank computes half of the MLP. Two all-gathers send it the other half, "
+        f"{bytes_of(record):,} bytes per token in each layer. The logits are "
         f"{same(record.off['gather'])}.",
         32,
     )
@@ -200,8 +200,8 @@ def draw_heads(record: Record) -> scene.Scene:
     )
     return draw_half(
         record,
-        f"Heads do not see each other. Each rank attends with {own} of {heads} query heads, and "
-        f"its KV cache holds {own_keys} of {keys} key heads. A square is a head.",
+        f"Heads are independent of each other. Each rank attends with {own} of {heads} query "
+        f"heads, and its KV cache holds {own_keys} of {keys} KV heads. A square is a head.",
         record.head,
     )
 
@@ -213,8 +213,8 @@ def draw_vocabulary(record: Record) -> scene.Scene:
     ]
     return draw_half(
         record,
-        "Embedding and head are cut by tokens. A token's row is on one rank; the others add "
-        "zeros to it. Rank 0 alone gets all logits, because it alone chooses the next token, "
+        "Embedding and LM head are sharded by token id. A token's row is on one rank, and the "
+        "others add zeros. Only rank 0 gets all logits, because it samples the next token, "
         f"{word(record.following)}.",
         512,
         scene.Panel(
@@ -229,9 +229,10 @@ def draw_parallel_modes(record: Record) -> scene.Scene:
     gather, reduce = (bytes_of(record, parallel_mode) for parallel_mode in record.parallel_modes)
     return draw_half(
         record,
-        "A product that is cut by columns takes the inputs that its rank has. One all-reduce "
-        f"replaces two all-gathers: {reduce:,} bytes a token in each layer instead of "
-        f"{gather:,}. The sums round differently: logits move by up to {record.off['reduce']:.6f}.",
+        "A row-parallel product takes the inputs that its rank already has. One all-reduce "
+        f"replaces two all-gathers: {reduce:,} bytes per token in each layer instead of "
+        f"{gather:,}. The sums round differently: logits change by up to "
+        f"{record.off['reduce']:.6f}.",
         32,
     )
 
@@ -259,13 +260,13 @@ def draw_sizes(record: dict[int, list[int]]) -> scene.Scene:
             rows.append(scene.Bar(name, [(held, f"owner{rank + 1}")], f"{held / 1e6:.1f} MB"))
     most = [f"{max(ranks) / 1e6:.1f} MB" for ranks in record.values()]
     return scene.Scene(
-        "Each rank reads the file block by block and keeps the rows and columns that it computes. "
-        f"No process ever holds the whole {most[0]}: of two ranks each holds at most {most[1]}, "
-        f"of three {most[2]}.",
+        "Each rank reads the file in small blocks and keeps the rows and columns that it "
+        f"computes with. No process ever holds all {most[0]}: each of two ranks holds at most "
+        f"{most[1]}, each of three {most[2]}.",
         scene.Panel(
             "Weights in memory",
             scene.Bars(rows),
-            "The parts of three ranks add up to more than the model: there are two key heads, "
+            "The shards of three ranks add up to more than the model: there are two KV heads, "
             "so one rank has a copy of both.",
         ),
     )

@@ -54,20 +54,20 @@ def draw_sides(record: list[Record]) -> scene.Scene:
             scene.Row(
                 f"engine {number}" * (row == 0),
                 [scene.Cell(f"owner{owner}" if owner else "idle") for owner in owners],
-                "texts " + ", ".join(str(owner) for owner in dict.fromkeys(owners) if owner),
+                "requests " + ", ".join(str(owner) for owner in dict.fromkeys(owners) if owner),
             )
             for number, steps in enumerate(side.steps, 1)
             for row, owners in enumerate(zip(*steps))
         ]
         title = f"{times(len(side.steps), 'engine')}: {len(side.steps[0])} steps"
         panels.append(
-            scene.Panel(title, scene.Cells(rows), key={"idle": "no request is left for the row"})
+            scene.Panel(title, scene.Cells(rows), key={"idle": "no request is left for the slot"})
         )
     one, two = (len(side.steps[0]) for side in record)
     return scene.Scene(
-        f"A second engine has its own copy of the model and its own rows: {two} steps instead of "
-        f"{one} for {times(len(LENGTHS), 'text')}. Requests go to the engines in turn, and each "
-        "text is the same as before.",
+        f"A second engine has its own copy of the model and its own batch slots: {two} steps "
+        f"instead of {one} for {times(len(LENGTHS), 'request')}. Requests go to the engines "
+        "round-robin, and each output is the same as before.",
         *panels,
     )
 
@@ -91,7 +91,7 @@ def record_routing(prompt: str) -> dict[str, list[Record]]:
     random.Random(1).shuffle(order)
     ends = [runs.encode(f" {word}", 20) for word in SUFFIXES]
     requests = [(number, prompt_prefixes[number] + end) for number, end in zip(order, ends)]
-    return {"in turn": route(requests, False), "by prefix": route(requests, True)}
+    return {"round-robin": route(requests, False), "by prefix": route(requests, True)}
 
 
 def route(requests: list[tuple[int, list[int]]], by_prefix: bool) -> list[Record]:
@@ -124,7 +124,7 @@ def route(requests: list[tuple[int, list[int]]], by_prefix: bool) -> list[Record
 def draw_routing(record: dict[str, list[Record]]) -> scene.Scene:
     panels = []
     bars = []
-    for way, sent in record.items():
+    for routing, sent in record.items():
         rows = []
         for engine in range(ENGINES):
             cells = [
@@ -134,18 +134,18 @@ def draw_routing(record: dict[str, list[Record]]) -> scene.Scene:
                 for each in sent
             ]
             rows.append(scene.Row(f"engine {engine + 1}", cells))
-        panels.append(scene.Panel(f"Requests go {way}", scene.Cells(rows), wide=True))
+        panels.append(scene.Panel(f"Routing: {routing}", scene.Cells(rows), wide=True))
         length = sum(each.length for each in sent)
         cache_hits = sum(each.cache_hits for each in sent)
         parts = [(cache_hits, "good"), (length - cache_hits, "second")]
-        bars.append(scene.Bar(way, parts, f"{cache_hits} of {length} positions found"))
-    key = {"good": "its beginning is in the cache", "second": "computed from the start"}
-    panels.append(scene.Panel("Positions of all prompts", scene.Bars(bars), key=key))
+        bars.append(scene.Bar(routing, parts, f"{cache_hits} of {length} tokens from the cache"))
+    key = {"good": "its prefix is in the cache", "second": "computed from the start"}
+    panels.append(scene.Panel("Prompt tokens", scene.Bars(bars), key=key))
     cache_hits = [sum(each.cache_hits for each in sent) for sent in record.values()]
     return scene.Scene(
-        "An engine finds only the pages that it computed itself. A request that goes to the "
-        f"engine with its beginning, A, B or C, finds them: {cache_hits[1]} positions instead of "
-        f"{cache_hits[0]} when engines take turns.",
+        "An engine finds only pages that it computed itself. A request sent to the engine that "
+        f"holds its prefix, A, B or C, reuses them: {cache_hits[1]} prompt tokens from the "
+        f"cache, instead of {cache_hits[0]} with round-robin routing.",
         *panels,
     )
 
@@ -230,15 +230,15 @@ def draw_scaling(record: Record) -> scene.Scene:
         lanes.append(scene.Lane(f"engine {engine + 1}", [span for span in spans if span.kind]))
     delay = record.settings["upscale_delay_s"]
     return scene.Scene(
-        f"Engines follow the load, {delay:g} seconds late: one for every {rows:g} requests on "
-        f"average. An engine that goes finishes its texts first, so all "
-        f"{len(record.lengths)} texts are whole.",
+        f"The number of engines follows the load, {delay:g} seconds late: one for every {rows:g} "
+        f"requests on average. An engine drains before it stops, so all {len(record.lengths)} "
+        "requests complete.",
         scene.Panel(
-            "Requests, and the rows for them",
+            "Requests and batch slots",
             scene.Lines(
                 [
-                    scene.Curve("requests that are not over", requests, "first"),
-                    scene.Curve("rows of the engines that get requests", slots, "second"),
+                    scene.Curve("unfinished requests", requests, "first"),
+                    scene.Curve("batch slots of the engines that accept requests", slots, "second"),
                 ],
                 scene.Axis("second"),
                 scene.Axis("requests"),
@@ -247,8 +247,9 @@ def draw_scaling(record: Record) -> scene.Scene:
         scene.Panel(
             "The engines",
             scene.Lanes(lanes, scene.Axis("second")),
-            "Ray's rule is worked out here beside real engines that take a step each second.",
-            {"first": "gets requests", "second": "finishes what it has"},
+            "Ray's autoscaling rule is computed here, beside real engines that run one step "
+            "per second.",
+            {"first": "accepts requests", "second": "drains"},
         ),
     )
 

@@ -44,7 +44,7 @@ def native(name: str = STORIES.name, dtype: torch.dtype = torch.float32) -> Mode
     try:
         use_native(model)
     except BuildError as error:
-        raise UserError(f"this picture needs compiled code: {error}") from None
+        raise UserError(f"this picture needs the native backend: {error}") from None
     return model
 
 

@@ -46,7 +46,7 @@ KINDS = {
     "kept": "pale: there from before",
     "idle": "hatched: empty or padding",
     "gone": "struck through: cut, or out of the window",
-    **{f"owner{number}": f"of request, row or rank {number}" for number in range(1, 7)},
+    **{f"owner{number}": f"of request, slot or rank {number}" for number in range(1, 7)},
 }
 
 

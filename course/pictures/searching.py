@@ -60,13 +60,13 @@ def draw_tree(record: Record) -> scene.Scene:
         finds.append(scene.Line(tokens, name, signed(total(scored))))
     ratio = math.exp(total(best) - total(record.greedy))
     found = (
-        "it finds greedy decoding\u2019s text."
+        "it finds the same sequence as greedy decoding."
         if wins == [text for text, _ in record.greedy]
-        else f"it finds a text {ratio:.1f} times as probable as greedy decoding\u2019s."
+        else f"it finds a sequence {ratio:.1f} times as probable as greedy decoding\u2019s."
     )
     return scene.Scene(
-        f"Beam search keeps the two most probable texts at each step. After {word(record.prompt)} "
-        + found,
+        "Beam search keeps the two most probable sequences at each step. After "
+        f"{word(record.prompt)} " + found,
         scene.Panel(
             "What each finds",
             scene.Tokens(finds),
@@ -77,8 +77,8 @@ def draw_tree(record: Record) -> scene.Scene:
         scene.Panel(
             "The two beams after each step",
             scene.Tokens(kept),
-            "The text that wins need not be the best at every step.",
-            {"first": "the text that wins"},
+            "The best sequence need not be the best at every step.",
+            {"first": "the best sequence"},
         ),
     )
 
@@ -117,9 +117,9 @@ def draw_lookup(record: Record) -> scene.Scene:
     accepted = sum(each.accepted for each in record.verifications)
     written = sum(len(each.tokens) for each in record.verifications)
     caption = (
-        "Prompt lookup needs no draft model: it proposes what followed the last tokens earlier in "
-        f"the text. {accepted} of {times(drafts, 'draft')} are accepted: {written} tokens in "
-        f"{times(len(record.verifications), 'pass', 'passes')}."
+        "Prompt lookup needs no draft model: it proposes what followed an earlier occurrence of "
+        f"the last tokens. {accepted} of {times(drafts, 'draft')} are accepted: {written} tokens "
+        f"in {times(len(record.verifications), 'pass', 'passes')}."
     )
     panels = [
         scene.Panel(
@@ -143,7 +143,7 @@ def draw_lookup(record: Record) -> scene.Scene:
         panels.insert(
             0,
             scene.Panel(
-                f"The text before pass {record.shown + 1}, and its drafts",
+                f"The sequence before pass {record.shown + 1}, and its drafts",
                 scene.Tokens([scene.Line(tokens)]),
                 key={"second": "the last tokens, found earlier", "first": "what followed, copied"},
                 wide=True,
@@ -211,26 +211,25 @@ def draw_race(record: Record) -> scene.Scene:
         kind = "kept" if not each.round else "good" if each is asked[-1] else "bad"
         value = f"{percent(each.p)} / {each.noise:.2g}"
         scores.append(scene.Bar(word(each.token), [(each.p / each.noise, kind)], value))
-    verdicts = {"bad": "the fastest, outside top-p", "good": "the fastest, inside: drawn"}
+    verdicts = {"bad": "a winner outside top-p", "good": "the winner inside top-p: drawn"}
     return scene.Scene(
-        f"{record.tokens:,} tokens race, and only the fastest is asked whether it is inside top-p: "
-        f"nothing is sorted. {word(asked[-1].token)} is drawn after "
-        f"{times(len(asked), 'question')}.",
+        f"{record.tokens:,} tokens race, and only the winner is checked against top-p, so "
+        f"nothing is sorted. {word(asked[-1].token)} is drawn after {times(len(asked), 'check')}.",
         scene.Panel(
-            "The fastest tokens",
+            "The first tokens of the race",
             scene.Bars(scores),
-            "Speed: the probability divided by an exponential random number. So a token is the "
-            "fastest as often as its probability says.",
-            verdicts | {"kept": "never asked"},
+            "Speed: the probability divided by an exponential random number. So each token wins "
+            "as often as its probability says.",
+            verdicts | {"kept": "never checked"},
         ),
         scene.Panel(
-            f"Where the fastest stands in each round; line: top-p {record.p:g}",
+            f"Probability mass before each winner; line: top-p {record.p:g}",
             scene.Bars(rounds, 1),
-            "All tokens in a row, the most probable first, each as long as its probability. "
-            "The mass before a token is a sum over all tokens and needs no order.",
+            "All tokens, most probable first, each as long as its probability. The mass before "
+            "a token is a sum over all likelier tokens, which needs no sort.",
             {"first": "more probable, still in the race"}
             | verdicts
-            | {"gone": "less probable: out with it"},
+            | {"gone": "less probable: rejected too"},
         ),
     )
 
@@ -261,19 +260,19 @@ def draw_lengths(record: Record) -> scene.Scene:
     ):
         points = [(n, score / n**power) for _, n, score in record.texts]
         rest = [point for at, point in enumerate(points) if at != winner]
-        curves = [scene.Curve("other texts found", rest, "kept", dots=True)] * bool(rest)
+        curves = [scene.Curve("other finished beams", rest, "kept", dots=True)] * bool(rest)
         curves.append(scene.Curve("the best", [points[winner]], "good", dots=True))
         text = record.texts[winner][0].strip()
         lines = scene.Lines(curves, scene.Axis("tokens"), scene.Axis("mean" if power else "sum"))
         panels.append(scene.Panel(title, lines, f"The best: \u201c{text}\u201d"))
     (_, short, total), (_, long, other) = (record.texts[at] for at in record.won)
     return scene.Scene(
-        "Each token lowers the sum of log-probabilities, so the sum favours short texts: "
+        "Each token lowers the sum of log-probabilities, so the sum favours short sequences: "
         f"{times(short, 'token')} with {signed(total)}. Divided by the length, "
-        f"{times(long, 'token')} win: {signed(other / long)} a token against "
+        f"{times(long, 'token')} win: {signed(other / long)} per token against "
         f"{signed(total / short)}."
         if short != long
-        else f"Here a text of {times(short, 'token')} wins by its sum and by its mean.",
+        else f"Here a sequence of {times(short, 'token')} wins by its sum and by its mean.",
         *panels,
     )
 

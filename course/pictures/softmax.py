@@ -66,12 +66,11 @@ def draw_blocks(record: Record) -> scene.Scene:
     marks = [scene.Mark("", x=start) for start in range(BLOCK, LENGTH, BLOCK)]
     key = scene.Axis("key", ticks)
     return scene.Scene(
-        f"After a block of {BLOCK} keys the largest score so far is known, not that of all keys. "
-        f"{moved} of {times(len(rows) - 1, 'later block')} had a larger one, and scaled down what "
-        f"was summed before. The weights of the first block are {percent(scaled)} of what they "
-        "were.",
+        f"After a block of {BLOCK} keys only the largest score so far is known. {moved} of "
+        f"{times(len(rows) - 1, 'later block')} had a larger one, and earlier sums were scaled "
+        f"down. The weights of the first block are {percent(scaled)} of their initial values.",
         scene.Panel(
-            "Scores of the last position, and the largest so far",
+            "Scores of the last query, and the running maximum",
             scene.Lines(
                 [
                     scene.Curve("score", list(enumerate(record.scores)), "first"),
@@ -85,7 +84,7 @@ def draw_blocks(record: Record) -> scene.Scene:
             "ends at each dashed line.",
         ),
         scene.Panel(
-            "The weights exp(score \u2212 largest)",
+            "Weights exp(score \u2212 running maximum)",
             scene.Lines(
                 [
                     scene.Curve("when its block is read", list(enumerate(now)), "kept", bars=True),
@@ -96,12 +95,12 @@ def draw_blocks(record: Record) -> scene.Scene:
                 marks,
             ),
             "Only sums are kept, one of the weights and one of the weighted values, so two "
-            "products scale all earlier keys.",
+            "multiplications rescale all earlier keys.",
         ),
         scene.Panel(
-            "What the loop holds after each block",
+            "State of the loop after each block",
             scene.Cells(rows, ["largest", "r", "sum"]),
-            "r = exp(largest before \u2212 largest now). Before the first block there is nothing.",
+            "r = exp(old maximum \u2212 new maximum). The first block has no old maximum.",
             {"second": "earlier sums are multiplied by r"},
         ),
     )

@@ -67,22 +67,23 @@ def draw_held(record: Record) -> scene.Scene:
         lines[-1].tokens.append(scene.Token(record.stop, "gone"))
     note = ""
     if released:
-        note = f"{word(max(released, key=len))} was held back until the text went on differently."
+        note = f"{word(max(released, key=len))} was held back until the text continued differently."
     return scene.Scene(
-        f"Text that may be the beginning of the stop string {word(record.stop)} is held back. "
+        f"Text that may be a prefix of the stop string {word(record.stop)} is held back. "
         + (
-            "Once the stop string is complete, the text ends before it."
+            "Once the stop string is complete, the output ends before it."
             if record.stopped
-            else "The stop string never comes, so the end of the text releases what is held."
+            else "The stop string never appears, so the held text is sent at the end."
         ),
         scene.Panel(
-            "What each token sends to the reader",
+            "Text sent with each token",
             scene.Tokens(lines),
             note,
             {"good": "sent", "second": "held back", "gone": "the stop string, never sent"},
         ),
         scene.Panel(
-            "What the reader gets", scene.Tokens([scene.Line([scene.Token(shown, "good")])])
+            "Text that the client receives",
+            scene.Tokens([scene.Line([scene.Token(shown, "good")])]),
         ),
     )
 
@@ -121,11 +122,11 @@ def draw_chances(record: Record) -> scene.Scene:
         scene.Panel(
             f"After {word(record.prompt)}, drawn at temperature 1",
             scene.Bars(bars, 1),
-            "Behind each bar: log-probability, probability, and the most likely token where "
-            f"that is another one. The mean of the log-probabilities is {signed(mean, 3)}, and "
-            f"the perplexity is exp({signed(-mean, 3)}) = {math.exp(-mean):.2f}: the model was "
-            "as unsure as among that many equally likely tokens.",
-            {"first": "the most likely token", "second": "another one; line: the most likely"},
+            "Behind each bar: log-probability, probability, and the most likely token where it "
+            f"differs. The mean of the log-probabilities is {signed(mean, 3)}, and the "
+            f"perplexity is exp({signed(-mean, 3)}) = {math.exp(-mean):.2f}: the model was as "
+            "unsure as among that many equally likely tokens.",
+            {"first": "the most likely token", "second": "another token; line: the most likely"},
             wide=True,
         ),
     )
@@ -136,7 +137,7 @@ MINIMA = (0, 15, 30)
 
 @torch.inference_mode()
 def record_ends(prompt: str) -> Record:
-    """Return greedy texts that end at a full stop after at least each of MINIMA tokens."""
+    """Return greedy outputs that end at a full stop after at least each of MINIMA tokens."""
     ids = runs.encode(prompt, 100)
     (stop,) = runs.encoding().encode(".")
     texts = {}
@@ -163,11 +164,12 @@ def draw_ends(record: Record) -> scene.Scene:
         lines.append(scene.Line(tokens, f"at least {least}", times(len(tokens), "token")))
     last = record.texts[MINIMA[-1]]
     return scene.Scene(
-        f"A stop token ends a text as EOS does and prints nothing; here it is {word(record.stop)}. "
-        f"Before the minimum its logit is \u2212\u221e: with at least {MINIMA[-1]} tokens the "
-        f"model wanted it {times(len(last.banned), 'time')}, and took another token there.",
+        "A stop token ends a sequence as EOS does and is not printed; here it is "
+        f"{word(record.stop)}. Before the minimum its logit is \u2212\u221e: with at least "
+        f"{MINIMA[-1]} tokens the model preferred it {times(len(last.banned), 'time')}, and "
+        "another token was taken.",
         scene.Panel(
-            "Greedy texts, with a minimum of tokens",
+            "Greedy outputs, by min_tokens",
             scene.Tokens(lines),
             key={
                 "second": f"the model preferred {word(record.stop)}",

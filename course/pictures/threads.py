@@ -128,15 +128,15 @@ def draw_readers(record: list[Client]) -> scene.Scene:
     slow = record[-1]
     most = max(len(tokens) for _, tokens in slow.reads)
     return scene.Scene(
-        "The engine never waits for a reader. While B is busy its text goes on, and what it has "
-        f"not fetched is joined into one update of {times(most, 'token')}.",
+        "The engine never waits for a reader. While B is busy its request continues, and unread "
+        f"tokens are merged into one update of {times(most, 'token')}.",
         scene.Panel(
-            "The engine's thread computes, the event loop reads",
+            "The engine thread computes, readers run in the event loop",
             scene.Lanes(lanes, scene.Axis("step")),
-            "Each step's results reach the event loop in one call for all texts.",
+            "The results of a step reach the event loop in one call for all requests.",
             {
-                "kept": "a step computes the text's next token",
-                "first": "an update is read, with so many tokens",
+                "kept": "a step computes the request's next token",
+                "first": "an update is read; the number is its tokens",
                 "idle": "the reader does something else",
             },
         ),
@@ -148,7 +148,7 @@ def draw_readers(record: list[Client]) -> scene.Scene:
 
 
 def record_queue(prompt: str) -> list[Client]:
-    """Record two rows, with bounds of two waiting requests and the tokens of three prompts."""
+    """Record an engine with max_num_seqs 2 and bounds on waiting requests and tokens."""
     ids = runs.encode(prompt, 20)
     clients = [
         Client("A", 0, ids, 4),
@@ -169,16 +169,16 @@ def draw_queue(record: list[Client]) -> scene.Scene:
         lanes.append(scene.Lane(client.name, client.spans(), f"429: {what}" * bool(client.error)))
     limit = len(record[-1].ids)
     return scene.Scene(
-        "Two bounds keep the queue short: texts, which need rows, and tokens of prompts, which "
-        "need memory. A request that exceeds one is refused at once, before any work, and may "
-        "ask again.",
+        "Two limits bound the queue: waiting requests, which need batch slots, and prompt "
+        "tokens, which need memory. A request that would exceed one is rejected immediately "
+        "with 429 and may be sent again.",
         scene.Panel(
-            f"Two rows, two waiting texts, {limit} waiting tokens",
+            f"max_num_seqs 2, at most 2 waiting requests and {limit} waiting tokens",
             scene.Lanes(lanes, scene.Axis("step")),
             key={
                 "second": "waits",
                 "first": "a row computes it",
-                "bad": "refused with 429: too many texts, or too many tokens",
+                "bad": "rejected with 429: too many requests or too many tokens",
             },
             wide=True,
         ),
@@ -215,15 +215,16 @@ def draw_drain(record: tuple[int, int, list[Client]]) -> scene.Scene:
     lanes.append(scene.Lane("E", [scene.Span(signal + 2, signal + 2, "bad")], "no connection"))
     completed = sum(not client.error for client in clients)
     return scene.Scene(
-        f"After SIGTERM the server accepts nobody, but {times(len(clients), 'text')} may go on, "
-        f"waiting ones too. {completed} of them end in time; the others end with an error.",
+        f"After SIGTERM the server accepts no request, but {times(len(clients), 'request')} may "
+        f"finish, including waiting ones. {completed} of them finish in time; the others end "
+        "with an error.",
         scene.Panel(
-            f"A signal after step {signal}, and {limit - signal} steps to drain",
+            f"A signal after step {signal}, then {limit - signal} steps to drain",
             scene.Lanes(lanes, scene.Axis("step")),
             key={
                 "good": "the server accepts requests",
                 "kept": "it drains",
-                "second": "a text waits",
+                "second": "a request waits",
                 "first": "a row computes it",
                 "bad": "an error",
             },

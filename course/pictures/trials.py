@@ -14,11 +14,11 @@ GAMMA = 3
 STEPS = 6 * TRIAL_STEPS
 CLOCKS = {  # cost model of a step with drafts -> title, note; a pass over one token costs 1
     "weights": (
-        "Reading the weights takes the time",
+        "Bound by reading weights",
         f"A pass over {GAMMA + 1} tokens takes as long as a pass over one.",
     ),
     "products": (
-        "The products take the time",
+        "Bound by computing products",
         f"A pass over {GAMMA + 1} tokens takes {GAMMA + 1} times as long as a pass over one.",
     ),
 }
@@ -84,15 +84,12 @@ def draw_trials(record: list[Record]) -> scene.Scene:
             f" With the draft model, a step with drafts takes {each.cost:.2f}. Tokens per unit of "
             f"time: {with_drafts} with drafts, {without} without."
         )
-        lines = scene.Lines(
-            curves, scene.Axis("time, in passes over one token"), scene.Axis("tokens")
-        )
+        lines = scene.Lines(curves, scene.Axis("time, in one-token passes"), scene.Axis("tokens"))
         parts.append(scene.Panel(f"{title}: drafts {pays}", lines, note))
     return scene.Scene(
         "Drafts pay where a step with them yields more tokens in its time. The engine measures "
-        f"{TRIAL_STEPS} steps with drafts and {TRIAL_STEPS} without, "
-        "then goes on with the faster way. "
-        "Times are counted here, not measured.",
+        f"{TRIAL_STEPS} steps with drafts and {TRIAL_STEPS} without, then continues in the "
+        "faster mode. Times are simulated here, not measured.",
         *parts,
     )
 

@@ -1,4 +1,4 @@
-"""An outlier in an int8 row, before and after a Hadamard rotation."""
+"""An outlier in an activation vector, before and after a Hadamard rotation."""
 
 from types import SimpleNamespace as Record
 
@@ -69,8 +69,8 @@ def draw_rotation(record: Record) -> scene.Scene:
     start = record.largest // SHOWN * SHOWN
     whose = f"An input of {record.layer}, at the token {word(record.token)}"
     for title, said, numbers in (
-        ("As it is", whose, record.row),
-        ("Rotated", "The same row", record.rotated),
+        ("Unrotated", whose, record.row),
+        ("Rotated", "The same vector", record.rotated),
     ):
         row = torch.tensor(numbers)
         values, scale = quantize(row)
@@ -87,16 +87,16 @@ def draw_rotation(record: Record) -> scene.Scene:
             curves.append(scene.Curve("", [bars[record.largest - start]], "second", bars=True))
         panels.append(
             scene.Panel(
-                f"{title}: the largest is {ratios[-1]:.1f} times the root mean square",
+                f"{title}: the maximum is {ratios[-1]:.1f} times the RMS",
                 scene.Lines(
                     curves,
-                    scene.Axis(f"place in the row of {len(sizes)} numbers"),
+                    scene.Axis(f"channel, of {len(sizes)}"),
                     scene.Axis(
                         "|x| in steps of int8", [(at, str(at)) for at in (0, 32, 64, 96, 127)]
                     ),
                 ),
-                f"{said}: its median |x| is {times(medians[-1], 'step')}, and the error of "
-                f"rounding is {percent(error)} of its norm.",
+                f"{said}: its median |x| is {times(medians[-1], 'step')}, and the rounding error "
+                f"is {percent(error)} of its norm.",
                 {"second": "the outlier"} if numbers is record.row else {},
             )
         )
@@ -109,16 +109,17 @@ def draw_rotation(record: Record) -> scene.Scene:
         lines.append(scene.Row(str(record.first + number), cells))
     first, last = len(record.stages) - 1, len(prime_factors(len(record.row)))
     return scene.Scene(
-        f"An outlier, {ratios[0]:.0f} times the root mean square of its row, takes the 127 steps "
-        f"for itself: the median |x| is {times(medians[0], 'step')}. A rotation spreads the "
-        f"outlier over the row, and the median becomes {times(medians[1], 'step')}.",
+        f"An outlier, {ratios[0]:.0f} times the RMS of its vector, uses up the 127 steps of "
+        f"int8: the median |x| is {times(medians[0], 'step')}. A rotation spreads the outlier "
+        f"over all channels, and the median becomes {times(medians[1], 'step')}.",
         *panels,
         scene.Panel(
-            f"The outlier among its neighbours, at the first {first} of {last} stages",
+            f"The outlier and its neighbours in the first {first} of {last} stages",
             scene.Cells(lines, ["x / step", *(f"stage {at + 1}" for at in range(first))]),
-            "A stage makes a + b and a \u2212 b of two numbers: they are 1 apart, then 2, then 4. "
-            f"After all {last} stages the outlier is in each of the {len(record.row)} numbers.",
-            {"second": "has the outlier in it"},
+            "A stage replaces a and b by a + b and a \u2212 b, for channels 1 apart, then 2, "
+            f"then 4. After all {last} stages the outlier contributes to each of the "
+            f"{len(record.row)} channels.",
+            {"second": "includes the outlier"},
         ),
     )
 

@@ -65,14 +65,14 @@ def draw_windows(record: Record) -> scene.Scene:
             cells += [scene.Cell() for _ in row[at + 1 :]]
             rows.append(scene.Row(word(text), cells, str(sum(row))))
         scores[window] = sum(map(sum, mask))
-        title = "A layer that sees all" if window is None else f"A layer with a window of {window}"
+        title = "Full attention" if window is None else f"Sliding window of {window}"
         panels.append(
             scene.Panel(
                 f"{title}: {times(scores[window], 'score')}",
                 scene.Cells(rows),
-                "A row is a position, a column a key; the number is how many keys it sees.",
+                "A row is a query, a column a key. The number is the count of visible keys.",
                 {"first": "make_causal_mask"}
-                | ({} if window is None else {"idle": "before the window"}),
+                | ({} if window is None else {"idle": "outside the window"}),
             )
         )
     for windows, layers in record.needed.items():
@@ -80,22 +80,23 @@ def draw_windows(record: Record) -> scene.Scene:
         for layer in reversed(range(len(windows))):
             kinds = ["first" if needed else "idle" for needed in layers[layer]]
             tokens = [scene.Token(*pair) for pair in zip(record.tokens, kinds)]
-            name = f"layer {layer}: sees {windows[layer] or 'all'}"
+            name = f"layer {layer}: window {windows[layer] or 'none'}"
             lines.append(scene.Line(tokens, name, times(sum(layers[layer]), "position")))
         panels.append(
             scene.Panel(
-                f"{len(windows)} layers: what the last logits need",
+                f"{len(windows)} layers: receptive field of the last logits",
                 scene.Tokens(lines),
-                "From the last layer down: the positions whose input to that layer they depend on.",
+                "From the last layer down: positions whose input to that layer affects the "
+                "last logits.",
                 {"first": "needed", "idle": "not needed"},
                 wide=True,
             )
         )
     (two, three) = (sum(layers[0]) for layers in record.needed.values())
     return scene.Scene(
-        f"A window of {WINDOW} leaves {scores[WINDOW]} of {scores[None]} scores. Two such layers "
-        f"reach the last {times(two, 'token')}. With one layer between them that sees all, the "
-        f"last logits depend on all {times(three, 'token')}.",
+        f"A sliding window of {WINDOW} leaves {scores[WINDOW]} of {scores[None]} scores. Two "
+        f"such layers reach the last {times(two, 'token')}. With a full-attention layer between "
+        f"them, the last logits depend on all {times(three, 'token')}.",
         *panels,
     )
 
@@ -138,14 +139,16 @@ def draw_pages(record: list[Record], names: tuple, caption: str) -> scene.Scene:
             scene.Panel(
                 name,
                 scene.Cells(rows),
-                f"A column is a page of {PAGE} positions; the number is how many are held.",
-                {"first": "held", "idle": "back in the pool"}
+                f"A column is a page of {PAGE} positions. The number is the count of held pages.",
+                {"first": "held", "idle": "freed to the pool"}
                 if not all(record[-1].tables[at])
                 else {},
             )
         )
     held = " and ".join(str(sum(record[-1].tables[at])) for at in range(len(names)))
-    return scene.Scene(f"{caption} After {record[-1].length} tokens it holds {held}.", *panels)
+    return scene.Scene(
+        f"{caption} After {record[-1].length} tokens it holds {held} pages.", *panels
+    )
 
 
 def pages_picture(windows: tuple, names: tuple, caption: str) -> scene.Picture:
@@ -159,15 +162,15 @@ def pages_picture(windows: tuple, names: tuple, caption: str) -> scene.Picture:
 PICTURES = {
     "cache-groups": pages_picture(
         (32, 32, None),
-        ("Pages of the layer that sees all", "Pages of the two layers with a window of 32"),
-        "A request has two block tables: the layer that sees all keeps each page, those with a "
-        "window give pages back.",
+        ("Page table of the full-attention layer", "Page table of the two layers with window 32"),
+        "A request has one page table per KV cache group: full attention keeps every page, "
+        "sliding-window layers free pages behind the window.",
     ),
     "window-pages": pages_picture(
         (32, 64),
-        ("The block table of a request, windows of 32 and 64",),
-        "Where each layer has a window, a request gives pages before the largest window back to "
-        "the pool while it runs.",
+        ("The page table of a request, windows of 32 and 64",),
+        "Where every layer has a sliding window, a running request frees its pages behind the "
+        "largest window.",
     ),
     "window-layers": scene.Picture(
         "One day, a boy named Tim saw a ball.", record_windows, draw_windows

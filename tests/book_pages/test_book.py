@@ -878,7 +878,7 @@ def test_the_plots_of_this_course_have_lessons():
 def test_a_plot_without_a_text_is_no_book(here, monkeypatch, tmp_path, capsys):
     monkeypatch.delitem(make_book.PLOTS, "engine")
     assert make(tmp_path / "book") == 2
-    words = "benchmark_results/engine_cpu.png has no text for those who cannot see it"
+    words = "benchmark_results/engine_cpu.png has no alternative text"
     assert words in capsys.readouterr().err
 
 
@@ -939,7 +939,7 @@ def test_what_is_no_book_is_not_overwritten(here, tmp_path, capsys, name):
         (tmp_path / "mine").symlink_to(name.replace("link", "mine"))
     before = sorted(tmp_path.rglob("*"))
     assert make(tmp_path / "mine") == 2
-    assert "something that is not this book" in refused(capsys)
+    assert "files that are not this book" in refused(capsys)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -953,7 +953,7 @@ def test_a_link_to_an_older_book_stays_one(here, tmp_path):
 
 def test_a_folder_in_none(here, tmp_path, capsys):
     assert make(tmp_path / "a\x1b[1m" / "b") == 2
-    words = "/a\\x1b[1m is no folder; --output names a new folder in one that is there\n"
+    words = "/a\\x1b[1m is no directory; --output must be a new folder in an existing one\n"
     assert words in refused(capsys)
 
 

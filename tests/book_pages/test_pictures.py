@@ -285,7 +285,7 @@ def test_the_end_of_a_text():
     (chart,) = forms(shown, scene.Lines)
     assert sum(len(curve.points) for curve in chart.curves) == len(record.eos_probs)
     assert max(y for _, y in chart.curves[1].points) == max(record.eos_probs)
-    assert "reaches 0.1 % at 3 of 206 places. At the last" in shown.caption
+    assert "reaches 0.1 % at 3 of 206 positions. At the last" in shown.caption
 
 
 def test_windows_are_those_that_the_model_saw():

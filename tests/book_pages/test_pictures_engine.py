@@ -70,7 +70,7 @@ def test_prefix_sharing_saves_pages():
     last = record.run.frames[-1]
     # 12 tokens fill three pages; the last one is computed, so that its logits are there.
     assert last["shared"] == 3 * 8 and last["positions"] == 12 + 3 * 4 + 4 * 8
-    assert shown.caption.endswith("4 texts need 11 pages instead of 20.")
+    assert shown.caption.endswith("4 requests need 11 pages instead of 20.")
     assert "found 8 of 12 prompt tokens in the cache and computed 4." in shown.panels[1].note
 
 
@@ -121,7 +121,7 @@ def test_page_groups_count_what_attention_reads():
     for count, form, panel in zip(read, forms(shown, Cells), shown.panels):
         assert sum(bool(cell.kind) for row in form.rows for cell in row.cells) == count
         assert panel.title.endswith(f": {count} pages read")
-    assert f"{read[0]} here." in shown.caption and f"reads {read[1]}." in shown.caption
+    assert f"{read[0]} pages here." in shown.caption and f"reads {read[1]}." in shown.caption
 
 
 NAME = "stories-llama"
@@ -184,7 +184,7 @@ def test_a_drain_ends_at_its_limit():
         "2 of 8 tokens",
         "no connection",
     ]
-    assert "2 of them end in time" in scene.caption
+    assert "2 of them finish in time" in scene.caption
 
 
 def test_engines_side_by_side():
@@ -216,7 +216,7 @@ def test_where_requests_find_their_beginning():
             assert each.cache_hits == (full[each.prefix_id] if known else 0)
             there.add((each.engine, each.prefix_id))
         assert len(there) == (3 if way == "by prefix" else 7)
-    assert [each.engine for each in record["in turn"]] == [
+    assert [each.engine for each in record["round-robin"]] == [
         at % replicas.ENGINES for at in range(12)
     ]
     shown = [
@@ -266,7 +266,7 @@ def test_a_stall_seen_by_two_loops():
     assert all(
         begin <= output.arrival_time < end for output in record.open.outputs if output.ttft > 100
     )
-    assert "counts 1 of 84 requests as late" in scene.caption and "15 of 100" in scene.caption
+    assert "only 1 of 84 requests are late" in scene.caption and "15 of 100" in scene.caption
     for form, load in zip(forms(scene, Lines), (record.closed, record.open), strict=True):
         assert form.curves[0].points == [(each.arrival_time, each.ttft) for each in load.outputs]
 
@@ -309,7 +309,7 @@ def test_what_row_parallel_saves():
     C, inner = 192, 512
     assert sum(stage.sent[0] for stage in gather if stage.sent) == 4 * (3 * C + inner) // 2
     assert [stage.sent for stage in reduce if stage.sent] == [[4 * C] * 2] * 2
-    assert "1,536 bytes a token in each layer instead of 2,176" in scene.caption
+    assert "1,536 bytes per token in each layer instead of 2,176" in scene.caption
 
 
 def test_the_rank_of_each_token():

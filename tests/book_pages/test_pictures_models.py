@@ -123,7 +123,7 @@ def test_a_message_has_no_control_token():
     assert [token for token, control in record.naive if control] == ["<|endoftext|>"] * 2
     safe, naive = (form.lines[0].tokens for form in forms(shown, Tokens))
     assert [sum(token.kind == "bad" for token in line) for line in (safe, naive)] == [1, 2]
-    assert "make 1 control token;" in shown.caption and shown.caption.endswith("have 2.")
+    assert "inserts 1 control token." in shown.caption and shown.caption.endswith("have 2.")
 
 
 def test_a_sum_and_a_mean_of_each_text():
@@ -339,7 +339,7 @@ def test_experts_of_each_token():
     assert {number: count for number, count in enumerate(taken) if count} == ran
     assert all(sum(weights.values()) == pytest.approx(1) for weights in record.weights)
     most = taken.index(max(taken))
-    assert f"expert {most} is taken most often, by {max(taken)} of" in shown.caption
+    assert f"expert {most} is chosen most often, by {max(taken)} of" in shown.caption
 
 
 def test_what_layers_with_windows_see():
@@ -403,9 +403,9 @@ def test_a_rotation_leaves_steps_for_the_others():
         half = steps.round().sort().values[len(steps) // 2]
         error = (steps.round() - steps).norm() / steps.norm()
         assert f"median |x| is {half:.0f} step" in panel.note
-        assert f"rounding is {100 * error:.1f}\u00a0% of its norm." in panel.note
+        assert f"rounding error is {100 * error:.1f}\u00a0% of its norm." in panel.note
         ratio = numbers.abs().max() / numbers.pow(2).mean().sqrt()
-        assert f"the largest is {ratio:.1f} times" in panel.title
+        assert f"the maximum is {ratio:.1f} times" in panel.title
     (outlier,) = charts[0].curves[1].points
     assert outlier == (record.largest, pytest.approx(127))
     (table,) = forms(shown, Cells)
@@ -417,7 +417,7 @@ def test_a_rotation_leaves_steps_for_the_others():
         said = [float(cell.text.replace("\u2212", "-")) for cell in cells]
         assert said == pytest.approx((few @ mixed).tolist(), abs=0.06)
         assert [cell.kind == "second" for cell in cells] == mixed[at].bool().tolist()
-    assert "20 times the root mean square" in shown.caption
+    assert "20 times the RMS" in shown.caption
     assert (
         "median |x| is 1 step. A rotation" in shown.caption and "becomes 58 steps." in shown.caption
     )
@@ -496,7 +496,7 @@ def test_all_spellings_of_the_choices():
     letters = ["".join(cell.text for cell in row.cells) for row in trie.rows]
     assert letters == ["\u2423dog.end", "cat.end", "elephant.end"]  # the blank is shared
     green = sum(cell.kind == "good" for row in trie.rows for cell in row.cells)
-    assert green == len(longer) and f"The {green} that are left had 14\u00a0%" in shown.caption
+    assert green == len(longer) and f"The {green} others had 14\u00a0%" in shown.caption
 
 
 def test_what_a_schema_allows():
@@ -532,7 +532,7 @@ def test_what_a_schema_allows():
             assert rejected == [runs.token_text(id) for id in probs.topk(min(better, 3)).indices]
     assert [(each.name, each.value) for each in overruled] == numbers and numbers
     kinds = Counter(token.kind for token in line.tokens)
-    assert f"At {kinds['good']} its favourite was allowed" in shown.caption
+    assert f"At {kinds['good']} its likeliest token was allowed" in shown.caption
 
 
 def test_passes_without_forced_tokens():
@@ -563,7 +563,7 @@ def test_passes_without_forced_tokens():
         drawn_at = [at for at, cell in enumerate(row.cells) if cell.kind == "first"]
         assert drawn_at == positions and row.value.startswith(f"{len(positions)} position")
         assert {cell.kind for cell in row.cells[: positions[0]]} <= {"kept"}
-    assert shown.caption.startswith("28 tokens in 8 passes: 20 of them")
+    assert shown.caption.startswith("28 tokens in 8 passes: jump-forward appends 20 of them")
 
 
 def test_an_adapter_in_a_batch():
@@ -597,7 +597,10 @@ def test_an_adapter_in_a_batch():
         ["first"] * 3,
         ["idle", "second", "idle"],
     ]
-    assert "8 of that request's 24 tokens, as ` frog` where ` girl` is best" in shown.caption
+    assert (
+        "8 of that request's 24 tokens, such as ` frog` where the base model prefers ` girl`"
+        in shown.caption
+    )
 
 
 def test_min_p_keeps_what_transformers_keeps():
@@ -659,7 +662,7 @@ def test_the_error_of_a_row_in_blocks():
     blocks = quantize_blocks(row[None])  # its scales are float16
     assert record.scales == pytest.approx(blocks.scale[0].tolist(), rel=1e-3)
     error = (blocks.dequantize()[0] - row).norm().item()
-    own = (torch.tensor(record.rounded["a scale for 32"]) - row).norm().item()
+    own = (torch.tensor(record.rounded["a scale per 32"]) - row).norm().item()
     assert own == pytest.approx(error, rel=0.02)
     assert max(record.scales) == pytest.approx(record.scale)
     (bars,) = forms(shown, Bars)
@@ -851,8 +854,8 @@ def test_three_splits_of_one_vocabulary():
     record, shown = drawn("any-bpe")
     parts = {
         "GPT-2's": "Lily| didn|'t| stop|.| They|'re| happy|!",
-        "signs apart": "Lily| didn|'|t| stop|.| They|'|re| happy|!",
-        "a blank ends": "Lily| |didn|'t| |stop|.| |They|'re| |happy|!",
+        "punctuation separate": "Lily| didn|'|t| stop|.| They|'|re| happy|!",
+        "space at the end": "Lily| |didn|'t| |stop|.| |They|'re| |happy|!",
     }
     assert record.keys() == parts.keys()
     for name, text in parts.items():

@@ -27,12 +27,12 @@ def test_what_a_page_loads_is_small_and_one_vocabulary():
 def test_a_page_gets_no_gemma(tiny_gemma, tmp_path, shape):
     """It has one table of rotations, and each layer sees all."""
     save_speaking(tiny_gemma, tmp_path, **shape)
-    assert "the page computes no layers with windows" in refused(web_model.export, tmp_path)
+    assert "inference.js supports neither sliding windows" in refused(web_model.export, tmp_path)
 
 
 def test_a_page_gets_no_windows(tiny_llama, tmp_path):
     save_speaking(tiny_llama, tmp_path, sliding_windows=(5, 5))
-    assert "the page computes no layers with windows" in refused(web_model.export, tmp_path)
+    assert "inference.js supports neither sliding windows" in refused(web_model.export, tmp_path)
 
 
 def test_play_shows_a_recording_of_the_model_that_it_loads():
