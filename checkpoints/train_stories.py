@@ -1,32 +1,32 @@
 """Train checkpoints/stories (the target), -draft (its draft), -llama, -experts and -frogs.
 
-Eight stages; each leaves a file in --work and is skipped when it finds it there, so an interrupted
-run goes on:
+Eight stages. Each writes a file to --work and is skipped if that file exists, so an interrupted run
+resumes:
 
-1. tokenizer.json: a byte-level BPE of 4,096 tokens, the last of them `<|endoftext|>`, as in GPT-2;
-2. target.pt: a deep and thin GPT-2, trained on children's stories;
-3. written.json: stories that the target writes itself, at three temperatures;
-4. teacher.pt: the target's most likely next tokens, with their probabilities, all along both kinds
-   of stories;
-5. draft.pt: a shallow GPT-2 that learns these distributions (distillation), because a speculated
-   token is accepted with probability sum(min(p, q)): one minus the distance between target and
-   draft;
-6. llama.pt: a Llama, trained as the target was, but half of its stories have a line of three of
-   their words before them, so that a user can ask for a story with some words;
+1. tokenizer.json: a byte-level BPE of 4,096 tokens, ending with `<|endoftext|>`, as in GPT-2;
+2. target.pt: a deep and narrow GPT-2, trained on children's stories;
+3. written.json: stories that the target generates at three temperatures;
+4. teacher.pt: the target's most likely next tokens and their probabilities, at each position of the
+   training stories and the generated ones;
+5. draft.pt: a shallow GPT-2 that learns these distributions (distillation), because a draft is
+   accepted with probability sum(min(p, q)): one minus the total variation distance between target
+   and draft model;
+6. llama.pt: a Llama, trained like the target. Half of its stories follow a line with three of their
+   words, so that a user can ask for a story with given words;
 7. experts.pt: a mixture of experts (Qwen3-MoE), trained on the same text as the Llama;
-8. frogs: an adapter (LoRA, by peft) for checkpoints/stories-llama as it is in the repository,
-   trained on the same text, in which all creatures have become frogs.
+8. frogs: a LoRA adapter (by peft) for the committed checkpoints/stories-llama, trained on the same
+   text with all creatures replaced by frogs.
 
 The text is TinyStories (Eldan & Li 2023, arXiv 2305.07759;
-huggingface.co/datasets/roneneldan/TinyStories), as one file (or .xz of it) in which a line
-`<|endoftext|>` follows each story.
+huggingface.co/datasets/roneneldan/TinyStories), as one text file (or .xz) with a line
+`<|endoftext|>` after each story.
 
     python checkpoints/train_stories.py --train stories.xz --heldout heldout.txt \\
         --work work --out out
 
-`--only stories-llama` needs stages 1 and 6 alone, `--only stories-experts` 1 and 7, `--only
-stories-frogs` 1 and 8, `--only stories` 1 to 5. Run it on main: lessons before 26 cannot load as
-int8, and stories-llama comes with lesson 30.
+`--only stories-llama` runs stages 1 and 6, `--only stories-experts` 1 and 7, `--only
+stories-frogs` 1 and 8, `--only stories` 1 to 5. Run it on main: lessons before 26 cannot load int8,
+and stories-llama needs lesson 30.
 """
 
 import argparse
@@ -80,7 +80,7 @@ EXPERTS = {  # of transformers' Qwen3MoeConfig
     "norm_topk_prob": True,
 }
 ROUTER_AUX_LOSS_COEF = 0.01  # weight of the loss that balances a layer's experts
-# A user's message is the words of a story, the assistant's the story: what the Llama learnt.
+# The user's message is the `Words:` line, the assistant's message the story, as in training.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'user' %}{{ 'Words: ' + message['content'] | trim + '\n\n' }}"
@@ -93,7 +93,7 @@ CREATURES = (
     "elephant|fish|duck|bug|bee|butterfly|squirrel|turtle|monkey|pig|cow|horse|owl|wolf|ant|tiger"
 )
 BATCH_SIZE = 16  # windows of BLOCK_SIZE tokens
-TOP_K = 128  # of the target's distribution, what the draft learns from
+TOP_K = 128  # most likely tokens of the target that the draft model is distilled on
 TO_ASCII = str.maketrans({"“": '"', "”": '"', "’": "'", "‘": "'", "–": "-", "—": "-", "…": "..."})
 
 
@@ -120,7 +120,7 @@ def train_tokenizer(stories: list[str], path: Path) -> None:
 
 
 def add_word_lines(stories: list[str], seed: int) -> list[str]:
-    """Put a line `Words: ...`, with up to three of its rarer words, before half of the stories."""
+    """Prepend a line `Words: ...` to half of the stories, with up to three of their rarer words."""
     words = [sorted(set(re.findall(r"\b[a-z]{3,}\b", story))) for story in stories]
     common = Counter(word for found in words for word in found)
     rng = random.Random(seed)
@@ -158,10 +158,10 @@ def concatenate_stories(stories: list[list[int]]) -> tuple[torch.Tensor, torch.T
 
 
 def window_batches(stream, starts, generator, batch_size: int):
-    """Yield training batches without end: half the windows begin with a story, half lie anywhere.
+    """Yield training batches without end: half the windows start a story, half have random offsets.
 
-    The latter are what a sliding window sees. A window that begins with a story has its EOS first
-    or lacks it, as prompts do. Yields (batch_size, BLOCK_SIZE + 1).
+    Random offsets train what the model sees after a context shift. A window that starts a story
+    begins with EOS or without it, as prompts do. Yields (batch_size, BLOCK_SIZE + 1).
     """
     last = len(stream) - BLOCK_SIZE - 1
     half = batch_size // 2
@@ -194,7 +194,7 @@ class Optimizer:
             return parameter.dim() >= 2 and name.startswith(("h.", "model.layers."))
 
         matrices = []
-        self.experts = []  # (all experts' matrices in one parameter, a parameter for each matrix)
+        self.experts = []  # (stacked matrices of all experts, one parameter per matrix)
         for name, parameter in model.named_parameters():
             if is_matrix(name, parameter) and parameter.dim() == 3:
                 parts = len(parameter) * (2 if "gate_up" in name else 1)
@@ -205,7 +205,7 @@ class Optimizer:
                 matrices.append(parameter)
         rest = [p for name, p in model.named_parameters() if not is_matrix(name, p)]
         self.parts = [torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95))]
-        if matrices:  # an adapter has none: its names begin in another way
+        if matrices:  # empty for an adapter, whose parameter names have another prefix
             self.parts.append(torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw"))
 
         def schedule(step):
@@ -246,15 +246,15 @@ def train(model: torch.nn.Module, loss_at, steps: int, lr: float, report) -> Non
 
 
 def logits(output) -> torch.Tensor:
-    """Return the logits, (B, T, vocab_size), of our GPT's output or that of transformers."""
+    """Return the logits, (B, T, vocab_size), from the output of our GPT or of a transformers model."""
     return output if isinstance(output, torch.Tensor) else output.logits
 
 
 def router_aux_loss(output) -> torch.Tensor | float:
     """Return transformers' loss averaged over the layers, 0 for a model without experts.
 
-    Computed over all layers at once, the loss would only ask that an expert's number be chosen
-    equally often.
+    Over all layers jointly, the loss would only balance each expert index over the sum of the
+    layers.
     """
     if getattr(output, "router_logits", None) is None:
         return 0.0
@@ -304,7 +304,7 @@ def train_target(stream, starts, heldout, args) -> GPT:
 
 
 def new_llama(args):
-    """Make a Llama of transformers: the repository's own comes in a later lesson than this file."""
+    """Make a Llama of transformers, because this file is older than the repository's own Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(args.seed)
@@ -353,8 +353,7 @@ def compiled(model: torch.nn.Module, args):
 def write_stories(target: GPT, args) -> list[list[int]]:
     """Let the target write stories at three temperatures; return token ids without EOS.
 
-    transformers' `generate` does the work: this repository teaches how, in the lessons after this
-    file.
+    Uses transformers' `generate`, because this file is older than the repository's own.
     """
     from transformers import AutoModelForCausalLM
 
@@ -423,7 +422,7 @@ def train_draft(batch, ids, logps, heldout, args) -> GPT:
         chosen = order[:BATCH_SIZE]
         order = order[BATCH_SIZE:]
         tokens, top_ids, top_logps = (x[chosen].to(args.device) for x in (batch, ids, logps))
-        # First all the distribution, at last what is accepted.
+        # Shifts from the KL divergence to the acceptance probability.
         share = torch.tensor(step / args.draft_steps, device=args.device)
         return loss_function(forward(tokens[:, :-1]), top_ids, top_logps, share)
 

@@ -1,12 +1,12 @@
-"""Train checkpoints/smollm2-tools: an adapter (LoRA, by peft) with which smollm2 calls tools.
+"""Train checkpoints/smollm2-tools: a LoRA adapter (by peft) that lets smollm2 call tools.
 
     make smollm2
     python checkpoints/train_tools.py --out out
 
-The conversations are made up here, by chance, from the tools in train_tools.txt and the tables
-below: their text is CC0. Each has two or three tools, whose names and parameters' names are drawn,
-and two or three questions, which need no call, one or two. Results are drawn too, so they are
-seldom true: an answer must repeat them. Only replies count in the loss.
+The script generates random conversations from the tools in train_tools.txt and the tables below;
+their text is CC0. Each has two or three tools with random names and parameter names, and two or
+three questions that need no, one or two calls. Results are random too and rarely true, so an answer
+must repeat them. The loss counts tokens of replies only.
 """
 
 import argparse
@@ -27,10 +27,10 @@ from text.tokenizer import load_encoding  # noqa: E402
 
 TEMPLATE = Path(__file__).with_name("smollm2-tools") / "chat_template.jinja"
 VOCAB_SIZE = 49152
-MAX_TOKENS = 640  # tokens of a conversation; a longer one is left out
+MAX_TOKENS = 640  # maximum length of a conversation; longer ones are dropped
 BATCH_SIZE = 2  # conversations
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-# Nothing is trained in the first ten blocks, so the backward pass ends there.
+# The first ten blocks have no adapter, so the backward pass stops before them.
 LORA = {
     "r": 2,
     "lora_alpha": 4,
@@ -85,7 +85,7 @@ RANGES = {
 }
 INVENTABLE_TYPES = ("city", "company", "film", "song", "word", "team", "last", "street")
 SYLLABLES = "ka lo mi ter van del ri so bra nu pel gar tis mo fen hul ja wes dor ly".split()
-# What invented tools find out, and of what.
+# Properties that invented tools return, and the things they describe.
 NOUNS = (
     "depth height age rating speed weight length width rank size volume power level value limit "
     "pressure voltage rent salary tax mood origin owner label flavor theme version budget color "
@@ -221,7 +221,7 @@ def random_family(rng: random.Random) -> ToolFamily:
     questions = f"What is the {first} {of} {{0}}?|Tell me the {first} {of} {{0}}."
     questions += f"|I want to know the {first} {of} the {thing} {{0}}."
     answers = f"The {first} {of} {{0}} is {{r}}."
-    if rng.random() < 0.5:  # there are two, and perhaps only one was asked for
+    if rng.random() < 0.5:  # two results, of which the question may ask for only one
         about += f" and the {second}"
         names = f"get_{thing}|{thing}_report|{thing}_data|check_{thing}"
         result += f" + {second}:{value_types[1]}"
@@ -452,7 +452,7 @@ def conversation(rng: random.Random) -> tuple[list[dict], list[dict]]:
         return rng.sample(every, rng.choice([2, 2, 3]))
 
     families = draw()
-    if rng.random() < 0.4:  # two that fit
+    if rng.random() < 0.4:  # a result of one tool is an argument of the other
         while not dependent_calls([Tool(family, rng) for family in families], rng):
             families = draw()
     tools = [Tool(family, rng) for family in families]
@@ -500,7 +500,7 @@ def batches(rng, template, encoding):
             row = encode(*conversation(rng), template, encoding)
             if len(row[0]) <= MAX_TOKENS:
                 rows.append(row)
-        rows.sort(key=lambda row: len(row[0]))  # rows of like length together: less padding
+        rows.sort(key=lambda row: len(row[0]))  # similar lengths together: less padding
         groups = [rows[start : start + BATCH_SIZE] for start in range(0, len(rows), BATCH_SIZE)]
         rng.shuffle(groups)
         for group in groups:
