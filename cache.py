@@ -62,9 +62,9 @@ class KVCache:
         return [self.storage]
 
     def reorder(self, rows: list[int]) -> None:
-        """Replace cache row i by a copy of row rows[i], as beam search needs.
+        """Replace sequence i of the cache by a copy of sequence rows[i], as beam search needs.
 
-        A row may occur several times or not at all, and the batch size may change.
+        An index may occur several times or not at all, and the batch size may change.
         """
         moved = [row for row, source in enumerate(rows) if row != source]
         if len(rows) != len(self.tokens):
@@ -77,9 +77,9 @@ class KVCache:
         self.tokens = [list(self.tokens[row]) for row in rows]
 
     def truncate_to_prefix(self, windows: list[list[int]], keep: int = 1) -> list[int]:
-        """Drop the cached tokens of each row after its common prefix with window[:-keep].
+        """Drop the cached tokens of each sequence after its common prefix with window[:-keep].
 
-        Returns the number of cached positions in each row.
+        Returns the number of cached positions of each sequence.
         """
         for cached, tokens in zip(self.tokens, windows, strict=True):
             del cached[common_prefix_length(cached, tokens[:-keep]) :]
@@ -88,8 +88,9 @@ class KVCache:
     def spans(self, new: list[list[int]], rows: list[int] | None = None) -> list[Span]:
         """Return the spans of a pass that appends new tokens to these rows (None: all rows).
 
-        Here each row is one large page. Raises ValueError, before anything changes, if the tokens
-        do not fit, a row occurs twice, or a row gets no token.
+        A row is the index of a sequence in the cache, and here also its only page. Raises
+        ValueError, before anything changes, if the tokens do not fit, a row occurs twice, or a row
+        gets no token.
         """
         rows = list(range(len(self.tokens))) if rows is None else rows
         starts = [len(self.tokens[row]) for row in rows]
@@ -106,8 +107,9 @@ class KVCache:
         """Plan a pass and return its tokens, (B, T), their positions, and the end of each span.
 
         T is the length of the longest span. A shorter span repeats its last token at the same
-        position, which writes the same values again. Positions are (B, T), or (1, T) if all rows
-        have the same length and start. An end is an index into the flattened tokens.
+        position, which writes the same values again. Positions are (B, T), or (1, T) if all
+        sequences of the cache have the same start and length. An end is an index into the flattened
+        tokens.
         """
         new = [span.tokens for span in spans]
         rows = [span.pages[0] for span in spans]
@@ -118,7 +120,7 @@ class KVCache:
         T = max(len(tokens) for tokens in new)
         device = self.storage.device
         in_step = rows == everything and len(set(starts)) == len(set(stops)) == 1
-        if in_step:  # a slice is faster than an index, e.g. for a single row
+        if in_step:  # a slice is faster than an index, e.g. for a single sequence
             positions = torch.arange(end - T, end, device=device)[None]  # (1, T)
             self.slot_mapping = slice(None), slice(end - T, end)
         else:
@@ -193,8 +195,8 @@ def cached_attention(
     is_rotated = keys.dtype == torch.int8
     queries = q
     if is_rotated:
-        # The inverse rotation of the queries cancels that of the keys in the dot products. The
-        # output is a weighted sum of rotated values, so it is unrotated below.
+        # The inverse rotation of the queries cancels the rotation of the keys in the dot products.
+        # The output is a weighted sum of rotated values, so it is unrotated below.
         queries = unrotate_channels(q.to(torch.promote_types(q.dtype, torch.float32)))
         keys, values = (
             stored[..., :D] * stored[..., -4:].view(torch.float32) for stored in (keys, values)

@@ -84,13 +84,14 @@ def generate(
     sequence has a single allowed token. adapter: name of an adapter of the model; "": none.
     Finished sequences are computed until the last one ends.
     Yields, at most the largest `max_new_tokens` times, the next token of each sequence, its EOS or
-    stop token included, and None after that. Greedy or with a seed, a sequence equals that of its
-    own run, up to rounding. Without a seed it depends on the batch, which shares the generator.
-    With int8 weights or a quantised KV cache, rounding may change the output unless C computes the
-    whole pass; see quantisation/int8.py. Raises UserError if prompts is empty, stride is out of
-    range, params have an id outside the vocabulary, the model lacks the adapter, the cache does not
-    fit in memory, the logits are not finite, a constraint allows no token, or as `make_matcher`.
-    Raises ValueError if params and prompts differ in number.
+    stop token included, and None after that. Greedy or with a seed, a sequence does not depend on
+    its batch, up to rounding. Without a seed it does, because the batch shares the generator. With
+    int8 weights or a quantised KV cache, rounding may change the output unless C computes the whole
+    pass; see quantisation/int8.py.
+    Raises UserError if prompts is empty, stride is out of range, params have an id outside the
+    vocabulary, or the model lacks the adapter. Also raises it if the cache does not fit in memory,
+    the logits are not finite, a constraint allows no token, or as `make_matcher`. Raises ValueError
+    if params and prompts differ in number.
     """
     if not prompts:
         raise UserError("at least one prompt is needed")
@@ -200,8 +201,9 @@ def beam_search(
         running = candidates[:num_beams]
         finished = sorted(finished, key=lambda beam: beam.score, reverse=True)[:num_beams]
         full = len(finished) == num_beams
-        # A sum can only fall, so the best divisor bounds the score: that of the longest sequence,
-        # or of the next length if length_penalty <= 0. Powers of more than 2**53 would overflow.
+        # A sum can only fall, so the best divisor bounds the score: the one for the longest
+        # sequence, or for the next length if length_penalty <= 0. Powers of more than 2**53 would
+        # overflow.
         best_length = min(max_new_tokens, 2**53) if length_penalty > 0 else length + 1
         if not running or (
             full and running[0].score / best_length**length_penalty <= finished[-1].score

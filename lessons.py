@@ -333,7 +333,7 @@ def test_files(lesson: Lesson, only: str = "AM") -> list[str]:
 
 
 def python() -> str:
-    """Return the interpreter for tests: that of .venv if `make` created it, else this one."""
+    """Return the interpreter for tests: .venv's if `make` created it, else this one."""
     venv = ROOT / ".venv" / "bin" / "python"
     return str(venv) if venv.exists() else sys.executable
 
@@ -967,7 +967,7 @@ def chosen_steps(lesson: Lesson, files: list[str], last: int | None) -> list[str
 
 
 def cmd_compare(lessons, args):
-    """Show the changes from your code (-) to that of a lesson (+).
+    """Show the changes from your code (-) to a lesson's code (+).
 
     Tests and Markdown files are left out.
     """
@@ -989,9 +989,9 @@ def cmd_verify(lessons, args):
     """Check lessons: green at their commit, their tests red on the code before.
 
     The whole suite runs for lessons that you name, and for all with --all. Otherwise a lesson runs
-    its own tests only, and on the code before it only in the newest part: the tests of older parts
-    were red when they were published, and commits do not change. A lesson that fails is checked
-    once more, and both results are shown. On Linux with an Intel processor the tests in
+    only its own tests. Only lessons of the newest part also run them on the code before: the tests
+    of older parts were red when they were published, and commits do not change. A lesson that fails
+    is checked once more, and both results are shown. On Linux with an Intel processor the tests in
     course/torch_bits.txt are left out.
     """
     require_pytest()
@@ -1236,12 +1236,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     verify = add(cmd_verify)
     verify.add_argument("ids", **several)
     verify.add_argument("--all", action="store_true", help=full_suite)
-    output = "a new folder, or that of an older book (default: book)"
+    output = "a new folder, or the folder of an older book (default: book)"
     add(cmd_book).add_argument("--output", metavar="FOLDER", help=output)
     picture = add(cmd_picture)
     picture.add_argument("id", **here)
     picture.add_argument(
-        "--prompt", metavar="TEXT", help="prompt of the run (default: that of the book)"
+        "--prompt", metavar="TEXT", help="prompt of the run (default: the prompt in the book)"
     )
     words = "file to write, .svg for 18 and 42 only (default: picture-ID.html)"
     picture.add_argument("--output", metavar="FILE", help=words)

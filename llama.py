@@ -92,8 +92,8 @@ class RotaryEmbedding:
     local: use the base frequency of sliding-window layers.
 
     The tables grow by 64 positions, because a cosine's rounding may depend on how many are computed
-    at once. They are no buffer of the model, because loading fills weights only. They do not cover
-    the context window from the start: 131,072 positions of 128 numbers are 134 MB in float32.
+    in one call. They are no buffer of the model, because loading fills weights only. They do not
+    cover the context window from the start: 131,072 positions of 128 numbers are 134 MB in float32.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ def default_model() -> str | Path:
 
 
 def add_server_options(parser: Parser) -> None:
-    """Add the options of a server, in groups, and those of its model and engine."""
+    """Add the options of a server, its model and its engine, in groups."""
     parser.group("model").add_argument("--model", default=default_model(), help=MODEL_HELP)
     add_model_options(parser)
     add_stride_option(parser)
@@ -236,10 +236,10 @@ class Server(uvicorn.Server):
     """uvicorn's server, with a connection limit and a drain on shutdown.
 
     It accepts only as many connections as file descriptors allow; further clients wait in the
-    backlog. asyncio's own servers would use up all descriptors and report each failure.
-    After a signal it refuses new clients, and running requests may continue for `seconds` before
-    they fail. EXIT_SECONDS later the process ends, even during a computation. A second signal ends
-    it at once.
+    backlog. asyncio's own servers would use up all descriptors and report each failure. After a
+    signal it refuses new clients, and running requests may continue for `seconds` before they fail.
+    EXIT_SECONDS later the process ends, even during a computation. A second signal ends it
+    immediately.
     """
 
     def __init__(self, app: FastAPI, thread: EngineThread, seconds: float):

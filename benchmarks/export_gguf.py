@@ -31,8 +31,9 @@ PRE_TOKENIZERS = {  # our name -> llama.cpp's name
 def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = None) -> None:
     """Write a float32 model on the CPU to a GGUF file.
 
-    dtype: "float32", or "int8" for Q8_0, which stores each 32 numbers of a matrix row as int8 with
-    one scale. Rows that are no multiple of 32, vectors, routers and learned positions stay float32.
+    dtype: "float32", or "int8" for Q8_0, which stores each block of 32 weights of a row as int8
+    with one scale. Rows that are no multiple of 32, vectors, routers and learned positions stay
+    float32.
     tokenizer: a tokenizer.json. With None the file has no vocabulary, and is for token ids only.
     A model with sliding windows that is no Gemma is written without them, with the smallest as its
     block_size. Raises UserError for a model that llama.cpp would read wrongly.
@@ -203,10 +204,10 @@ def pre_tokenizer_name(file: Path, step: dict) -> str:
 
 
 def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return query or key rows in llama.cpp's order, which is that of Meta's files.
+    """Return query or key rows in llama.cpp's order, the order of Meta's checkpoints.
 
-    The two coordinates that RoPE rotates together are neighbours there. `llama.apply_rotary_emb`
-    has them in the two halves of a head. weight: (heads * head_dim, ...).
+    There the two rows that RoPE rotates together are adjacent. `llama.apply_rotary_emb` expects
+    them in the two halves of a head. weight: (heads * head_dim, ...).
     """
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 

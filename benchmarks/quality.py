@@ -27,8 +27,8 @@ from loading.load import load_model, resolve_source
 from native import use_native
 from text.tokenizer import load_encoding
 
-TEXTS = Path(__file__).resolve().parent / "texts"  # written for this, so in no training data
-PASS_SIZE = 128  # positions per pass, whose logits are all in memory at once
+TEXTS = Path(__file__).resolve().parent / "texts"  # new, so in no training data
+PASS_SIZE = 128  # positions per pass, which bounds the memory of the logits
 LENGTH = 512  # tokens per chunk, if the context window is that large
 FLOOR = 1e-8  # of the plot; rounding of float32 in C stays below
 BACKENDS = ("torch", "native")

@@ -125,7 +125,7 @@ def step_of(found: list[dict]) -> Step:
     mean = {name: sum(each[name] for each in found) / len(found) for name in PARTS}
     passes = mean["hidden"] + mean["head"]
     split = mean["products"] + mean["attention"]
-    # A single rank waits for nobody, but makes all the calls.
+    # A single rank makes all calls too, but waits for no other rank.
     each = passes - split - mean["communication"]
     return Step(
         mean["step"] - passes - mean["broadcast"], each, mean["products"], mean["attention"]

@@ -83,7 +83,7 @@ class Results(common.MetricsFile):
 
 
 def max_num_seqs_of(mode: str, args) -> int:
-    """Return the maximum number of sequences that the server computes at once."""
+    """Return the maximum number of sequences that the server runs concurrently."""
     return 1 if mode == "one at a time" else args.clients
 
 
@@ -196,7 +196,7 @@ def engine_alone(name: str, model: Model, args, max_num_seqs: int, seed: str) ->
 
 
 def warmup_texts(bench: Bench) -> list[str]:
-    """Warm up with one short request per client, and return the texts.
+    """Warm up with one short request per client, and return the outputs.
 
     Raises UserError if a request fails.
     """
@@ -286,7 +286,7 @@ def measure(args, device: str, results: Results) -> None:
             try:
                 if reason := unavailable_reason(MODES[mode], device):
                     raise UserError(reason)
-                with contextlib.ExitStack() as startup:  # stops a failed server at once
+                with contextlib.ExitStack() as startup:  # stops the servers if one fails to start
                     url = startup.enter_context(
                         server(command(mode, args, model, device, directory))
                     )

@@ -246,7 +246,7 @@ def train(model: torch.nn.Module, loss_at, steps: int, lr: float, report) -> Non
 
 
 def logits(output) -> torch.Tensor:
-    """Return the logits, (B, T, vocab_size), from the output of our GPT or of a transformers model."""
+    """Return the logits, (B, T, vocab_size), of our GPT's or a transformers model's output."""
     return output if isinstance(output, torch.Tensor) else output.logits
 
 

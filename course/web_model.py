@@ -48,7 +48,7 @@ PROMPT = "Once upon a time"  # of Play's recording; play.html has the same promp
 PARAMS = SamplingParams(max_new_tokens=200, temperature=0.8, top_p=0.95, seed=1)
 ALTERNATIVES = 8  # listed for each token
 PANEL = 8  # outputs per panel of gpt.c's WebAssembly kernel, whose vectors have 4 floats
-GROUP = 2  # int8 weights that the kernel multiplies at once
+GROUP = 2  # int8 weights per multiplication of the kernel
 
 
 def scripts() -> dict[str, str]:

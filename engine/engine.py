@@ -35,14 +35,14 @@ class Engine:
     """Continuous batching; each request gets the output of `generate`, up to rounding.
 
     With int8 weights and attention in torch, rounding may change the output; see
-    quantisation/int8.py. Where C computes the whole pass, the output equals that of `generate` bit
-    for bit. drafter: proposes draft tokens for each request. adaptive_speculation: decides from
-    measured times which steps have drafts; None: all. encoding: for text output; None: tokens only.
-    config: an EngineConfig; its fields may be given as keyword arguments instead. If only some
-    layers have a sliding window, these get `sliding_page_count` pages of their own if that is
-    fewer. Not thread-safe. Raises UserError for a value out of range, or if the cache does not fit
-    in memory. After Yu et al. 2022, "Orca: A distributed serving system for transformer-based
-    generative models".
+    quantisation/int8.py. If C computes the whole pass, the output equals `generate` bit for bit.
+    drafter: proposes draft tokens for each request. adaptive_speculation: decides from measured
+    times which steps have drafts; None: all. encoding: for text output; None: tokens only. config:
+    an EngineConfig; its fields may be given as keyword arguments instead. If only some layers have
+    a sliding window, these get `sliding_page_count` pages of their own if that is fewer. Not
+    thread-safe. Raises UserError for a value out of range, or if the cache does not fit in memory.
+    After Yu et al. 2022, "Orca: A distributed serving system for transformer-based generative
+    models".
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class Engine:
         cache_salt: prefix caching is limited to requests with the same cache_salt, because the time
         to first token reveals a cached prefix. adapter: name of an adapter of the model. Keys and
         values depend on it, so prefixes are not shared between adapters. params without a seed get
-        a random one. With max_new_tokens 0 it finishes at once, without an event. Raises
-        UserError for an id out of range, a cache_salt that is not a string, an unknown adapter,
-        stop strings without an encoding, as `make_matcher`, or if the sequence cannot fit into the
-        cache.
+        a random one. With max_new_tokens 0 the request finishes immediately, without an event.
+        Raises UserError for an id out of range, an unknown adapter, a cache_salt that is not a
+        string, or stop strings without an encoding. Also raises it like `make_matcher`, and if the
+        sequence cannot fit into the cache.
         """
         if not isinstance(cache_salt, str):
             raise UserError(f"cache_salt {cache_salt!r}: must be a string")

@@ -91,7 +91,7 @@ def load_engine(
     """
     is_driver = tp_group is None or tp_group.rank == 0
     directories = parse_adapters(args.lora_modules)
-    if tp_group and directories:  # before any rank loads: else all could fail at once, in any order
+    if tp_group and directories:  # before any rank loads, so that only the driver fails
         raise UserError("--lora-modules requires a single process; with several use --adapter")
     if tp_group and is_driver:
         tp_group.broadcast()  # start loading on the workers

@@ -100,7 +100,7 @@ class PagePool:
     ) -> None:
         """Register the pages that these computed tokens fill for prefix caching.
 
-        page_hashes: hashes so far; those of newly full pages are appended in place. A page
+        page_hashes: hashes so far. The hashes of newly full pages are appended in place. A page
         that duplicates a cached one is freed and replaced by it in `pages`.
         """
         num_cached = len(page_hashes)

@@ -74,7 +74,7 @@ class Request(Sequence):
         return None if isinstance(token_mask, UserError) else single_allowed_token(token_mask)
 
     def validate_drafts(self, drafts: list[int]) -> list[int]:
-        """Cut drafts before the first one that the constraint rejects or that is a dead end."""
+        """Cut drafts at the first token that the constraint rejects or that is a dead end."""
         if self.matcher is None:
             return drafts
         fits = 0

@@ -56,8 +56,8 @@ class Scheduler:
     A waiting request is admitted when fewer than max_num_seqs run and its context window fits.
     Running requests allocate pages as they grow. If none is free, the youngest is preempted.
     There are no separate prefill and decode phases. A request has tokens and a count of computed
-    ones, and each step computes some of the rest within token_budget. The scheduler knows no model:
-    call `schedule`, compute, then `advance` or `finish` each request.
+    ones, and each step computes some of the rest within token_budget. The scheduler needs no
+    model: call `schedule`, compute, then `advance` or `finish` each request.
     sliding_window: the largest of the layers in positions, the query included. Pages before it are
     freed. None: a full-attention layer shares the pages. sliding_pool: pages of sliding-window
     layers, if these have their own; then `pool` is for the other layers.
@@ -91,7 +91,7 @@ class Scheduler:
         self.prefix_cache_hits = 0  # of these, positions found in the cache
 
     def add(self, request: Request) -> None:
-        """Queue a request; one for no new tokens finishes at once.
+        """Queue a request; with max_new_tokens 0 it finishes immediately.
 
         Raises UserError if its longest context window exceeds the pool.
         """

@@ -125,7 +125,7 @@ def find_cached(key: str) -> tuple[Path | None, Path | None]:
 
 
 def cache_library(library: Path, directory: Path, key: str) -> Path:
-    """Move a complete library into the cache. Safe in several processes at once."""
+    """Move a complete library into the cache, which concurrent processes may do safely."""
     try:
         library.chmod(0o700)
         library_hash = hashlib.sha256(library.read_bytes()).hexdigest()

@@ -64,8 +64,8 @@ INLINE uint32_t magnitude_bits(float x) {
   return bits & INT32_MAX;
 }
 
-// Zero all weights but those of the k largest x and of ties with the k-th (top-k). A binary search
-// finds the magnitude that separates them. x: 0 or below.
+// Keep the weights of the k largest x and of ties with the k-th, and zero all others (top-k). A
+// binary search finds the magnitude that separates them. x: 0 or below.
 static void keep_top_k(int64_t V, int64_t k, const float *x, float *weights) {
   // low..high contains the smallest magnitude that at least k numbers do not exceed.
   uint32_t low = 0, high = 0x7f800000;

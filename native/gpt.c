@@ -377,7 +377,7 @@ INLINE Vector load(const int N, const float *x) {
 INLINE void store(const int N, Vector numbers, float *x) { memcpy(x, &numbers, N * sizeof(float)); }
 
 // Mix p values that are `stride` apart: sum and difference for p = 2, otherwise a reflection about
-// their mean. Does N adjacent sets at once.
+// their mean. Handles N adjacent sets in one call.
 INLINE void butterfly(const int N, int64_t p, int64_t stride, float *x) {
   if (p == 2) {
     Vector a = load(N, x), b = load(N, x + stride);
@@ -512,7 +512,7 @@ void get_rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
 // No operation here is fused, and every sum has a fixed order, so each part gives the same bits on
 // every processor. With int8 weights so do the logits, because the dot products are exact.
 
-// PARTIAL: partial sums of a dot product, whatever WIDTH is. ROWS: rows multiplied at once.
+// PARTIAL: partial sums of a dot product, whatever WIDTH is. ROWS: rows multiplied together.
 enum { PARTIAL = 16, ROWS = 4 };
 
 typedef struct {

@@ -113,7 +113,7 @@ class ResponseBuilder:
         self.served = served
         self.updates = updates
         self.params = inputs.params[0]  # of the first choice; the others have other seeds
-        self.prompt_tokens = inputs.num_tokens // (body.n or 1)  # each prompt is there n times
+        self.prompt_tokens = inputs.num_tokens // (body.n or 1)  # inputs has each n times
         self.completion_tokens = 0
         self.allowed_tracker: AllowedTokensTracker | None = None
         if body.show_allowed is not None:
@@ -154,7 +154,7 @@ class ResponseBuilder:
         }
 
     async def to_response(self) -> Response:
-        """Return the complete response, or a stream of events once the first update is there.
+        """Return the complete response, or a stream of events once the first update has arrived.
 
         Raises any error that occurs before that.
         """

@@ -322,7 +322,7 @@ class EngineThread:
                 del self.request_states[request]
 
     def publish_events(self, events: list[Event]) -> None:
-        """Send all output of a step to the event loop at once."""
+        """Send all output of a step to the event loop in one call."""
         for observer in self.observers:
             observer.on_step(events)
         outputs = []

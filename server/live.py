@@ -128,7 +128,7 @@ class EngineMonitor:
         self.preempted: list[int] = []
 
     def on_subscribe(self) -> None:
-        """Count a new subscriber and send a frame at once."""
+        """Count a new subscriber and send a frame immediately."""
         if not self.num_subscribers:
             self.reset()
         self.num_subscribers += 1

@@ -29,7 +29,7 @@ class ItemStore:
     """LRU store of output items, for requests that refer to them by id.
 
     Clients are not distinguished: whoever sends an id gets its item. An id is 128 random bits from
-    `secrets` and appears only in the response with the item, so nobody can guess one.
+    `secrets` and appears only in the response with the item, so it cannot be guessed.
     Nothing is written to disk, and items of requests with store: false are not kept.
 
     max_bytes: maximum total size of the items' JSON.
@@ -190,7 +190,7 @@ class ResponsesBuilder(ChatCompletionBuilder):
         if update.finish_reason:
             is_cut = update.finish_reason == "length"
             if self.item["type"] == "function_call":
-                # A stop string can cut a call, and one that ends at max_tokens can be complete.
+                # A stop string can cut a call, and a call that ends at max_tokens can be complete.
                 is_cut = self.parsers[0].state == "arguments"
             yield from self.finish_item("incomplete" if is_cut else "completed")
 

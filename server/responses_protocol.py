@@ -529,7 +529,7 @@ def drop_none(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_responses_names(message: str) -> str:
-    """Rename the fields in an error about the chat request to those of the response request.
+    """Rename the chat request's fields in an error to the fields of the response request.
 
     A field name is expected at the start, and after "; ", "or ", "with " or "most ".
     """

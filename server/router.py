@@ -36,7 +36,7 @@ class PrefixAwareRouter(RequestRouter):
         candidates = {replica.replica_id: replica for replica in candidate_replicas}
         order = self.prefix_index.rank_replicas(list(candidates), prompts, cache_salt)
         first = order[0]
-        # Count the request at once, before Ray routes the next one.
+        # Count the request now, before Ray routes the next one.
         self.prefix_index.add_request(first, request_id, prompts, cache_salt)
         future = pending_request.future
         future.add_done_callback(

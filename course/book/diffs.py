@@ -26,7 +26,7 @@ SUFFIXES = (".py", ".c", ".h", ".js", ".html")  # of code files
 @dataclass
 class Line:
     kind: str  # "+", "-" or " "
-    old: int  # line number in the old file, from 0; for "+" that of the next line
+    old: int  # line number in the old file, from 0; for "+" the number of the next line
     new: int  # line number in the new file, from 0
 
     @property

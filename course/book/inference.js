@@ -178,7 +178,7 @@ function topK(logits, k) {
   return logits.map((logit) => (logit < kth ? -Infinity : logit));
 }
 
-// 07-top-p: all but the fewest tokens that hold mass p are out. The one that crosses p stays.
+// 07-top-p: keep the smallest set of most likely tokens with total probability of at least p.
 function topP(logits, p) {
   if (p === 1) return logits;
   const sorted = logits.slice().sort().reverse();
@@ -276,7 +276,7 @@ const DEFAULTS = {
   seed: 0,
   draft: "", // "": none; "lookup"; or the name of a model
   gamma: 3, // drafts for a pass, at most 16
-  logprobs: 5, // so many alternatives of each token
+  logprobs: 5, // alternatives listed for each token
   begin: [], // ids that the text begins with after its prompt
 };
 

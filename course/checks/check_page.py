@@ -1,13 +1,14 @@
 """Check the server's page in headless Chromium: python course/checks/check_page.py [PICTURES].
 
-PICTURES: a folder for screenshots. At 1280 pixels, light, and at 360, dark: no error on the
-console, no request but to the server, nothing wider than the page, contrast of all text at least
-4.5 to 1, and none smaller than 11 pixels. Eight requests at once are batched, share pages and are
-preempted, and the page shows the numbers of /metrics. Then tips, keys, drafts, stop, errors, the
-reason why the view of the engine is not live, a chat, JSON with the tokens that its schema allows,
-and a server that shuts down at once despite open pages, and comes back. On a phone, fields have a
-font of at least 16 pixels, because it would zoom in otherwise; buttons are 40 pixels high, and a
-tip covers no text. The page works under its Content-Security-Policy, which blocks injected code.
+PICTURES: a folder for screenshots. The checks run in light mode at 1280 pixels and in dark mode at
+360. The console has no errors, all requests go to the server, nothing is wider than the page, text
+has a contrast of at least 4.5 to 1 and at least 11 pixels. Eight concurrent requests are batched,
+share pages and are preempted, and the page shows the numbers of /metrics. Tips, keys, drafts, stop,
+errors, chat and JSON with the allowed tokens of its schema work. The page says why its view of the
+engine is not live. The server shuts down without waiting for open pages, and pages reconnect. On a
+phone, fields have a font of at least 16 pixels, because the phone would zoom in otherwise. Buttons
+are 40 pixels high there, and a tip covers no text. The page works under its
+Content-Security-Policy, which blocks injected code.
 """
 
 import json
@@ -174,7 +175,7 @@ class Check(View):
 
 
 def eight(check: Check) -> None:
-    """Check eight requests at once, and the numbers that the page shows."""
+    """Check eight concurrent requests, and the numbers that the page shows."""
     page = check.page
     check.looks()
     check.picture("idle")
@@ -197,7 +198,7 @@ def eight(check: Check) -> None:
     totals = page.evaluate(TOTALS)
     after = read_metrics(check.address)
     grown = {name: after[name] - before[name] for name in after}
-    check.must(totals["running"] == 8, f"{totals['running']} of 8 requests ran at once")
+    check.must(totals["running"] == 8, f"{totals['running']} of 8 requests ran concurrently")
     check.must(totals["shared"] >= 2, f"{totals['shared']} pages were shared")
     for mine, counted in {
         "tokens": "generation_tokens_total",
@@ -316,8 +317,8 @@ def chat(check: Check) -> None:
     page = check.page
     field = page.locator("textarea[name=prompt]")
     page.check("input[value=chat]")
-    check.must(field.input_value() == "", "a chat begins with the text of the other kind")
-    check.must(page.locator("#system").is_hidden(), "the model knows no system prompt")
+    check.must(field.input_value() == "", "a chat begins with the prompt of the completion mode")
+    check.must(page.locator("#system").is_hidden(), "no template for system prompts")
     for temperature, messages in ((0.8, 2), (-1, 2), (0.8, 4)):  # a failed turn adds no messages
         page.locator("input[name=temperature]").fill(str(temperature))
         field.fill("rocket, moon")
@@ -487,7 +488,7 @@ def main(pictures: Path | None = None) -> int:
     finally:
         process.terminate()
         process.wait(30)
-    done = "the server's page in Chromium: eight texts at once, a chat, JSON"
+    done = "the server's page in Chromium: eight concurrent requests, a chat, JSON"
     print(*problems or [done], sep="\n")
     return 1 if problems else 0
 

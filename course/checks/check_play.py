@@ -1,4 +1,4 @@
-"""Checks of the page Play: its tokens equal those of `generate` with native int8 weights."""
+"""Checks of the page Play: the same tokens as `generate` with native int8 weights."""
 
 from collections.abc import Callable
 
@@ -91,12 +91,12 @@ def compare(evaluate: Callable, problems: list[str], every: int = 1) -> str:
         for draft in ("", ("lookup", "stories-draft")[number % 2]):
             found = evaluate(WRITE, [prompt, params | {"draft": draft}])
             holds = {
-                "the tokens are those of generate": found["tokens"] == wanted,
-                "the text is that of generate": found["text"] == text,
+                "the tokens equal those of generate": found["tokens"] == wanted,
+                "the text equals the text of generate": found["text"] == text,
                 "the prompt is encoded": found["prompt"] == (ids or [model.config.bos_token_id]),
-                "the chances are possible": not found["wrong"],
-                "there are drafts where asked for": bool(found["drafts"]) == bool(draft),
-                "no pass is without a token": found["passes"] <= len(wanted),
+                "probabilities are in range": not found["wrong"],
+                "drafts occur if and only if requested": bool(found["drafts"]) == bool(draft),
+                "each pass yields a token": found["passes"] <= len(wanted),
             }
             problems += [
                 f"Play, {prompt!r}, {params}, drafts {draft or 'none'}: not so: {what}"
@@ -107,9 +107,9 @@ def compare(evaluate: Callable, problems: list[str], every: int = 1) -> str:
                 rate = max(rate, len(wanted) / found["seconds"])
     heard = evaluate(CANCEL)
     if heard != [5, 5, 0]:
-        problems.append(f"Play: a text that was stopped went on: {heard}")
+        problems.append(f"Play: a stopped run continued: {heard}")
     if rate < RATE:
-        problems.append(f"Play writes {rate:.0f} tokens a second")
+        problems.append(f"Play generates {rate:.0f} tokens/s")
     return f"{rate:.0f} tokens/s"
 
 
@@ -152,13 +152,13 @@ def use(view: View) -> None:
     write = page.locator("#play [type=submit]")
     before = page.locator(WRITTEN).all_text_contents()
     must(len(before) > 100 and page.evaluate(SAME), "the recording is not shown")
-    must(page.locator("#stop").is_hidden(), "Stop is there before anything is written")
+    must(page.locator("#stop").is_hidden(), "Stop is shown before a run")
     # Stop while the model is loaded; then the same text as the recording.
     page.evaluate(
         "['#play [type=submit]', '#stop'].map((id) => document.querySelector(id).click())"
     )
     must(written(page, write.click) == before, "it does not write what it shows first")
-    must(page.evaluate(SAME), "its numbers are not those of the recording")
+    must(page.evaluate(SAME), "its numbers differ from the recording")
     page.select_option("#draft", "stories-draft")
     first = written(page, write.click)
     must(first == before, "drafts change the text")

@@ -164,7 +164,7 @@ def draw_merged(record: Record) -> scene.Scene:
             key={"first": "W", "second": "A and B"},
         ),
         scene.Panel(
-            "Norm of s B A relative to that of W", scene.Bars(changes), key={"second": "the change"}
+            "Norm of s B A relative to W", scene.Bars(changes), key={"second": "the change"}
         ),
         scene.Panel("One prompt", scene.Tokens(lines), key={"second": "another token"}, wide=True),
     )

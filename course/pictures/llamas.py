@@ -356,7 +356,7 @@ def draw_scored(record: Record) -> scene.Scene:
         scene.Panel(
             "Characters, and the parts after each merge",
             scene.Tokens(lines),
-            "The vocabulary is that of the embedded models, with minus the id as score.",
+            "Vocabulary of the embedded models, with minus the id as score.",
             {"first": "the pair just merged"},
         ),
         scene.Panel(
