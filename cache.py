@@ -47,7 +47,7 @@ class KVCache:
         except RuntimeError:
             size = dtype.itemsize
             factors = (
-                f"{batch_size} sequences x {config.n_layer} layers x keys and values"
+                f"batch size {batch_size} x {config.n_layer} layers x keys and values"
                 f" x {config.n_kv_head} heads x {max_len} positions"
                 f" x {width} elements x {size} bytes"
             )
@@ -258,8 +258,8 @@ class ContextWindow:
         self.block_size = block_size
         self.stride = max(1, block_size // 2) if stride is None else stride
         if type(self.stride) is not int or not 1 <= self.stride <= block_size:
-            allowed = f"an integer from 1 to block_size = {block_size}"
-            raise UserError(f"stride is {stride!r}; it must be {allowed}")
+            allowed = f"an integer from 1 to block_size ({block_size})"
+            raise UserError(f"stride {stride!r}: must be {allowed}")
 
     def start(self, length: int) -> int:
         """Return the start of the window over a sequence of `length` tokens."""

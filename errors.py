@@ -60,4 +60,4 @@ def check_limits(limits: dict[str, tuple], **values) -> None:
         if not has_type or not valid(value):
             value_repr = repr(value)
             value_repr = value_repr if len(value_repr) <= 500 else f"{value_repr[:497]}..."
-            raise UserError(f"{name} is {value_repr}; it must be {allowed}")
+            raise UserError(f"{name} {value_repr}: must be {allowed}")

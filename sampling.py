@@ -55,8 +55,8 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
         check_limits(LIMITS, **vars(self))
         if self.min_tokens > self.max_new_tokens:
-            allowed = f"it must be at most max_new_tokens, {self.max_new_tokens}"
-            raise UserError(f"min_tokens is {self.min_tokens}; {allowed}")
+            allowed = f"must be at most max_new_tokens ({self.max_new_tokens})"
+            raise UserError(f"min_tokens {self.min_tokens}: {allowed}")
         check_constraint(self)
         pairs = sorted((token, float(bias)) for token, bias in self.logit_bias)
         object.__setattr__(self, "logit_bias", tuple(pairs))
@@ -205,11 +205,11 @@ def check_token_ids(params: SamplingParams, config) -> None:
     for name, ids in (("logit_bias", biased), ("stop_token_ids", params.stop_token_ids)):
         wrong = [token for token in ids if token >= size]
         if wrong:
-            allowed = f"ids of this model are integers from 0 to {size - 1}"
-            raise UserError(f"{name} has the id {wrong[0]}; {allowed}")
+            allowed = f"must be an integer from 0 to {size - 1}"
+            raise UserError(f"{name} has the id {wrong[0]}: {allowed}")
     if params.min_tokens and len(set(all_stop_token_ids(params, config.eos_token_ids))) == size:
         reason = "every token of this model ends the output"
-        raise UserError(f"min_tokens is {params.min_tokens}; it must be 0, as {reason}")
+        raise UserError(f"min_tokens {params.min_tokens}: must be 0, as {reason}")
 
 
 def all_stop_token_ids(params: SamplingParams, eos: tuple[int, ...]) -> tuple[int, ...]:

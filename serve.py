@@ -148,7 +148,7 @@ def check_server_options(args) -> None:
         raise UserError("--host is empty: use 0.0.0.0 to listen on all addresses")
     for name in args.allowed_host:
         if not re.fullmatch(r"\*|[\w.-]+", name):
-            raise UserError(f"--allowed-host {name}: it must be a host name without a port")
+            raise UserError(f"--allowed-host {name}: must be a host name without a port")
     check_limits({"drain_seconds": SECONDS}, drain_seconds=args.drain_seconds)
     for name in ("max_waiting", "max_waiting_tokens"):
         check_limits({name: AT_LEAST_0}, **{name: getattr(args, name)})
@@ -366,7 +366,7 @@ def max_connections() -> int:
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens at this address. Raises UserError if it cannot be opened."""
     if not 0 <= port < 2**16:
-        raise UserError(f"--port {port}: it must be from 0 to 65535")
+        raise UserError(f"--port {port}: must be from 0 to 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         sock = socket.create_server((host, port), family=family, backlog=2048)

@@ -87,7 +87,7 @@ class LlamaCpp:
         context = api.llama_init_from_model(self.model, options)
         if not context:
             raise UserError(
-                f"llama.cpp refuses a batch of {num_seqs} sequences of {positions} tokens"
+                f"llama.cpp refuses batch size {num_seqs} with {positions} positions per sequence"
             )
         batch = api.llama_batch_init(num_seqs * positions, 0, 1)
 

@@ -185,7 +185,7 @@ def read_prompts(args) -> list[str]:
     for prompt in prompts:
         check_utf8("--prompt", prompt)
     if args.num_samples < 1:
-        raise UserError(f"--num-samples {args.num_samples}: it must be an integer >= 1")
+        raise UserError(f"--num-samples {args.num_samples}: must be an integer >= 1")
     if len(prompts) * args.num_samples > MAX_SEQUENCES:
         requested = f"{len(prompts)} prompts x --num-samples {args.num_samples}"
         raise UserError(f"{requested}: at most {MAX_SEQUENCES} sequences are allowed")
@@ -203,7 +203,7 @@ def check_utf8(name: str, text: str) -> None:
 def pick_seed(seed: int | None) -> int:
     """Return the seed, or a random one for None. Raises UserError for a seed out of range."""
     if seed is not None and not 0 <= seed < 2**64:
-        raise UserError(f"--seed {seed}: it must be an integer from 0 to 2**64 - 1")
+        raise UserError(f"--seed {seed}: must be an integer from 0 to 2**64 - 1")
     return secrets.randbits(64) if seed is None else seed
 
 

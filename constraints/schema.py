@@ -64,7 +64,7 @@ def parse_schema(source: str) -> dict:
     except ValueError as error:
         raise UserError(f"not JSON: {error}") from None
     if not isinstance(schema, dict):
-        raise UserError("it must be an object")
+        raise UserError("must be an object")
     check_schemas({"": schema})
     return strip_ignored_keywords(schema)
 
@@ -102,7 +102,7 @@ def check_schemas(schemas: dict[str, dict]) -> None:
         if isinstance(schema, bool):
             continue
         if not isinstance(schema, dict):
-            raise UserError(f"{path:.100} is {schema!r:.40}; it must be an object or a boolean")
+            raise UserError(f"{path:.100} {schema!r:.40}: must be an object or a boolean")
         count += 1
         for name, value in schema.items():
             child_path = f"{path}.{name}".lstrip(".")
@@ -115,7 +115,7 @@ def check_schemas(schemas: dict[str, dict]) -> None:
                 pattern += sum(map(len, value)) if name == "patternProperties" else 0
             elif name in SCHEMA_LIST_KEYWORDS | SCHEMA_MAP_KEYWORDS:
                 expected = "an object" if name in SCHEMA_MAP_KEYWORDS else "a list"
-                raise UserError(f"{child_path:.100} is {value!r:.40}; it must be {expected}")
+                raise UserError(f"{child_path:.100} {value!r:.40}: must be {expected}")
             elif name in NEUTRAL_VALUES and any(
                 json_equal(value, none) for none in NEUTRAL_VALUES[name]
             ):
@@ -123,7 +123,7 @@ def check_schemas(schemas: dict[str, dict]) -> None:
             elif name not in SUPPORTED_KEYWORDS:
                 raise UserError(f"the keyword {child_path!r:.100} is not supported")
             elif name == "format" and not isinstance(value, str):
-                raise UserError(f"{child_path:.100} is {value!r:.40}; it must be a string")
+                raise UserError(f"{child_path:.100} {value!r:.40}: must be a string")
             elif name == "format" and value in UNSUPPORTED_FORMATS:
                 allowed = ", ".join(sorted(FORMATS))
                 unsupported = f"{child_path:.100} {value!r} is not supported"
@@ -133,9 +133,9 @@ def check_schemas(schemas: dict[str, dict]) -> None:
             elif name == "discriminator" and "oneOf" not in schema:
                 raise UserError(f"{child_path:.100} needs oneOf beside it")
             elif name == "$ref" and not str(value).startswith("#"):
-                raise UserError(f"{child_path:.100} is {value!r:.100}; it must begin with #")
+                raise UserError(f"{child_path:.100} {value!r:.100}: must begin with #")
             elif name == "$ref" and not leads_to_schema(str(value)):
-                raise UserError(f"{child_path:.100} is {value!r:.100}; it must lead to a schema")
+                raise UserError(f"{child_path:.100} {value!r:.100}: must lead to a schema")
             if name in ("const", "enum"):
                 check_values(child_path, value)
             elif name == "pattern" or name == "patternProperties":
@@ -212,13 +212,13 @@ def check_min_properties(path: str, schema: dict) -> None:
     """
     least = schema["minProperties"]
     if isinstance(least, float) and not least.is_integer():
-        raise UserError(f"{path:.100} is {least}; it must be an integer")
+        raise UserError(f"{path:.100} {least}: must be an integer")
     required = schema.get("required")
     names = {str(name) for name in required} if isinstance(required, list) else set()
     if isinstance(least, int | float) and least > len(names) + 1:
         reason = "other names may repeat, and JSON parsers count a repeated name once"
-        allowed = f"with {len(names)} required properties it must be at most {len(names) + 1}"
-        raise UserError(f"{path:.100} is {least}; {allowed}: {reason}")
+        allowed = f"must be at most {len(names) + 1}, the number of required properties plus 1"
+        raise UserError(f"{path:.100} {least}: {allowed}; {reason}")
 
 
 def count_remainders(multiples: list[decimal.Decimal]) -> int:

@@ -49,8 +49,8 @@ class PagedCache:
             self.storages = [torch.empty(shape, **options) for shape in shapes]
         except (RuntimeError, TypeError):  # TypeError: a size beyond 64 bits
             raise UserError(
-                f"{num_pages} pages of {page_size} positions do not fit in memory:"
-                f" {sum(map(math.prod, shapes)) * dtype.itemsize:,} bytes"
+                f"num_pages {num_pages}, page_size {page_size}: a cache of"
+                f" {sum(map(math.prod, shapes)) * dtype.itemsize:,} bytes does not fit in memory"
             ) from None
         self.storage = self.storages[0]
         # Views of each layer's storage: (2, num_pages, n_kv_head, page_size, width) in `layers`,

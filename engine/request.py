@@ -127,8 +127,8 @@ def make_request(prompt: list[int], params: SamplingParams, config) -> Request:
     tokens = list(prompt) or [config.bos_token_id]
     wrong = [token for token in tokens if not isinstance(token, int) or not 0 <= token < size]
     if wrong:
-        allowed = f"ids of this model are integers from 0 to {size - 1}"
-        raise UserError(f"the prompt has the id {wrong[0]!r}; {allowed}")
+        allowed = f"must be an integer from 0 to {size - 1}"
+        raise UserError(f"the prompt has the id {wrong[0]!r}: {allowed}")
     if params.seed is None:
         params = replace(params, seed=secrets.randbits(64))
     return Request.from_prompt(tokens, params, config)

@@ -102,8 +102,8 @@ class Scheduler:
         longest = min(request.max_length - 1, self.context_window.block_size)
         needed = pool.page_count(longest)
         if needed > pool.num_pages:
-            needs = f"a sequence of up to {longest} positions needs {needed} pages"
-            raise UserError(f"{needs}; there are {pool.num_pages} pages of {pool.page_size}")
+            size = f"a sequence of up to {longest} positions (page_size {pool.page_size})"
+            raise UserError(f"num_pages {pool.num_pages}: must be at least {needed} for {size}")
         self.shift_context(request)
         self.waiting.append(request)
 

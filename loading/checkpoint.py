@@ -138,14 +138,14 @@ def locate(file: Path, header: dict, start: int) -> dict[str, TensorInfo]:
         begin, end = entry["data_offsets"]
         shape = tuple(entry["shape"])
         if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
-            raise ValueError(f"tensor {name}: data_offsets and shape must be integers from 0")
+            raise ValueError(f"tensor {name}: data_offsets and shape must be integers >= 0")
         dtype = DTYPES.get(entry["dtype"])
         if dtype and math.prod(shape) * dtype.itemsize != end - begin:
             raise ValueError(f"tensor {name}: shape {shape} does not fit {end - begin} bytes")
         infos[name] = TensorInfo(file, entry["dtype"], shape, start + begin, end - begin)
     for name, info in sorted(infos.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if info.offset != start:
-            raise ValueError(f"tensor {name} does not begin where the one before it ends")
+            raise ValueError(f"tensor {name} has offset {info.offset}: must be {start}")
         start += info.nbytes
     return infos
 
@@ -227,7 +227,7 @@ def find_tensors(
             raise UserError(f"{where} has shape {tensor.shape}; {shape_source} {expected}")
         dtype = DTYPES.get(tensor.dtype)
         if not dtype or not dtype.is_floating_point:
-            raise UserError(f"{where} has dtype {dtype or tensor.dtype}; it must be floating-point")
+            raise UserError(f"{where} has dtype {dtype or tensor.dtype}: must be floating-point")
     return {name: infos[name] for name in shapes}
 
 

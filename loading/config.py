@@ -25,7 +25,7 @@ def read_sizes(
         value = raw.get(key, defaults.get(field))
         if type(value) is not int or not 1 <= value <= limit:
             raise UserError(
-                f"{file}: {key} is {reprlib.repr(value)}; it must be an integer from 1 to {limit}"
+                f"{file}: {key} {reprlib.repr(value)}: must be an integer from 1 to {limit}"
             )
         fields[field] = value
     return fields
@@ -42,7 +42,7 @@ def read_token_ids(
     ids = value if isinstance(value, list) else [value]
     if not ids or not all(type(token) is int and 0 <= token < vocab_size for token in ids):
         allowed = f"an id below {vocab_size}, or a list of them"
-        raise UserError(f"{file}: {key} is {reprlib.repr(value)}; it must be {allowed}")
+        raise UserError(f"{file}: {key} {reprlib.repr(value)}: must be {allowed}")
     return tuple(dict.fromkeys(ids))
 
 
@@ -50,9 +50,7 @@ def read_number(file: Path, raw: dict, key: str, default: float | None, limit: f
     """Return a number in a config.json. Raises UserError unless it is above 0 and up to limit."""
     value = raw.get(key, default)
     if type(value) not in (int, float) or not 0 < value <= limit:
-        raise UserError(
-            f"{file}: {key} is {reprlib.repr(value)}; it must be above 0 and at most {limit}"
-        )
+        raise UserError(f"{file}: {key} {reprlib.repr(value)}: must be above 0 and at most {limit}")
     return value
 
 
@@ -72,9 +70,9 @@ def check_heads(file: Path, fields: dict[str, int], sizes: dict[str, tuple[str, 
     n_head, n_kv_head, head_dim = (sizes[name][0] for name in ("n_head", "n_kv_head", "head_dim"))
     if fields["n_head"] % fields["n_kv_head"]:
         multiple = f"a multiple of {n_kv_head} ({fields['n_kv_head']})"
-        raise UserError(f"{file}: {n_head} is {fields['n_head']}; it must be {multiple}")
+        raise UserError(f"{file}: {n_head} {fields['n_head']}: must be {multiple}")
     if fields["head_dim"] % 2 or not fields["head_dim"]:
-        raise UserError(f"{file}: {head_dim} is {fields['head_dim']}; it must be even and above 0")
+        raise UserError(f"{file}: {head_dim} {fields['head_dim']}: must be even and above 0")
 
 
 # Field of GPTConfig -> its key in config.json, and the largest value read: 10**9 layers would take
@@ -106,8 +104,7 @@ def read_gpt_config(file: Path, raw: dict) -> GPTConfig:
     check_values(file, raw, supported)
     if fields["n_embd"] % fields["n_head"]:
         raise UserError(
-            f"{file}: n_embd is {fields['n_embd']}; it must be a multiple of"
-            f" n_head ({fields['n_head']})"
+            f"{file}: n_embd {fields['n_embd']}: must be a multiple of n_head ({fields['n_head']})"
         )
     eos = read_token_ids(
         file, raw, "eos_token_id", fields["vocab_size"], GPTConfig.eos_token_ids[0]
@@ -158,9 +155,7 @@ def read_rope_scaling(file: Path, rope: dict) -> RopeScaling:
     low = scaling.low_freq_factor
     high = scaling.high_freq_factor
     if low >= high:
-        raise UserError(
-            f"{file}: low_freq_factor is {low}; it must be below high_freq_factor ({high})"
-        )
+        raise UserError(f"{file}: low_freq_factor {low}: must be below high_freq_factor ({high})")
     return scaling
 
 
@@ -202,7 +197,7 @@ def read_sliding_windows(file: Path, raw: dict, n_layer: int) -> tuple[int | Non
             max_window_layers = raw.get("max_window_layers", 28)
             if type(max_window_layers) is not int:
                 raise UserError(
-                    f"{file}: max_window_layers is {max_window_layers!r}; it must be an integer"
+                    f"{file}: max_window_layers {max_window_layers!r}: must be an integer"
                 )
             defaults = [
                 FULL_ATTENTION if layer < max_window_layers else SLIDING_ATTENTION
@@ -222,7 +217,7 @@ def read_sliding_windows(file: Path, raw: dict, n_layer: int) -> tuple[int | Non
     for layer in layers:
         check_values(file, {"layer_types": layer}, {"layer_types": allowed})
     if len(layers) != n_layer:
-        raise UserError(f"{file}: layer_types has {len(layers)} layers; it must have {n_layer}")
+        raise UserError(f"{file}: layer_types of length {len(layers)}: must have length {n_layer}")
     if SLIDING_ATTENTION not in layers:
         return ()
     window = read_sizes(file, raw, {"size": ("sliding_window", 10**7)}, {"size": 4096})["size"]
@@ -285,7 +280,7 @@ def read_expert_sizes(
     top, count = fields["num_experts_per_tok"], fields["num_experts"]
     if top > count:
         most = f"at most {sizes['num_experts'][0]} ({count})"
-        raise UserError(f"{file}: {sizes['num_experts_per_tok'][0]} is {top}; it must be {most}")
+        raise UserError(f"{file}: {sizes['num_experts_per_tok'][0]} {top}: must be {most}")
     return fields
 
 
@@ -311,7 +306,7 @@ def read_experts(file: Path, raw: dict, sizes: dict) -> ExpertsConfig:
     dense = raw.get("mlp_only_layers", [])
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise UserError(
-            f"{file}: mlp_only_layers is {reprlib.repr(dense)}; it must be a list of integers"
+            f"{file}: mlp_only_layers {reprlib.repr(dense)}: must be a list of integers"
         )
     layers = (layer for layer in range(n_layer) if layer in dense or (layer + 1) % step)
     normalized = raw.get("norm_topk_prob", False)
@@ -414,7 +409,7 @@ def read_text_config(file: Path, raw: dict) -> dict:
         return raw
     text_config = raw.get("text_config")
     if not isinstance(text_config, dict):
-        raise UserError(f"{file}: text_config is {reprlib.repr(text_config)}; it must be an object")
+        raise UserError(f"{file}: text_config {reprlib.repr(text_config)}: must be an object")
     keys = ("eos_token_id", "bos_token_id", "tie_word_embeddings", "quantization_config")
     top_level = {key: raw[key] for key in keys if raw.get(key) is not None}
     return GEMMA_TEXT_DEFAULTS | text_config | top_level | {"model_type": "gemma3"}
@@ -424,7 +419,7 @@ def read_object(file: Path, raw: dict, key: str) -> dict:
     """Return an object in a config.json; {} if missing. Raises UserError for any other value."""
     value = raw.get(key)
     if not isinstance(value, (dict, type(None))):
-        raise UserError(f"{file}: {key} is {reprlib.repr(value)}; it must be an object")
+        raise UserError(f"{file}: {key} {reprlib.repr(value)}: must be an object")
     return value or {}
 
 

@@ -139,7 +139,7 @@ def read_gguf(file: Path) -> GGUF:
     match = SPLIT_NAME.fullmatch(file.name)
     if type(count) is not int or not match or int(match[3]) != count:
         splits = "N for files named NAME-00001-of-0000N.gguf"
-        raise UserError(f"{file}: split.count is {count!r:.20}; it must be 0, 1, or {splits}")
+        raise UserError(f"{file}: split.count {count!r:.20}: must be 0, 1, or {splits}")
     headers = []
     tensors = {}
     for number in range(count):
@@ -147,9 +147,7 @@ def read_gguf(file: Path) -> GGUF:
         header = gguf if path == file else read_split(path)
         split = header.metadata.get("split.no"), header.metadata.get("split.count")
         if split != (number, count):
-            raise UserError(
-                f"{path}: split.no and split.count are {split}; they must be {(number, count)}"
-            )
+            raise UserError(f"{path}: split.no and split.count {split}: must be {(number, count)}")
         if duplicates := tensors.keys() & header.tensors.keys():
             raise UserError(f"{path}: duplicate tensor {min(duplicates)}, also in an earlier split")
         tensors |= header.tensors
@@ -192,9 +190,7 @@ def read_header(reader: GGUFReader) -> GGUF:
         metadata[key] = reader.value(key, reader.scalar("I"))
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 8 or alignment % 8:
-        raise UserError(
-            f"{file}: general.alignment is {alignment!r:.20}; it must be a multiple of 8"
-        )
+        raise UserError(f"{file}: general.alignment {alignment!r:.20}: must be a multiple of 8")
     entries = {}
     for _ in range(tensor_count):
         name = reader.string()
@@ -202,9 +198,7 @@ def read_header(reader: GGUFReader) -> GGUF:
             raise UserError(f"{file}: duplicate tensor {name}")
         dimensions = reader.scalar("I")
         if not 1 <= dimensions <= 4:
-            raise UserError(
-                f"{file}: tensor {name} has {dimensions} dimensions; it must have 1 to 4"
-            )
+            raise UserError(f"{file}: tensor {name} has {dimensions} dimensions: must have 1 to 4")
         shape = tuple(reader.scalar("Q") for _ in range(dimensions))[::-1]
         entries[name] = shape, reader.scalar("I"), reader.scalar("Q")
     tensors = {name: locate(reader, name, alignment, *entry) for name, entry in entries.items()}
@@ -232,7 +226,7 @@ def locate(
         allowed = f"above 0, rows of {type_name} multiples of {numbers}"
         raise UserError(f"{where} has shape {shape}; sizes must be {allowed}")
     if offset % alignment:
-        raise UserError(f"{where} has offset {offset}; it must be a multiple of {alignment}")
+        raise UserError(f"{where} has offset {offset}: must be a multiple of {alignment}")
     start = -(-reader.position // alignment) * alignment + offset
     size = math.prod(shape) // numbers * width
     if start + size > reader.size:

@@ -85,7 +85,7 @@ def gpt_config(gguf: GGUF, architecture: str, fields: dict) -> GPTConfig:
     expected = n_head, width / n_head, 4 * width
     if sizes != expected:
         keys = "attention.head_count_kv, attention.key_length and feed_forward_length"
-        raise UserError(f"{gguf.file}: {keys} are {sizes}; in a GPT-2 they must be {expected}")
+        raise UserError(f"{gguf.file}: {keys} {sizes}: must be {expected} in a GPT-2")
     return GPTConfig(**fields)
 
 
@@ -183,8 +183,8 @@ def read_sliding_windows(gguf: GGUF, n_layer: int) -> tuple[int | None, ...]:
     elif isinstance(pattern, array.array) and len(pattern) == n_layer:
         layers = pattern
     else:
-        allowed = f"it must be an integer from 0, or {n_layer} booleans"
-        raise UserError(f"{gguf.file}: {key}_pattern is {reprlib.repr(pattern)}; {allowed}")
+        allowed = f"must be an integer from 0, or {n_layer} booleans"
+        raise UserError(f"{gguf.file}: {key}_pattern {reprlib.repr(pattern)}: {allowed}")
     return tuple(window if slides else None for slides in layers) if any(layers) else ()
 
 

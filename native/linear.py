@@ -181,7 +181,7 @@ class NativeEmbedding(nn.Module):
         ids = tokens.to(torch.int64).contiguous()
         count = self.linear.out_features
         if not all(0 <= token < count for token in ids.flatten().tolist()):
-            raise ValueError(f"ids are {ids.tolist()}; they are from 0 to {count - 1}")
+            raise ValueError(f"ids {ids.tolist()}: must be from 0 to {count - 1}")
         y = torch.empty(*ids.shape, self.linear.in_features)
         struct = ctypes.byref(self.linear.struct())
         addresses = (ctypes.c_void_p(each.data_ptr()) for each in (ids, y))

@@ -134,8 +134,8 @@ class NativeRunner(NativeSampler):
                 or span_positions.stop > capacity * page_size
                 or not 0 <= count <= len(new)
             ):
-                room = f"{capacity} pages of {page_size}"
-                raise ValueError(f"{len(new)} tokens from {start} on, {count} to keep, in {room}")
+                asked = f"start {start}, number of tokens {len(new)}, keep {count}"
+                raise ValueError(f"{asked}: must be within {capacity * page_size} positions")
             table_starts += [len(pages)] * len(new)
             pages += span_pages[:capacity]
             sliding_pages += span_sliding_pages[:capacity]
@@ -153,7 +153,7 @@ class NativeRunner(NativeSampler):
         ]
         for name, numbers, limit in limits:
             if min(numbers) < 0 or max(numbers) >= limit:
-                raise ValueError(f"{name} are {numbers}; they are from 0 to {limit - 1}")
+                raise ValueError(f"{name} {numbers}: must be from 0 to {limit - 1}")
         lists = *page_tables, tokens, positions, table_starts, logits_indices
         page_table, sliding_page_table, *arrays = (
             (INT * len(numbers))(*numbers) for numbers in lists

@@ -188,7 +188,7 @@ def must_be(allowed: str) -> WrapValidator:
                     path = [str(part) for part in detail["loc"] if isinstance(part, int)]
                     name = ".".join([*path, detail["ctx"]["field"]])
                     raise field_error(name, detail["ctx"]["what"]) from None
-            raise ValueError(f"it must be {allowed}") from None
+            raise ValueError(f"must be {allowed}") from None
 
     return WrapValidator(check)
 
@@ -216,7 +216,7 @@ def parse_logit_bias(value: Any) -> Any:
         if all(is_entry(*pair) for pair in value.items()):
             return {int(name): float(bias) for name, bias in value.items()}
     allowed = f"an object of up to {MAX_BIASES} token ids, each with a number in [-100, 100]"
-    raise ValueError(f"it must be {allowed}")
+    raise ValueError(f"must be {allowed}")
 
 
 # A list fails at its first bad element. A body of 1 MiB can hold half a million of them, and
@@ -402,7 +402,7 @@ class StructuredOutputs(StrictModel):
     def check_single_constraint(self) -> "StructuredOutputs":
         if len(self.constraint) != 1:
             raise ValueError(
-                "it must have exactly one of json, json_object, regex, choice and grammar"
+                "must have exactly one of json, json_object, regex, choice and grammar"
             )
         return self
 
@@ -477,8 +477,11 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
     @field_validator(*SAMPLING_FIELDS)
     @classmethod
     def check_range(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is not None:
-            check_limits(LIMITS, **{info.field_name: value})
+        try:
+            if value is not None:
+                check_limits(LIMITS, **{info.field_name: value})
+        except UserError:  # its message begins with the field's name, which would be there twice
+            raise ValueError(f"must be {LIMITS[info.field_name][2]}") from None
         return value
 
     @model_validator(mode="after")
@@ -558,15 +561,13 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
         """
         limit = self.max_tokens_limit(logprobs)
         if max_new_tokens > limit:
-            size = f"{self.num_choices} sequences, {logprobs or 0} log-probabilities per token"
+            size = f"sequences: {self.num_choices}, log-probabilities per token: {logprobs or 0}"
             if self.show_allowed is not None:
-                size += f" and {self.show_allowed} allowed tokens"
-            message = f"max_tokens is {max_new_tokens}; with {size} it may be at most {limit}"
+                size += f", allowed tokens: {self.show_allowed}"
+            message = f"max_tokens {max_new_tokens}: must be at most {limit} ({size})"
             raise APIError(400, message, "max_tokens")
         if (self.min_tokens or 0) > max_new_tokens:
-            message = (
-                f"min_tokens is {self.min_tokens}; it must be at most max_tokens, {max_new_tokens}"
-            )
+            message = f"min_tokens {self.min_tokens}: must be at most max_tokens ({max_new_tokens})"
             raise APIError(400, message, "min_tokens")
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         given = {name: value for name, value in given.items() if value is not None}
@@ -700,7 +701,7 @@ class FunctionCall(StrictModel):
             raise ValueError(LONE_SURROGATE) from None
         except (ValueError, RecursionError):
             pass
-        raise ValueError("it must be a JSON object, as a string")
+        raise ValueError("must be a JSON object, as a string")
 
 
 class ToolCall(StrictModel):

@@ -141,7 +141,7 @@ def to_parts(value: Any) -> Any:
     if isinstance(value, list | None):
         return value
     allowed = "input_text, output_text or text"
-    raise ValueError(f"it must be a string or a list of parts of the type {allowed}")
+    raise ValueError(f"must be a string or a list of parts of the type {allowed}")
 
 
 def to_items(value: Any) -> Any:
@@ -153,7 +153,7 @@ def to_items(value: Any) -> Any:
         return [{"role": "user", "content": value}]
     if isinstance(value, list):
         return value
-    raise ValueError("it must be a string or a list of items")
+    raise ValueError("must be a string or a list of items")
 
 
 def check_size(value: Any) -> Any:

@@ -192,7 +192,9 @@ class ServedModel:
         """
         window = self.backend.config.block_size
         if keep is not None and keep > window:
-            message = f"truncate_prompt_tokens is {keep}; the context window has {window} tokens"
+            message = (
+                f"truncate_prompt_tokens {keep}: must be at most the context window ({window})"
+            )
             raise APIError(400, message, "truncate_prompt_tokens")
         if keep == -1:
             keep = window - new_tokens if new_tokens < window else window

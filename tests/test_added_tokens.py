@@ -138,7 +138,7 @@ def test_an_added_token_without_a_row_is_plain_text(gemma, tmp_path, capsys):
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw), "utf-8")
     errors.warn_once.cache_clear()
     ours = load_encoding(tmp_path, size)
-    line = f"{image} read as plain text, beyond the model's vocab_size ({size})\n"
+    line = f"ids beyond the model's vocab_size ({size}) are read as plain text: {image}\n"
     assert capsys.readouterr().err.endswith(line)
     assert ours.n_vocab == size and image not in ours.special_tokens_set
     assert ours.decode(ours.encode_ordinary(image)) == image

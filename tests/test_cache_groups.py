@@ -234,8 +234,8 @@ def test_c_touches_no_page_outside_either_storage(tiny_gemma, compiled):
     for storage in cache.storages:
         storage.fill_(torch.nan)
     for sliding_pages, message in (
-        ([3], "they are from 0 to 2"),
-        ([], "1 to keep, in 0 pages of 2"),
+        ([3], "must be from 0 to 2"),
+        ([], "keep 1: must be within 0 positions"),
     ):
         with pytest.raises(ValueError, match=message):
             model.runner.logits(model, cache, [Span([3], 0, [1], sliding_pages)], [1])

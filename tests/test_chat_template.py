@@ -158,7 +158,7 @@ def test_several_messages_samples_and_beams(cli, chat_pair, write_chat, given_pr
     [
         (["--system", "x"], "--system requires --chat"),
         (["--chat", "--system", "caf\udce9", "--prompt", "x"], r"'caf\udce9': not UTF-8 text"),
-        (["--chat", "--num-samples", 0], "--num-samples 0: it must be an integer >= 1"),
+        (["--chat", "--num-samples", 0], "--num-samples 0: must be an integer >= 1"),
     ],
 )
 def test_bad_options_are_one_line(cli, arguments, words):

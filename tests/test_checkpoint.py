@@ -104,7 +104,7 @@ def test_tensors_are_read_as_they_are(tmp_path, prefix, dtype):
     + [
         (
             {"b.c": torch.ones(4, dtype=dtype)},
-            f"tensor b.c has dtype {dtype}; it must be floating-point",
+            f"tensor b.c has dtype {dtype}: must be floating-point",
         )
         for dtype in (torch.int8, torch.complex64)
     ],
@@ -123,7 +123,7 @@ def test_all_tensors_are_checked_before_the_first_is_read(tmp_path):
     save_file({"a": WEIGHTS["a"]}, files[0])
     for wrong, words in (
         (torch.ones(5), "has shape (5,)"),
-        (torch.ones(4).bool(), "has dtype torch.bool;"),
+        (torch.ones(4).bool(), "has dtype torch.bool:"),
     ):
         save_file({"b.c": wrong}, files[1])
         message = refused(read_tensors, files, SHAPES)  # no block was asked for

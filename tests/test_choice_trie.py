@@ -203,10 +203,10 @@ def test_a_first_blank_of_sentencepiece_is_written_as_it_stands(kind, tiny):
 
 
 WRONG = [
-    ({"choices": ["a"]}, "choices is ['a']; it must be a tuple of strings of at most"),
-    ({"choices": (1,)}, "choices is (1,); it must be a tuple of strings"),
-    ({"choices": ("\udcff",)}, "it must be a tuple of strings of at most 16,384 bytes"),
-    ({"choices": ("a" * 16385,)}, "it must be a tuple of strings of at most 16,384 bytes"),
+    ({"choices": ["a"]}, "choices ['a']: must be a tuple of strings of at most"),
+    ({"choices": (1,)}, "choices (1,): must be a tuple of strings"),
+    ({"choices": ("\udcff",)}, "must be a tuple of strings of at most 16,384 bytes"),
+    ({"choices": ("a" * 16385,)}, "must be a tuple of strings of at most 16,384 bytes"),
     ({"choices": ("a",), "ignore_eos": True}, "ignore_eos conflicts with choices"),
     ({"choices": ("a",), "min_tokens": 1}, "min_tokens conflicts with choices"),
     ({"choices": ("a",), "stop_token_ids": (1,)}, "stop_token_ids conflicts with choices"),
@@ -278,4 +278,4 @@ def test_a_bad_option_is_one_line(cli, options, words):
 def test_a_value_that_is_too_long_does_not_come_back_in_its_error():
     with pytest.raises(UserError) as caught:
         SamplingParams(choices=("x" * 10**6,))
-    assert str(caught.value).startswith("choices is ('xxx") and len(str(caught.value)) < 700
+    assert str(caught.value).startswith("choices ('xxx") and len(str(caught.value)) < 700

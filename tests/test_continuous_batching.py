@@ -225,8 +225,8 @@ def test_an_invalid_id_is_refused_and_the_engine_goes_on(tiny, wrong):
     for prompt in ([wrong], [1, wrong, 2]):
         with pytest.raises(UserError) as error:
             engine.add(prompt, greedy(4))
-        ids = "ids of this model are integers from 0 to 60"
-        assert str(error.value) == f"the prompt has the id {wrong!r}; {ids}"
+        ids = "must be an integer from 0 to 60"
+        assert str(error.value) == f"the prompt has the id {wrong!r}: {ids}"
     assert letters(engine, requests) == ["A"] * 3
 
 

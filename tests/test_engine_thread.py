@@ -110,7 +110,7 @@ def test_what_the_engine_refuses_is_raised_for_that_call(tiny_llama):
     good, wrong, uneven = run_calls(lambda: small_engine(tiny_llama), use)
     assert good[0][3] == "length"
     assert type(wrong) is UserError
-    assert str(wrong) == "the prompt has the id 4096; ids of this model are integers from 0 to 4095"
+    assert str(wrong) == "the prompt has the id 4096: must be an integer from 0 to 4095"
     assert type(uneven) is ValueError
 
 

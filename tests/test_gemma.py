@@ -203,16 +203,16 @@ def test_windows_of_a_config(values, sliding_windows):
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; supported is None"),
         ({"hidden_activation": "gelu"}, "hidden_activation is 'gelu'; supported is 'gelu_pyt"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True; supported"),
-        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0; it must be above 0"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar 0: must be above 0"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'; supported"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "factor is None; it must be above 0"),
-        ({"rope_local_base_freq": 0}, "rope_theta is 0; it must be above 0"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor None: must be above 0"),
+        ({"rope_local_base_freq": 0}, "rope_theta 0: must be above 0"),
         ({"rope_parameters": {"sliding_attention": LINEAR}}, "sliding_attention: rope_type is"),
-        ({"rope_parameters": {"full_attention": 7}}, "full_attention is 7; it must be an object"),
-        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; it must be an object"),
-        ({"sliding_window_pattern": 0}, "sliding_window_pattern is 0; it must be an integer"),
-        ({"layer_types": ["full_attention"]}, "layer_types has 1 layers; it must have 7"),
-        ({"head_dim": 5}, "head_dim is 5; it must be even"),
+        ({"rope_parameters": {"full_attention": 7}}, "full_attention 7: must be an object"),
+        ({"rope_scaling": "linear"}, "rope_scaling 'linear': must be an object"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern 0: must be an integer"),
+        ({"layer_types": ["full_attention"]}, "layer_types of length 1: must have length 7"),
+        ({"head_dim": 5}, "head_dim 5: must be even"),
     ],
 )
 def test_a_config_that_this_model_cannot_be_is_refused(values, words):
@@ -224,7 +224,7 @@ def test_a_config_that_this_model_cannot_be_is_refused(values, words):
 def test_a_model_of_pictures_and_texts_needs_a_part_for_texts(tiny_gemma, tmp_path):
     save_model(tiny_gemma(sliding_windows=(5, None)), tmp_path)
     edit_json(tmp_path / "config.json", {"model_type": "gemma3"})
-    with pytest.raises(UserError, match="text_config is None; it must be an object"):
+    with pytest.raises(UserError, match="text_config None: must be an object"):
         load(tmp_path)
 
 

@@ -197,16 +197,16 @@ def test_what_a_model_in_a_file_is_called(tmp_path):
 
 
 WRONG = {  # what is different -> what is said
-    "context_length": (None, "qwen3.context_length is None; it must be an integer from 1 to"),
-    "block_count": (10**6, "qwen3.block_count is 1000000; it must be an integer from 1 to 1000"),
-    "embedding_length": ("16", "qwen3.embedding_length is '16'; it must be an integer"),
-    "feed_forward_length": ([24, 24], "qwen3.feed_forward_length is array"),
-    "attention.head_count": (0, "qwen3.attention.head_count is 0; it must be an integer"),
-    "attention.head_count_kv": (3, "head_count is 4; it must be a multiple of "),
-    "attention.key_length": (7, "key_length is 7; it must be even"),
+    "context_length": (None, "qwen3.context_length None: must be an integer from 1 to"),
+    "block_count": (10**6, "qwen3.block_count 1000000: must be an integer from 1 to 1000"),
+    "embedding_length": ("16", "qwen3.embedding_length '16': must be an integer"),
+    "feed_forward_length": ([24, 24], "qwen3.feed_forward_length array"),
+    "attention.head_count": (0, "qwen3.attention.head_count 0: must be an integer"),
+    "attention.head_count_kv": (3, "head_count 4: must be a multiple of "),
+    "attention.key_length": (7, "key_length 7: must be even"),
     "attention.value_length": (8, "qwen3.attention.value_length is 8; supported is 6"),
-    "attention.layer_norm_rms_epsilon": (None, "epsilon is None; it must be above 0"),
-    "rope.freq_base": (-1.0, "qwen3.rope.freq_base is -1.0; it must be above 0"),
+    "attention.layer_norm_rms_epsilon": (None, "epsilon None: must be above 0"),
+    "rope.freq_base": (-1.0, "qwen3.rope.freq_base -1.0: must be above 0"),
     "rope.dimension_count": (4, "qwen3.rope.dimension_count is 4; supported is 6"),
     "rope.scaling.type": ("yarn", "qwen3.rope.scaling.type is 'yarn'; supported is 'none'"),
     "rope.scaling.factor": (4.0, "qwen3.rope.scaling.factor is 4.0; supported is 1"),
@@ -230,10 +230,10 @@ def test_other_keys_that_are_wrong(made, tmp_path):
     loaded(file)
     ends = "tokenizer.ggml.eos_token_id"
     for values, words in (
-        ({"split.count": 3}, "split.count is 3; it must be 0, 1, or N for files named"),
-        ({ends: 61}, f"{ends} is [61]; it must be an id below 61"),
-        ({ends: None}, f"{ends} is []; it must be an id below 61"),
-        ({"tokenizer.ggml.bos_token_id": 99}, "bos_token_id is 99; it must be an id below 61"),
+        ({"split.count": 3}, "split.count 3: must be 0, 1, or N for files named"),
+        ({ends: 61}, f"{ends} [61]: must be an id below 61"),
+        ({ends: None}, f"{ends} []: must be an id below 61"),
+        ({"tokenizer.ggml.bos_token_id": 99}, "bos_token_id 99: must be an id below 61"),
     ):
         message = refused(load_config, edited(file, tmp_path / "f.gguf", values=values))
         assert words in message
@@ -250,7 +250,7 @@ def test_no_gpt_2(made, tmp_path, key, value):
     loaded(file)
     key = f"gpt2.{'attention.' if 'head' in key else ''}{key}"
     message = refused(load_config, edited(file, tmp_path / "f.gguf", values={key: value}))
-    assert "in a GPT-2 they must be (2, 8.0, 64)" in message
+    assert "must be (2, 8.0, 64) in a GPT-2" in message
 
 
 TENSORS = {
@@ -331,9 +331,9 @@ def test_a_model_in_several_files(made, tmp_path):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"split_no": 0}, "split.no and split.count are (0, 3); they must be (2, 3)"),
-        ({"split_count": 4}, "split.no and split.count are (2, 4); they must be (2, 3)"),
-        ({"split_no": None}, "split.no and split.count are (None, 3); they must be (2, 3)"),
+        ({"split_no": 0}, "split.no and split.count (0, 3): must be (2, 3)"),
+        ({"split_count": 4}, "split.no and split.count (2, 4): must be (2, 3)"),
+        ({"split_no": None}, "split.no and split.count (None, 3): must be (2, 3)"),
     ],
 )
 def test_parts_that_do_not_belong_together(made, tmp_path, changes, words):

@@ -109,7 +109,7 @@ def test_an_exported_file_has_its_models_template(write_chat, tmp_path):
 
 def test_a_wrong_id_that_no_template_names_is_ignored(tmp_path):
     metadata = metadata_of(tokenizer_json(MERGES), "gpt-2", padding_token_id=10**6)
-    for template, words in (("x", ""), ("{{ pad_token }}", "padding_token_id is 1000000; it must")):
+    for template, words in (("x", ""), ("{{ pad_token }}", "padding_token_id 1000000: must")):
         about = metadata | {"tokenizer.chat_template": template}
         file = written(tmp_path / "model.gguf", about)
         try:

@@ -108,19 +108,19 @@ BAD = {
     "k has the type 13; supported are 0 to 12": file_of(value("k", 13, "")),
     "k is an array of type 9; supported are numbers": file_of(value("k", 9, "IQ", 9, 1)),
     "duplicate key k": file_of(value("k", 0, "B", 1), value("k", 0, "B", 1)),
-    "general.alignment is 12; it must be": file_of(value("general.alignment", 4, "I", 12)),
-    "general.alignment is 0;": file_of(value("general.alignment", 4, "I", 0)),
-    "general.alignment is True;": file_of(value("general.alignment", 7, "?", True)),
+    "general.alignment 12: must be": file_of(value("general.alignment", 4, "I", 12)),
+    "general.alignment 0:": file_of(value("general.alignment", 4, "I", 0)),
+    "general.alignment True:": file_of(value("general.alignment", 7, "?", True)),
     "duplicate tensor t": file_of(tensors=[TENSOR, TENSOR]),
-    "tensor t has 0 dimensions; it must have 1 to 4": file_of(tensors=[("t", (), 0, 0)]),
-    "tensor t has 5 dimensions; it must have 1 to 4": file_of(tensors=[("t", (1,) * 5, 0, 0)]),
+    "tensor t has 0 dimensions: must have 1 to 4": file_of(tensors=[("t", (), 0, 0)]),
+    "tensor t has 5 dimensions: must have 1 to 4": file_of(tensors=[("t", (1,) * 5, 0, 0)]),
     "tensor t has the type IQ2_XXS; supported are F32,": file_of(tensors=[("t", (256,), 16, 0)]),
     "tensor t has the type 99; supported are F32,": file_of(tensors=[("t", (256,), 99, 0)]),
     "tensor t has shape (2, 48); sizes must be above 0, rows of Q8_0 multiples of 32": file_of(
         tensors=[("t", (2, 48), 8, 0)], end=bytes(999)
     ),
     "tensor t has shape (0, 4);": file_of(tensors=[("t", (0, 4), 0, 0)]),
-    "tensor t has offset 4; it must be a multiple of 32": file_of(tensors=[("t", (1,), 0, 4)]),
+    "tensor t has offset 4: must be a multiple of 32": file_of(tensors=[("t", (1,), 0, 4)]),
     "tensor t is truncated: it ends at byte 192, the file at byte 160": file_of(
         tensors=[("t", (2, 4), 0, 64)]
     ),

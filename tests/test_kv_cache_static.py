@@ -98,5 +98,5 @@ def test_what_does_not_fit_in_memory_says_its_bytes(tiny):
         KVCache(tiny(), max_len=10**12)
     said = str(raised.value)
     assert "a cache of 512,000,000,000,000 bytes does not fit" in said
-    factors = "1 sequences x 2 layers x keys and values x 2 heads x 1000000000000 positions x"
+    factors = "batch size 1 x 2 layers x keys and values x 2 heads x 1000000000000 positions x"
     assert factors in said

@@ -80,7 +80,7 @@ def test_a_limit_that_no_run_reaches_overflows_nothing(max_new_tokens):
 def test_a_bad_value_is_named_with_its_range(tiny, value):
     with pytest.raises(UserError) as error:
         search(tiny(), [1], 2, 2, length_penalty=value)
-    assert str(error.value) == f"length_penalty is {value!r}; it must be a number in [-10, 10]"
+    assert str(error.value) == f"length_penalty {value!r}: must be a number in [-10, 10]"
 
 
 def test_the_command_line_takes_a_penalty(cli, tiny_checkpoint):

@@ -82,15 +82,12 @@ def test_scaling_is_written_and_read(tiny_llama, tmp_path):
 @pytest.mark.parametrize(
     "rope, words",
     [
-        ("llama3", "factor is None; it must be above 0"),  # in the place of an object
-        ({"factor": None}, "factor is None; it must be above 0"),
-        ({"factor": 0}, "factor is 0; it must be above 0"),
-        ({"low_freq_factor": "1"}, "low_freq_factor is '1'"),
-        (
-            {"high_freq_factor": 1.0},
-            "low_freq_factor is 1.0; it must be below high_freq_factor (1.0)",
-        ),
-        ({"original_max_position_embeddings": -1}, "original_max_position_embeddings is -1"),
+        ("llama3", "factor None: must be above 0"),  # in the place of an object
+        ({"factor": None}, "factor None: must be above 0"),
+        ({"factor": 0}, "factor 0: must be above 0"),
+        ({"low_freq_factor": "1"}, "low_freq_factor '1'"),
+        ({"high_freq_factor": 1.0}, "low_freq_factor 1.0: must be below high_freq_factor (1.0)"),
+        ({"original_max_position_embeddings": -1}, "original_max_position_embeddings -1"),
         ({"rope_type": "dynamic"}, "rope_type is 'dynamic'; supported is 'default' or 'llama3'"),
     ],
 )

@@ -390,9 +390,9 @@ def saved(tiny, tmp_path_factory):
         ("n_embd", ["16", 2**62, [[16]]], "an integer from 1 to 100000"),
         ("n_positions", [1e30, 16.0], "an integer from 1 to 1000000"),
         ("vocab_size", [10**100, None], "an integer from 1 to 1000000"),
-        ("n_head", [3], "n_embd is 16; it must be a multiple of n_head (3)"),
+        ("n_head", [3], "n_embd 16: must be a multiple of n_head (3)"),
         ("n_head", [10**6], "an integer from 1 to 1000"),
-        ("eos_token_id", [61], "is 61; it must be an id below 61, or a list of them"),
+        ("eos_token_id", [61], "61: must be an id below 61, or a list of them"),
         ("eos_token_id", [-1, None, [], [60, 61], [60, [1]], True], "an id below 61"),
         ("layer_norm_epsilon", ["small", True, 0, -1e-5], "above 0 and at most 1"),
         ("layer_norm_epsilon", [math.inf, math.nan, 10**400], "above 0 and at most 1"),
@@ -425,4 +425,4 @@ def test_the_largest_sizes_that_are_read(saved):
     largest = {"vocab_size": 10**6, "n_positions": 10**6, "n_embd": 10**5}
     for key, limit in (largest | {"n_layer": 1000, "n_head": 1000}).items():
         message = refused(saved, {key: limit + 1})
-        assert message.endswith(f"{key} is {limit + 1}; it must be an integer from 1 to {limit}")
+        assert message.endswith(f"{key} {limit + 1}: must be an integer from 1 to {limit}")

@@ -45,8 +45,8 @@ def test_a_prompt_that_is_short_enough_is_not_cut(client):
 @pytest.mark.parametrize(
     "keep, message",
     [
-        *((keep, f"{KEEP}: it must be -1 or an integer >= 1") for keep in (0, -2, 1.5, "1", True)),
-        (65, f"{KEEP} is 65; the context window has 64 tokens"),
+        *((keep, f"{KEEP}: must be -1 or an integer >= 1") for keep in (0, -2, 1.5, "1", True)),
+        (65, f"{KEEP} 65: must be at most the context window (64)"),
     ],
 )
 def test_how_many_tokens_may_be_kept(client, keep, message):

@@ -219,10 +219,10 @@ def refusal(tiny_llama, tmp_path):
         ({"task_type": "SEQ_CLS"}, ["task_type is 'SEQ_CLS'"]),
         ({"a_new_field": 1}, ["'a_new_field' is 1, which is not supported"]),
         ({"r": 4}, ["k_proj.lora_A.weight has shape (3, 16); adapter_config.json"]),
-        ({"r": 0}, ["r is 0", "an integer from 1"]),
-        ({"r": True}, ["r is True"]),
-        ({"lora_alpha": float("nan")}, ["lora_alpha is nan"]),
-        ({"lora_alpha": "16"}, ["lora_alpha is '16'"]),
+        ({"r": 0}, ["r 0", "an integer from 1"]),
+        ({"r": True}, ["r True"]),
+        ({"lora_alpha": float("nan")}, ["lora_alpha nan"]),
+        ({"lora_alpha": "16"}, ["lora_alpha '16'"]),
         (
             {"target_modules": [*ATTENTION, "gate_proj"]},
             ["names 'gate_proj', but adapter_model.safetensors lacks layers.0.mlp.gate_proj"],
@@ -274,7 +274,7 @@ CHANGED = {  # what is written in the place of some tensors, None for none; and 
         {f"{NAME}.lora_B.weight": torch.ones(23, 3)},
         "q_proj.lora_B.weight has shape (23, 3)",
     ),
-    "dtype": ({f"{NAME}.lora_A.weight": torch.ones(3, 16).int()}, "it must be floating-point"),
+    "dtype": ({f"{NAME}.lora_A.weight": torch.ones(3, 16).int()}, "must be floating-point"),
     "dora": ({f"{NAME}.lora_magnitude_vector": torch.ones(24)}, "is not lora_A or lora_B"),
     "bias": ({f"{NAME}.lora_B.bias": torch.ones(24)}, "is not lora_A or lora_B"),
     "layer": (

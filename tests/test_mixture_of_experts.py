@@ -314,14 +314,14 @@ def test_older_and_newer_files(values, dense):
 @pytest.mark.parametrize(
     "values, words",
     [
-        ({"num_experts": 0}, "num_experts is 0; it must be an integer from 1 to 1000"),
-        ({"num_experts_per_tok": 6}, "num_experts_per_tok is 6; it must be at most num_experts"),
-        ({"moe_intermediate_size": "x"}, "moe_intermediate_size is 'x'; it must be an integer"),
+        ({"num_experts": 0}, "num_experts 0: must be an integer from 1 to 1000"),
+        ({"num_experts_per_tok": 6}, "num_experts_per_tok 6: must be at most num_experts"),
+        ({"moe_intermediate_size": "x"}, "moe_intermediate_size 'x': must be an integer"),
         ({"norm_topk_prob": 2}, "norm_topk_prob is 2; supported is False or True"),
-        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be an integer from 1"),
-        ({"mlp_only_layers": 3}, "mlp_only_layers is 3; it must be a list of integers"),
-        ({"mlp_only_layers": ["a"]}, "mlp_only_layers is ['a']; it must be a list of integers"),
-        ({"eos_token_id": None}, "eos_token_id is None; it must be an id below 61"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step 0: must be an integer from 1"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers 3: must be a list of integers"),
+        ({"mlp_only_layers": ["a"]}, "mlp_only_layers ['a']: must be a list of integers"),
+        ({"eos_token_id": None}, "eos_token_id None: must be an id below 61"),
     ],
 )
 def test_a_config_that_this_model_cannot_be_is_refused(values, words):

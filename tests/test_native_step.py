@@ -155,10 +155,10 @@ def test_texts_beyond_the_window(tiny, stride):
 @pytest.mark.parametrize(
     "pages, start, token, message",
     [
-        ([0], 0, 61, r"tokens are \[61\]; they are from 0 to 60"),
-        ([0], 0, -1, r"tokens are \[-1\]; they are from 0 to 60"),
-        ([2], 0, 1, r"pages are \[2\]; they are from 0 to 1"),
-        ([0, 1, 1], 16, 1, r"positions are \[16\]; they are from 0 to 15"),
+        ([0], 0, 61, r"tokens \[61\]: must be from 0 to 60"),
+        ([0], 0, -1, r"tokens \[-1\]: must be from 0 to 60"),
+        ([2], 0, 1, r"pages \[2\]: must be from 0 to 1"),
+        ([0, 1, 1], 16, 1, r"positions \[16\]: must be from 0 to 15"),
     ],
 )
 def test_nothing_outside_its_arrays_is_touched(tiny, pages, start, token, message):

@@ -132,4 +132,4 @@ def test_the_command_line_takes_it(cli, tiny_checkpoint, name, value, wrong, all
     code, out, _ = cli(*arguments, option, value)
     assert code == 0 and out != cli(*arguments)[1]
     code, _, err = cli(*arguments, option, wrong)
-    assert code == 2 and f"{name} is {float(wrong)}" in err and allowed in err
+    assert code == 2 and f"{name} {float(wrong)}" in err and allowed in err

@@ -67,7 +67,7 @@ def test_what_a_mixtrals_config_lacks_is_as_in_transformers(tmp_path):
     assert (experts.n_inner, experts.norm_topk_prob) == (24, True)
     assert ours.sliding_windows == () and theirs.sliding_window is None
     edit_json(tmp_path / "config.json", {"num_experts_per_tok": 9})
-    assert "per_tok is 9; it must be at most num_local_experts" in refused(load_config, tmp_path)
+    assert "per_tok 9: must be at most num_local_experts" in refused(load_config, tmp_path)
 
 
 def test_a_mixtral_in_a_gguf_file_is_a_llama_with_experts(tiny_llama, tmp_path):

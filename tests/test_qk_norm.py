@@ -265,12 +265,12 @@ SLIDING = "layer_types is 'sliding_attention'; supported is 'full_attention'"
         ({"layer_types": [None, None]}, "layer_types is None; supported is 'full_attention'"),
         ({"layer_types": 7}, "layer_types is 7; supported is 'full_attention'"),
         ({"attention_bias": True}, "attention_bias is True; supported is False"),
-        ({"eos_token_id": None}, "eos_token_id is None; it must be an id below 61"),
+        ({"eos_token_id": None}, "eos_token_id None: must be an id below 61"),
         (
             {"model_type": "gpt_neox"},
             "model_type is 'gpt_neox'; supported is 'llama' or 'qwen2' or 'qwen3'",
         ),
-        ({"head_dim": 5}, "head_dim is 5; it must be even"),
+        ({"head_dim": 5}, "head_dim 5: must be even"),
     ],
 )
 def test_a_config_that_this_model_cannot_be_is_refused(values, words):

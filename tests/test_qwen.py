@@ -114,7 +114,7 @@ def test_save_and_load_give_the_same_model(tiny_qwen, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "values, words", [({"eos_token_id": None}, "eos_token_id is None; it must be an id below 61")]
+    "values, words", [({"eos_token_id": None}, "eos_token_id None: must be an id below 61")]
 )
 def test_a_config_that_this_model_cannot_be_is_refused(tiny_qwen, tmp_path, values, words):
     save_model(tiny_qwen(), tmp_path)
@@ -164,7 +164,7 @@ def test_an_end_of_text_that_is_none_is_named(tiny_qwen, tmp_path, in_config):
     save_model(tiny_qwen(), tmp_path)
     edit_json(tmp_path / "config.json", {"eos_token_id": in_config})
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [60, 61]}')
-    words = r"generation_config.json: eos_token_id is \[60, 61\]; it must be an id below 61"
+    words = r"generation_config.json: eos_token_id \[60, 61\]: must be an id below 61"
     with pytest.raises(UserError, match=words):
         load(tmp_path)
 

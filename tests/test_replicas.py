@@ -33,7 +33,7 @@ def test_still_options_of_serve_run(monkeypatch):
     monkeypatch.setattr("serve_ray.application", lambda args: args)
     args = build({"replicas": "3", "max-num-seqs": "8"})
     assert (args.replicas, args.max_num_seqs) == (3, 8)
-    with pytest.raises(UserError, match="replicas is 0"):
+    with pytest.raises(UserError, match="replicas 0"):
         build({"replicas": "0"})
 
 

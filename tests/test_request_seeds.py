@@ -166,7 +166,7 @@ def test_still_params_as_many_as_prompts(tiny):
 
 @pytest.mark.parametrize("seed", [-1, LAST + 1, 1.0, True, "1", 10**30])
 def test_a_seed_out_of_range_is_refused(seed):
-    expected = f"seed is {seed!r}; it must be None or an integer from 0 to 2**64 - 1"
+    expected = f"seed {seed!r}: must be None or an integer from 0 to 2**64 - 1"
     with pytest.raises(UserError) as error:
         SamplingParams(seed=seed)
     assert str(error.value) == expected

@@ -77,7 +77,7 @@ def test_what_generation_config_says(tmp_path, said, found):
 )
 def test_a_value_out_of_range_names_file_and_key(tmp_path, key, value, allowed):
     message = refused(read_sampling_defaults, saying(tmp_path, {key: value}))
-    said = f"{tmp_path / FILE}: {key} is {value!r}; it must be {allowed}; {OFF}"
+    said = f"{tmp_path / FILE}: {key} {value!r}: must be {allowed}; {OFF}"
     assert message.startswith(said)
 
 
@@ -98,7 +98,7 @@ def test_what_a_gguf_file_says(tmp_path):
     # Without such keys the file beside it counts, as its other files do.
     assert read_sampling_defaults(gguf(tmp_path, {"general.name": "x"})) == {"temperature": 0.3}
     message = refused(read_sampling_defaults, gguf(tmp_path, {f"{owner}penalty_repeat": -1.0}))
-    assert message.startswith(f"x.gguf: {owner}penalty_repeat is -1.0; it must be a finite number")
+    assert message.startswith(f"x.gguf: {owner}penalty_repeat -1.0: must be a finite number")
 
 
 def test_names_of_llama_cpp():

@@ -24,14 +24,14 @@ def test_options_that_do_not_go_together_are_a_line(run_main, monkeypatch):
         assert (code, out) == (2, "")
         return err.partition("error: ")[2]
 
-    seconds = "it must be a number from 1 to below 1000000"
+    seconds = "must be a number from 1 to below 1000000"
     for options, error in (
         (
             ("--replicas=3", "--max-replicas=2"),
             "--max-replicas 2: must be at least --replicas (3)\n",
         ),
-        (("--scale-seconds=0.5",), f"scale_seconds is 0.5; {seconds}\n"),
-        (("--scale-seconds=1000000",), f"scale_seconds is 1000000.0; {seconds}\n"),
+        (("--scale-seconds=0.5",), f"scale_seconds 0.5: {seconds}\n"),
+        (("--scale-seconds=1000000",), f"scale_seconds 1000000.0: {seconds}\n"),
         (("--max-replicas=10000000",), f"--cpus 1: this machine has {os.cpu_count()} CPUs\n"),
     ):
         assert said(*options).endswith(error)

@@ -146,8 +146,8 @@ def test_what_can_never_fit_is_refused(length, count, needed):
     scheduler = build(pages=needed - 1)
     with pytest.raises(UserError) as raised:
         add(scheduler, [1] * length, max_new_tokens=count)
-    needs = f"a sequence of up to {min(length + count - 1, 8)} positions needs {needed} pages"
-    assert str(raised.value) == f"{needs}; there are {needed - 1} pages of 2"
+    size = f"a sequence of up to {min(length + count - 1, 8)} positions (page_size 2)"
+    assert str(raised.value) == f"num_pages {needed - 1}: must be at least {needed} for {size}"
     assert not scheduler.waiting
 
 

@@ -258,7 +258,7 @@ def test_each_byte_has_a_token(llama, tmp_path):
         ({"scores": None}, "tokenizer.ggml.scores must be a list of 640 numbers"),
         ({"scores": [1.0]}, "tokenizer.ggml.scores must be a list of 640 numbers"),
         ({"add_space_prefix": 3}, "tokenizer.ggml.add_space_prefix is 3; supported is None or"),
-        ({"bos_token_id": None}, "tokenizer.ggml.bos_token_id is None; it must be an id below 640"),
+        ({"bos_token_id": None}, "tokenizer.ggml.bos_token_id None: must be an id below 640"),
     ],
 )
 def test_a_file_that_makes_no_sense_is_one_line(llama, load, keys, words):

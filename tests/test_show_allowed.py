@@ -210,8 +210,8 @@ def test_what_is_listed_counts_against_the_answer(client):
     body = ASKED[PATH] | {"response_format": NAMED, "show_allowed": 20, "max_tokens": 2**18}
     for stream, entries in ((False, 4 + 21), (True, 4 + 42)):
         most = 2**22 // (16 + 64 * entries)
-        what = "1 sequences, 3 log-probabilities per token and 20 allowed tokens"
-        message = f"max_tokens is {2**18}; with {what} it may be at most {most}"
+        what = "sequences: 1, log-probabilities per token: 3, allowed tokens: 20"
+        message = f"max_tokens {2**18}: must be at most {most} ({what})"
         assert client.post(PATH, body | {"stream": stream}) == (400, refusal(message, "max_tokens"))
 
 

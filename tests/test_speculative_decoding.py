@@ -206,13 +206,13 @@ def test_the_same_seed_gives_the_same_text(tiny):
 
 @pytest.mark.parametrize("gamma", [2.5, True, None, 0, -1, 17])
 def test_gamma_out_of_range_is_refused(tiny, gamma):
-    with pytest.raises(UserError, match=f"^gamma is {gamma}; .* from 1 to 16$"):
+    with pytest.raises(UserError, match=f"^gamma {gamma}: .* from 1 to 16$"):
         list(generate_speculative(tiny(), tiny(), [1], SamplingParams(), gamma))
 
 
 def test_a_bad_gamma_is_one_line(run_main):
     result = run_main(main, "--target", DRAFT, "--gamma", 17, "--prompt", "Once")
-    assert is_one_line(result, "gamma is 17; it must be an integer from 1 to 16")
+    assert is_one_line(result, "gamma 17: must be an integer from 1 to 16")
 
 
 @pytest.mark.parametrize(

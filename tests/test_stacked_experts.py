@@ -103,12 +103,9 @@ FIRST = "blk.0.ffn_gate_exps.weight"
     "changes, words",
     [
         ({"values": {"qwen3moe.expert_count": 4}}, "blk.0.ffn_gate_inp.weight has shape (5, 16)"),
-        ({"values": {"qwen3moe.expert_count": 0}}, "qwen3moe.expert_count is 0; it must be an int"),
-        (
-            {"values": {"qwen3moe.expert_used_count": 6}},
-            "expert_used_count is 6; it must be at most ",
-        ),
-        ({"values": {"qwen3moe.expert_used_count": None}}, "expert_used_count is None; it must"),
+        ({"values": {"qwen3moe.expert_count": 0}}, "qwen3moe.expert_count 0: must be an int"),
+        ({"values": {"qwen3moe.expert_used_count": 6}}, "expert_used_count 6: must be at most "),
+        ({"values": {"qwen3moe.expert_used_count": None}}, "expert_used_count None: must"),
         ({"values": {"qwen3moe.expert_feed_forward_length": 7}}, "metadata says (5, 7, 16)"),
         ({"tensors": {FIRST: None}}, f"tensor {FIRST} is missing"),
         ({"tensors": {FIRST: np.ones((60, 16))}}, f"tensor {FIRST} has shape (60, 16); the"),

@@ -290,7 +290,7 @@ def test_a_text_of_no_tokens(model):
 def test_what_is_no_tuple_of_strings_is_refused(stop):
     with pytest.raises(UserError) as error:
         SamplingParams(stop=stop)
-    assert str(error.value) == f"stop is {stop!r}; it must be a tuple of nonempty strings"
+    assert str(error.value) == f"stop {stop!r}: must be a tuple of nonempty strings"
 
 
 def test_generate_has_no_text_to_stop(model):

@@ -247,14 +247,14 @@ IDS = "a tuple of token ids >= 0"
     [
         *(("stop_token_ids", value, IDS) for value in ([3], 3, (-1,), (True,), ("3",))),
         *(("min_tokens", value, "an integer >= 0") for value in (-1, 1.0, True)),
-        ("min_tokens", 6, "at most max_new_tokens, 5"),
+        ("min_tokens", 6, "at most max_new_tokens (5)"),
     ],
     ids=str,
 )
 def test_bad_values_are_named(name, value, allowed):
     with pytest.raises(UserError) as error:
         SamplingParams(5, **{name: value})
-    assert str(error.value) == f"{name} is {value}; it must be {allowed}"
+    assert str(error.value) == f"{name} {value}: must be {allowed}"
 
 
 @pytest.mark.parametrize(
@@ -262,15 +262,15 @@ def test_bad_values_are_named(name, value, allowed):
     [
         (
             {"stop_token_ids": (3, 61)},
-            "stop_token_ids has the id 61; ids of this model are integers from 0 to 60",
+            "stop_token_ids has the id 61: must be an integer from 0 to 60",
         ),
         (
             {"stop_token_ids": tuple(range(60)), "min_tokens": 1},
-            "min_tokens is 1; it must be 0, as every token of this model ends the output",
+            "min_tokens 1: must be 0, as every token of this model ends the output",
         ),
         (
             {"stop_token_ids": (*range(61), 5), "min_tokens": 2, "ignore_eos": True},
-            "min_tokens is 2; it must be 0, as every token of this model ends the output",
+            "min_tokens 2: must be 0, as every token of this model ends the output",
         ),
     ],
     ids=["id", "all", "all twice"],
@@ -322,10 +322,10 @@ def test_the_command_line(cli, engine_cli, run_main, tiny_checkpoint, monkeypatc
     "option, value, words",
     [
         ("--stop-token-id", "x", "--stop-token-id: invalid int value"),
-        ("--stop-token-id", "-1", f"stop_token_ids is (-1,); it must be {IDS}"),
+        ("--stop-token-id", "-1", f"stop_token_ids (-1,): must be {IDS}"),
         ("--stop-token-id", "4096", "stop_token_ids has the id 4096"),
-        ("--min-tokens", "-1", "min_tokens is -1; it must be an integer >= 0"),
-        ("--min-tokens", "221", "min_tokens is 221; it must be at most max_new_tokens, 220"),
+        ("--min-tokens", "-1", "min_tokens -1: must be an integer >= 0"),
+        ("--min-tokens", "221", "min_tokens 221: must be at most max_new_tokens (220)"),
     ],
 )
 def test_bad_options_are_one_line(cli, tiny_checkpoint, option, value, words):
@@ -357,8 +357,8 @@ def test_the_server(client, tiny_llama):
         assert client.post("/v1/completions", {"max_tokens": 1, name: value})[0] == 200
 
 
-NO_IDS = "stop_token_ids: it must be a list of up to 128 token ids"
-LACKING = "stop_token_ids has the id 4096; ids of this model are integers from 0 to 4095"
+NO_IDS = "stop_token_ids: must be a list of up to 128 token ids"
+LACKING = "stop_token_ids has the id 4096: must be an integer from 0 to 4095"
 
 
 @pytest.mark.parametrize(
@@ -370,8 +370,8 @@ LACKING = "stop_token_ids has the id 4096; ids of this model are integers from 0
         ("stop_token_ids", [True], NO_IDS),
         ("stop_token_ids", [3] * 129, NO_IDS),
         ("stop_token_ids", [3, 4096], LACKING),
-        ("min_tokens", -1, "min_tokens: min_tokens is -1; it must be an integer >= 0"),
-        ("min_tokens", 17, "min_tokens is 17; it must be at most max_tokens, 16"),
+        ("min_tokens", -1, "min_tokens: must be an integer >= 0"),
+        ("min_tokens", 17, "min_tokens 17: must be at most max_tokens (16)"),
     ],
     ids=str,
 )

@@ -195,7 +195,7 @@ def test_reasoning_that_is_sent_back_is_for_the_template(tiny_llama, write_chat)
     ]
 
 
-BOOLEANS = "it must be an object of up to 16 fields, each true or false"
+BOOLEANS = "must be an object of up to 16 fields, each true or false"
 
 
 @pytest.mark.parametrize(

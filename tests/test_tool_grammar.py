@@ -247,9 +247,9 @@ def test_what_cannot_be_held_is_one_line(cli, write_chat, tools_file):
 @pytest.mark.parametrize(
     "schema, words",
     [
-        ({"type": "string"}, "f.parameters.type is 'string'"),
+        ({"type": "string"}, "f.parameters.type 'string'"),
         ({"not": {}}, "'f.parameters.not'"),
-        ({"properties": 1}, "f.parameters.properties is 1"),
+        ({"properties": 1}, "f.parameters.properties 1"),
         ({"x-guidance": {}}, "'f.parameters.x-guidance'"),
     ],
 )

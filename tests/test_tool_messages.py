@@ -189,25 +189,19 @@ def test_a_template_without_tools_is_one_line(cli, write_chat, tmp_path):
 FUNCTION = {"name": "look"}
 WRONG = [
     ("[", "tools: not JSON: Expecting value"),
-    ({}, "tools: it must be a list of 1 to 128 tools"),
-    ([], "tools: it must be a list of 1 to 128 tools"),
-    ([LOOK] * 129, "tools: it must be a list of 1 to 128 tools"),
+    ({}, "tools: must be a list of 1 to 128 tools"),
+    ([], "tools: must be a list of 1 to 128 tools"),
+    ([LOOK] * 129, "tools: must be a list of 1 to 128 tools"),
     ([LOOK, LOOK], "tools.1.function.name: duplicate name look"),
-    ([LOOK, 1], "tools.1: it must be {"),
-    ([FUNCTION], "tools.0: it must be {"),
-    ([{"type": "web_search", "function": FUNCTION}], "tools.0: it must be {"),
-    ([{"type": "function", "function": FUNCTION, "strict": True}], "tools.0: it must be {"),
-    ([{"type": "function", "function": {}}], "tools.0.function.name: it must be a string"),
-    (
-        [tool("look at")],
-        "tools.0.function.name is 'look at'; it must be 1 to 64 letters, digits, _",
-    ),
-    ([tool("a" * 65)], "aaa'; it must be 1 to 64 letters"),
-    ([tool("a", strict=1)], "tools.0.function.strict: it must be true or false"),
-    (
-        [tool("a", parameters=[])],
-        "tools.0.function.parameters: it must be an object, a JSON schema",
-    ),
+    ([LOOK, 1], "tools.1: must be {"),
+    ([FUNCTION], "tools.0: must be {"),
+    ([{"type": "web_search", "function": FUNCTION}], "tools.0: must be {"),
+    ([{"type": "function", "function": FUNCTION, "strict": True}], "tools.0: must be {"),
+    ([{"type": "function", "function": {}}], "tools.0.function.name: must be a string"),
+    ([tool("look at")], "tools.0.function.name 'look at': must be 1 to 64 letters, digits, _"),
+    ([tool("a" * 65)], "aaa': must be 1 to 64 letters"),
+    ([tool("a", strict=1)], "tools.0.function.strict: must be true or false"),
+    ([tool("a", parameters=[])], "tools.0.function.parameters: must be an object, a JSON schema"),
     ([tool("a", arguments={})], "tools.0.function: unknown field 'arguments'; known are name"),
 ]
 

@@ -247,11 +247,11 @@ def test_what_a_mistrals_config_lacks_is_as_in_transformers():
 @pytest.mark.parametrize(
     "values, words",
     [
-        (QWEN | {"layer_types": TYPES[:2]}, "layer_types has 2 layers; it must have 3"),
+        (QWEN | {"layer_types": TYPES[:2]}, "layer_types of length 2: must have length 3"),
         (QWEN | {"layer_types": ["local"] * 3}, "layer_types is 'local'; supported is 'full_att"),
-        (QWEN | {"max_window_layers": "two"}, "max_window_layers is 'two'; it must be an integer"),
-        (QWEN | {"sliding_window": 0, "max_window_layers": 0}, "sliding_window is 0; it must be"),
-        (MISTRAL | {"sliding_window": "8"}, "sliding_window is '8'; it must be an integer from 1"),
+        (QWEN | {"max_window_layers": "two"}, "max_window_layers 'two': must be an integer"),
+        (QWEN | {"sliding_window": 0, "max_window_layers": 0}, "sliding_window 0: must be"),
+        (MISTRAL | {"sliding_window": "8"}, "sliding_window '8': must be an integer from 1"),
         (MISTRAL | {"layer_types": TYPES[:2]}, "is 'full_attention'; supported is 'sliding_att"),
         (EXPERTS_TOO | {"layer_types": TYPES[:2]}, "is 'full_attention'; supported is 'sliding_"),
         (

@@ -112,8 +112,8 @@ class Encoding:
             return self
         names = ", ".join(left_out[:3]) + ", ..." * (len(left_out) > 3)
         warn_once(
-            f"{self.where}: {names} read as plain text, beyond the"
-            f" model's vocab_size ({vocab_size})"
+            f"{self.where}: ids beyond the model's vocab_size ({vocab_size})"
+            f" are read as plain text: {names}"
         )
         reduced = copy.copy(self)
         reduced.added_token_ids = kept

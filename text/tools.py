@@ -41,13 +41,13 @@ def check_tools(tools: Any) -> None:
     "strict"}}. Only the name is required. parameters: the JSON schema of an object.
     """
     if not isinstance(tools, list) or not 1 <= len(tools) <= MAX_TOOLS:
-        raise UserError(f"tools: it must be a list of 1 to {MAX_TOOLS} tools")
+        raise UserError(f"tools: must be a list of 1 to {MAX_TOOLS} tools")
     names = set()
     for index, tool in enumerate(tools):
         is_tool = isinstance(tool, dict) and tool.keys() == {"type", "function"}
         if not is_tool or tool["type"] != "function" or not isinstance(tool["function"], dict):
             shape = '{"type": "function", "function": {"name": ...}}'
-            raise UserError(f"tools.{index}: it must be {shape}")
+            raise UserError(f"tools.{index}: must be {shape}")
         function = tool["function"]
         where = f"tools.{index}.function"
         for name in function:
@@ -56,11 +56,11 @@ def check_tools(tools: Any) -> None:
                 raise UserError(f"{where}: unknown field {name[:100]!a}; known are {known}")
         for name, (expected_type, allowed) in FUNCTION_FIELDS.items():
             if not isinstance(function.get(name), expected_type):
-                raise UserError(f"{where}.{name}: it must be {allowed}")
+                raise UserError(f"{where}.{name}: must be {allowed}")
         name = function["name"]
         if not re.fullmatch("[A-Za-z0-9_-]{1,64}", name):
             allowed = "1 to 64 letters, digits, _ and -"
-            raise UserError(f"{where}.name is {name[:100]!a}; it must be {allowed}")
+            raise UserError(f"{where}.name {name[:100]!a}: must be {allowed}")
         if name in names:
             raise UserError(f"{where}.name: duplicate name {name}")
         names.add(name)
@@ -278,7 +278,7 @@ def arguments_schema(function: dict) -> dict:
     schema = {"type": "object"} | (function.get("parameters") or {"properties": {}})
     if schema["type"] != "object":
         where = f"{function['name']}.parameters.type"
-        raise UserError(f"{where} is {schema['type']!r:.40}; it must be object")
+        raise UserError(f"{where} {schema['type']!r:.40}: must be object")
     if "properties" in schema and not schema.keys() & {"patternProperties", *IN_PLACE_APPLICATORS}:
         schema = {"additionalProperties": False} | schema
     return schema

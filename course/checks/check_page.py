@@ -268,7 +268,7 @@ def hands(check: Check) -> None:
     page.keyboard.press("End")
     page.keyboard.type("e")
     page.locator("input[name=seed]").fill(str(2**53))
-    for line in (f"seed: it must be an integer from 0 to {2**53 - 1}", "top-p: not a number"):
+    for line in (f"seed: must be an integer from 0 to {2**53 - 1}", "top-p: not a number"):
         page.click("button.first")
         found = page.locator("form .error").inner_text()
         check.must(found == line, f"the form says {found}, not {line}")

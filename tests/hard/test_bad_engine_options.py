@@ -14,44 +14,44 @@ NO_COUNTS = {
 REFUSED = [(name, value, "an integer >= 1") for name in NO_COUNTS for value in NO_COUNTS[name]]
 REFUSED += [("gamma", value, "an integer from 1 to 16") for value in (-1, 0, 17, 2.5, True, "3")]
 REFUSED += [("gamma", None, "an integer from 1 to 16")]
-REFUSED += [("stride", value, "an integer from 1 to block_size = 16") for value in (0, 17, -1)]
+REFUSED += [("stride", value, "an integer from 1 to block_size (16)") for value in (0, 17, -1)]
 
 
 @pytest.mark.parametrize("name, value, allowed", REFUSED)
 def test_a_value_out_of_range(tiny, name, value, allowed):
     with pytest.raises(UserError) as error:
         Engine(tiny(), **{name: value})
-    assert str(error.value) == f"{name} is {value!r}; it must be {allowed}"
+    assert str(error.value) == f"{name} {value!r}: must be {allowed}"
 
 
 @pytest.mark.parametrize("options", [{"num_pages": 10**20}, {"page_size": 10**20}])
 def test_more_than_memory(tiny, options):
-    with pytest.raises(UserError, match="positions do not fit in memory: "):
+    with pytest.raises(UserError, match="bytes does not fit in memory"):
         Engine(tiny(), **options)
 
 
 LINES = [
     ("--num-beams 2 --no-cache", "unrecognized arguments: --num-beams 2 --no-cache"),
-    ("--stride 65", "stride is 65; it must be an integer from 1 to block_size = 64"),
-    ("--max-num-seqs 0", "max_num_seqs is 0; it must be an integer >= 1"),
+    ("--stride 65", "stride 65: must be an integer from 1 to block_size (64)"),
+    ("--max-num-seqs 0", "max_num_seqs 0: must be an integer >= 1"),
     ("--max-num-seqs x", "argument --max-num-seqs: invalid int value: 'x'"),
-    ("--page-size 0", "page_size is 0; it must be an integer >= 1"),
-    (f"--page-size {10**12}", f"1 pages of {10**12} positions do not fit in memory"),
-    ("--num-pages 0", "num_pages is 0; it must be an integer >= 1"),
-    ("--num-pages 2 --page-size 4", " pages; there are 2 pages of 4"),
-    (f"--num-pages {10**12}", f"{10**12} pages of 16 positions do not fit in memory"),
+    ("--page-size 0", "page_size 0: must be an integer >= 1"),
+    (f"--page-size {10**12}", f"num_pages 1, page_size {10**12}: a cache of "),
+    ("--num-pages 0", "num_pages 0: must be an integer >= 1"),
+    ("--num-pages 2 --page-size 4", "num_pages 2: must be at least "),
+    (f"--num-pages {10**12}", f"num_pages {10**12}, page_size 16: a cache of "),
     ("--max-rows 8", ": error: --max-rows is now --max-num-seqs"),
     ("--budget=9", ": error: --budget is now --max-num-batched-tokens"),
-    ("--max-num-batched-tokens 0", "max_num_batched_tokens is 0; it must be an integer >= 1"),
+    ("--max-num-batched-tokens 0", "max_num_batched_tokens 0: must be an integer >= 1"),
     ("--gamma 3", ": error: --gamma requires --draft"),
-    ("--draft lookup --gamma 0", "gamma is 0; it must be an integer from 1 to 16"),
+    ("--draft lookup --gamma 0", "gamma 0: must be an integer from 1 to 16"),
     ("--draft missing", ": error: unknown model 'missing': "),
-    ("--draft itself --max-num-seqs 0", ": error: max_num_seqs is 0; it must be an integer >= 1"),
-    ("--draft itself --page-size 0", ": error: page_size is 0; it must be an integer >= 1"),
+    ("--draft itself --max-num-seqs 0", ": error: max_num_seqs 0: must be an integer >= 1"),
+    ("--draft itself --page-size 0", ": error: page_size 0: must be an integer >= 1"),
     ("--draft other", "need the same vocabulary"),
-    ("--logprobs 21", "logprobs is 21; it must be None or an integer from 0 to 20\n"),
-    ("--stop=", "stop is ('',); it must be a tuple of nonempty strings\n"),
-    ("--stop=x --stop=", "stop is ('x', ''); it must be a tuple of nonempty strings\n"),
+    ("--logprobs 21", "logprobs 21: must be None or an integer from 0 to 20\n"),
+    ("--stop=", "stop ('',): must be a tuple of nonempty strings\n"),
+    ("--stop=x --stop=", "stop ('x', ''): must be a tuple of nonempty strings\n"),
     ("--stop", "expected one argument\n"),
 ]
 

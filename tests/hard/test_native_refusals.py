@@ -140,15 +140,19 @@ def test_it_is_compiled_for_its_target(tiny):
 @pytest.mark.parametrize(
     "parts, keep, message",
     [
-        ([([0], 0, [61])], [1], r"tokens are \[61\]; they are from 0 to 60"),
-        ([([0], 0, [-1])], [1], r"tokens are \[-1\]; they are from 0 to 60"),
-        ([([2], 0, [1])], [1], r"pages are \[2\]; they are from 0 to 1"),
-        ([([-1], 0, [1])], [1], "pages are .-1.; they are from 0 to 1"),
-        ([([0], 5, [1] * 4)], [1], "4 tokens from 5 on, 1 to keep, in 1 pages of 8"),
-        ([([0], -1, [1])], [1], "1 tokens from -1 on"),
-        ([([0], 0, [1])], [2], "1 tokens from 0 on, 2 to keep"),
-        ([([0], 0, [1])], [-1], "1 tokens from 0 on, -1 to keep"),
-        ([([0, 1, 1], 16, [1])], [1], r"positions are \[16\]; they are from 0 to 15"),
+        ([([0], 0, [61])], [1], r"tokens \[61\]: must be from 0 to 60"),
+        ([([0], 0, [-1])], [1], r"tokens \[-1\]: must be from 0 to 60"),
+        ([([2], 0, [1])], [1], r"pages \[2\]: must be from 0 to 1"),
+        ([([-1], 0, [1])], [1], "pages .-1.: must be from 0 to 1"),
+        (
+            [([0], 5, [1] * 4)],
+            [1],
+            "start 5, number of tokens 4, keep 1: must be within 8 positions",
+        ),
+        ([([0], -1, [1])], [1], "start -1, number of tokens 1"),
+        ([([0], 0, [1])], [2], "number of tokens 1, keep 2"),
+        ([([0], 0, [1])], [-1], "number of tokens 1, keep -1"),
+        ([([0, 1, 1], 16, [1])], [1], r"positions \[16\]: must be from 0 to 15"),
         ([([0], 0, [1])], [1, 1], "zip"),
     ],
 )
@@ -175,7 +179,7 @@ def test_a_span_may_want_no_logits(tiny):
     [
         ([1] * 9, 0, "9 positions exceed max_len"),
         ([], 0, "with at least one token"),
-        ([1], 2, r"pages are \[2\]; they are from 0 to 0"),  # only the list of tokens has it
+        ([1], 2, r"pages \[2\]: must be from 0 to 0"),  # only the list of tokens has it
     ],
 )
 def test_a_cache_that_is_full_is_not_touched(tiny, new, row, message):
