@@ -151,8 +151,8 @@ def tokenizer_json(gguf: GGUF) -> dict:
     added = {
         id for id, token_type in enumerate(types) if token_type in (UNKNOWN, CONTROL, USER_DEFINED)
     }
-    end_ids = {*bos, *token_ids(gguf, "eos", "eot", "eom")}
-    added |= end_ids
+    special_ids = {*bos, *token_ids(gguf, "eos", "eot", "eom")}
+    added |= special_ids
     # With ignore_merges a piece of text in the vocabulary becomes that token, so control tokens are
     # left out of it. The library then assigns them the next ids, which must be theirs.
     others = [id for id, token_type in enumerate(types) if token_type != UNUSED and id not in added]
@@ -171,7 +171,7 @@ def tokenizer_json(gguf: GGUF) -> dict:
             {
                 "id": id,
                 "content": tokens[id],
-                "special": types[id] != USER_DEFINED or id in end_ids,
+                "special": types[id] != USER_DEFINED or id in special_ids,
                 **flags,
             }
             for id in sorted(added)

@@ -221,7 +221,7 @@ class ServedModel:
             with self.as_api_error("tools"):
                 tools = callable_tools(body)
                 chat = chat.with_tools(body.tools, messages)
-                tool_format = detect_tool_format(chat, encoding, self.end_ids)
+                tool_format = detect_tool_format(chat, encoding, self.eos_token_ids)
                 tool_grammar = self.build_tool_grammar(body, tools, tool_format)
         texts = [text for message in body.messages for text in message.text_fields]
         self.check_dropped("messages", encoding.dropped_bytes(*texts, plain=True))
@@ -232,7 +232,7 @@ class ServedModel:
             if not body.tools and any(
                 each.tool_calls or each.tool_call_id for each in body.messages
             ):
-                detect_tool_format(chat, encoding, self.end_ids)
+                detect_tool_format(chat, encoding, self.eos_token_ids)
             try:
                 tokens = chat.encode(messages, encoding)
             except UserError as error:
@@ -251,13 +251,13 @@ class ServedModel:
         if body.tool_mode == "none" and body.constraint:
             return None
         vocabulary = get_vocabulary(
-            self.backend.encoding, self.backend.config.vocab_size, self.end_ids
+            self.backend.encoding, self.backend.config.vocab_size, self.eos_token_ids
         )
         parallel = body.parallel_tool_calls is not False and not body.named_tool
         return build_tool_grammar(tool_format, tools, vocabulary, body.tool_mode, parallel)
 
     @property
-    def end_ids(self) -> tuple[int, ...]:
+    def eos_token_ids(self) -> tuple[int, ...]:
         """Return the ids of the model's EOS tokens."""
         return tuple(self.backend.config.eos_token_ids)
 
