@@ -119,7 +119,7 @@ class PagedModelDrafter:
 
     def free(self, request: Request) -> None:
         """Free the pages of a request."""
-        self.pool.free_after(self.states.pop(request).pages, 0)
+        self.pool.free_tail(self.states.pop(request).pages, 0)
 
 
 TRIAL_STEPS = 16  # steps of each mode in a trial, and steps between later decisions

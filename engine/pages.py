@@ -69,7 +69,7 @@ class PagePool:
             self.free_pages.pop(page, None)
             self.ref_counts[page] = self.ref_counts.get(page, 0) + 1
 
-    def free_after(self, pages: list[int], length: int) -> None:
+    def free_tail(self, pages: list[int], length: int) -> None:
         """Free the pages of a table after the first `length` positions, last page first.
 
         So the last page is reused first, and the prefix before it can still be found.
@@ -79,8 +79,11 @@ class PagePool:
             if page is not None:
                 self.free(page)
 
-    def free_before(self, pages: list[int | None], length: int) -> None:
-        """Free the full pages among the first `length` positions, and set them to None."""
+    def free_skipped(self, pages: list[int | None], length: int) -> None:
+        """Free the full pages of the first `length` positions, which no sliding window needs.
+
+        Their entries in the table become None.
+        """
         for index in range(pages.count(None), length // self.page_size):
             self.free(pages[index])
             pages[index] = None

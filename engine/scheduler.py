@@ -194,7 +194,7 @@ class Scheduler:
     def free(self, request: Request) -> None:
         """Free the pages of a request, and reset its computed tokens and drafts."""
         for (pool, _), table in zip(self.kv_cache_groups, request.page_tables):
-            pool.free_after(table, 0)
+            pool.free_tail(table, 0)
         request.num_computed_tokens = 0
         request.page_hashes = []
         request.drafts = []
@@ -216,9 +216,9 @@ class Scheduler:
                 request.page_hashes = known[:]
                 computed = request.context_window[: request.num_computed_tokens]
                 pool.cache_pages(table, request.page_hashes, computed, request.cache_salt)
-            pool.free_after(table, request.length)  # rejected drafts may have allocated more
+            pool.free_tail(table, request.length)  # rejected drafts may have allocated more
             if sliding_window is not None:
-                pool.free_before(
+                pool.free_skipped(
                     table, first_visible_position(request.num_computed_tokens, sliding_window)
                 )
         self.shift_context(request)

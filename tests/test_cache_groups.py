@@ -105,7 +105,7 @@ def test_a_prefix_is_cached_if_both_groups_have_its_pages(tiny_gemma, compiled, 
     assert sliding_pool.allocate(
         taken, 4 * sliding_pool.num_pages
     )  # others take what the window needs
-    sliding_pool.free_after(taken, 0)
+    sliding_pool.free_tail(taken, 0)
     assert len(engine.scheduler.pool.find_cached(prompt, "")) == 25
     third = engine.add(prompt, params[0])
     finish(engine)
@@ -126,7 +126,7 @@ def test_a_prefix_is_found_without_its_first_pages(tiny_windows, compiled, backe
     assert pool.allocate(taken, 4 * (pool.num_pages - 12))  # the first ones were given back first
     assert pool.find_cached(prompt[:-1], "") == []
     assert [p is None for p in pool.find_cached(prompt[:-1], "", 9)] == [True] * 12 + [False] * 2
-    pool.free_after(taken, 0)
+    pool.free_tail(taken, 0)
     before = engine.num_computed_tokens
     second = engine.add(prompt, params[1])
     third = engine.add(prompt + first.output[:8], params[2])
@@ -157,12 +157,12 @@ def test_find_cached_with_a_sliding_window():
     assert pool.find_cached(tokens, "", 1) == [None] * 10  # each sees itself alone
     assert pool.find_cached(tokens[:20], "", 9) == [None] * 3 + pages[3:5]
     assert pool.find_cached(tokens, "other", 9) == []
-    pool.free_before(pages, 30)
+    pool.free_skipped(pages, 30)
     assert pages[:7] == [None] * 7 and None not in pages[7:]
-    pool.free_before(pages, 30)
+    pool.free_skipped(pages, 30)
     pool.cache_pages(pages, [], tokens, "")  # nothing of a page that is gone
     assert None not in pool.hash_to_page.values()
-    pool.free_after(pages, 0)
+    pool.free_tail(pages, 0)
     assert pages == [] and pool.num_free_pages == 20
 
 

@@ -26,7 +26,7 @@ def test_a_freed_page_is_taken_before_an_unused_one():
     pool = new_pool(9)
     first, second = [], []
     pool.allocate(first, 12)
-    pool.free_after(first, 4)
+    pool.free_tail(first, 4)
     assert pool.allocate(second, 12)
     assert sorted(second) == [1, 2, 3] and pool.first_unused == 4
 
@@ -43,7 +43,7 @@ def test_each_page_is_free_or_in_one_table(history):
         assert pool.allocate(table, length) == fits
         assert table[: len(before)] == before
         assert len(table) - len(before) == (max(missing, 0) if fits else 0)
-        pool.free_after(table, length)
+        pool.free_tail(table, length)
         assert table[: pool.page_count(length)] == table
         held = [page for table in tables for page in table]
         assert sorted([*held, *pool.free_pages]) == list(range(pool.first_unused))
