@@ -255,8 +255,8 @@ class Sequence:
 
 
 # Torch batches penalties and draws over sequences for which these fields are equal.
-PENALTY_FIELDS = operator.attrgetter("presence_penalty", "frequency_penalty", "repetition_penalty")
-SAMPLING_FIELDS = operator.attrgetter("temperature", "top_k", "top_p", "min_p")
+get_penalties = operator.attrgetter("presence_penalty", "frequency_penalty", "repetition_penalty")
+get_sampling_fields = operator.attrgetter("temperature", "top_k", "top_p", "min_p")
 NATIVE = "in C"  # C draws every sequence by its own parameters
 
 
@@ -308,7 +308,9 @@ def sample_batch(
     for row, sequence in enumerate(sequences):
         params = sequence.params
         seeded = params.temperature == 0 or params.seed is not None  # needs no generator
-        group = NATIVE if use_native and seeded else (SAMPLING_FIELDS(params), params.seed is None)
+        group = (
+            NATIVE if use_native and seeded else (get_sampling_fields(params), params.seed is None)
+        )
         groups.setdefault(group, []).append(row)
     chosen = [0] * len(sequences)
     for group, rows in groups.items():
@@ -434,7 +436,7 @@ def apply_all_penalties(logits: torch.Tensor, sequences: list[Sequence]) -> torc
     """
     groups = {}
     for row, sequence in enumerate(sequences):
-        groups.setdefault(PENALTY_FIELDS(sequence.params), []).append(row)
+        groups.setdefault(get_penalties(sequence.params), []).append(row)
     if len(groups) == 1:
         return apply_penalties(logits, sequences)
     result = torch.empty_like(logits)
