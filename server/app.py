@@ -250,10 +250,10 @@ async def handle_validation_error(request: Request, error: RequestValidationErro
     elif first["type"] == "field":  # whose message begins with the last part of the path
         message = ".".join([*fields, message])
         fields.append(first["ctx"]["field"])
-    elif fields:
-        message = f"{'.'.join(fields)}: {message}"
-    else:
+    elif not fields:
         message = "the body must be a JSON object, with Content-Type: application/json"
+    elif not message.startswith(f"{fields[-1]} "):  # `check_limits` names the field itself
+        message = f"{'.'.join(fields)}: {message}"
     response_error = APIError(400, message, fields[0] if fields else None)
     return JSONResponse(response_error.body, response_error.status)
 

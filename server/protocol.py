@@ -477,11 +477,8 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
     @field_validator(*SAMPLING_FIELDS)
     @classmethod
     def check_range(cls, value: Any, info: ValidationInfo) -> Any:
-        try:
-            if value is not None:
-                check_limits(LIMITS, **{info.field_name: value})
-        except UserError:  # its message begins with the field's name, which would be there twice
-            raise ValueError(f"must be {LIMITS[info.field_name][2]}") from None
+        if value is not None:
+            check_limits(LIMITS, **{info.field_name: value})
         return value
 
     @model_validator(mode="after")

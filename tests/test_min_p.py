@@ -218,7 +218,7 @@ def test_the_server(client, tiny_llama):
     for value in (None, 0, 1, 0.5):
         assert client.post("/v1/completions", {"max_tokens": 1, "min_p": value})[0] == 200
     for value in (-0.5, 1.5):
-        what = "min_p: must be a number in [0, 1]"
+        what = f"min_p {value}: must be a number in [0, 1]"
         found = client.post("/v1/completions", {"max_tokens": 1, "min_p": value})
         assert found == (400, refusal(what, "min_p"))
     messages = [{"role": "user", "content": "dog"}]

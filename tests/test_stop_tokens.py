@@ -370,7 +370,7 @@ LACKING = "stop_token_ids has the id 4096: must be an integer from 0 to 4095"
         ("stop_token_ids", [True], NO_IDS),
         ("stop_token_ids", [3] * 129, NO_IDS),
         ("stop_token_ids", [3, 4096], LACKING),
-        ("min_tokens", -1, "min_tokens: must be an integer >= 0"),
+        ("min_tokens", -1, "min_tokens -1: must be an integer >= 0"),
         ("min_tokens", 17, "min_tokens 17: must be at most max_tokens (16)"),
     ],
     ids=str,
