@@ -222,7 +222,7 @@ class ServedModel:
                 tools = callable_tools(body)
                 chat = chat.with_tools(body.tools, messages)
                 tool_format = detect_tool_format(chat, encoding, self.eos_token_ids)
-                tool_grammar = self.build_tool_grammar(body, tools, tool_format)
+                tool_grammar = self.request_tool_grammar(body, tools, tool_format)
         texts = [text for message in body.messages for text in message.text_fields]
         self.check_dropped("messages", encoding.dropped_bytes(*texts, plain=True))
         if body.tools:
@@ -241,7 +241,7 @@ class ServedModel:
                 raise
         return ChatPrompt(tokens, tool_grammar, None if body.tool_mode == "none" else tool_format)
 
-    def build_tool_grammar(
+    def request_tool_grammar(
         self, body: ChatRequest, tools: list[dict], tool_format: ToolFormat
     ) -> str | None:
         """Return the grammar of replies that may call these tools; None if they cannot.

@@ -226,30 +226,31 @@ def build_tool_grammar(
                 parts.append(f"<[{vocabulary.added_tokens[piece]}]>")
                 continue
             for part in re.findall("\0+|[^\0]+", piece):
-                id = f"/[a-zA-Z0-9]{{{len(part)}}}/"
-                parts.append(id if part[0] == "\0" else json.dumps(part, ensure_ascii=False))
+                call_id = f"/[a-zA-Z0-9]{{{len(part)}}}/"
+                parts.append(call_id if part[0] == "\0" else json.dumps(part, ensure_ascii=False))
         return " ".join(parts)
 
     schemas = {tool["function"]["name"]: arguments_schema(tool["function"]) for tool in tools}
     check_schemas({f"{name}.parameters": schema for name, schema in schemas.items()})
-    items, names = tool_format.separators
-    options = JSON_OPTIONS | {"item_separator": items, "key_separator": names}
-    called = []
+    item_separator, key_separator = tool_format.separators
+    options = JSON_OPTIONS | {"item_separator": item_separator, "key_separator": key_separator}
+    call_rules = []
     for name, schema in schemas.items():
-        schema = json.dumps(strip_ignored_keywords(schema) | {"x-guidance": options})
-        called.append(f"call{len(called)}: {lark(name + tool_format.middle)} %json {schema}")
-    more = (
+        source = json.dumps(strip_ignored_keywords(schema) | {"x-guidance": options})
+        rule = f"call{len(call_rules)}: {lark(name + tool_format.middle)} %json {source}"
+        call_rules.append(rule)
+    more_calls = (
         f" ({lark(tool_format.between)} call)*"
         if parallel_tool_calls and tool_format.between is not None
         else ""
     )
-    calls = f"call{more} {lark(tool_format.end)}"
+    calls = f"call{more_calls} {lark(tool_format.end)}"
     trigger = tool_format.trigger
     spelled = re.escape(trigger).replace("/", r"\/")
     others = ",".join(
-        str(id) for name, id in sorted(vocabulary.added_tokens.items()) if name != trigger
+        str(token) for name, token in sorted(vocabulary.added_tokens.items()) if name != trigger
     )
-    free = "TEXT?" + (f" (<[{others}]> TEXT?)*" if others else "")  # never two TEXTs in a row
+    content = "TEXT?" + (f" (<[{others}]> TEXT?)*" if others else "")  # no two adjacent TEXTs
     begin = tool_format.begin.lstrip()
     rest = f"{lark(begin.removeprefix(trigger))} {calls}"
     if trigger in vocabulary.added_tokens:
@@ -257,13 +258,13 @@ def build_tool_grammar(
     else:
         tail = f"(trigger {rest})?"
     starts = {
-        "none": free,
-        "auto": f"{free} {tail}",
+        "none": content,
+        "auto": f"{content} {tail}",
         "required": f"{lark(tool_format.begin)} {calls}",
     }
     rules = [f"start: {starts[tool_choice]}", rf"TEXT: /(?s:.+)/ & ~/(?s:.*){spelled}(?s:.*)/"]
-    choices = " | ".join(f"call{number}" for number in range(len(called)))
-    rules += [rf"trigger[lazy]: /(?s:.*){spelled}/", f"call: {choices}", *called]
+    choices = " | ".join(f"call{number}" for number in range(len(call_rules)))
+    rules += [rf"trigger[lazy]: /(?s:.*){spelled}/", f"call: {choices}", *call_rules]
     grammar = "\n".join(rules) + "\n"
     size = len(grammar.encode())
     if size > MAX_GRAMMAR:
