@@ -76,13 +76,14 @@ class KVCache:
         # Copy each list, because `truncate_to_prefix` changes it in place.
         self.tokens = [list(self.tokens[row]) for row in rows]
 
-    def truncate_to_prefix(self, windows: list[list[int]], keep: int = 1) -> list[int]:
-        """Drop the cached tokens of each sequence after its common prefix with window[:-keep].
+    def truncate_to_prefix(self, windows: list[list[int]], num_logits: int = 1) -> list[int]:
+        """Drop the cached tokens of each sequence after its common prefix with its window.
 
-        Returns the number of cached positions of each sequence.
+        The last num_logits positions of a window are dropped too, because a pass has to compute
+        their logits. Returns the number of cached positions of each sequence.
         """
         for cached, tokens in zip(self.tokens, windows, strict=True):
-            del cached[common_prefix_length(cached, tokens[:-keep]) :]
+            del cached[common_prefix_length(cached, tokens[:-num_logits]) :]
         return [len(cached) for cached in self.tokens]
 
     def spans(self, new: list[list[int]], rows: list[int] | None = None) -> list[Span]:

@@ -70,7 +70,8 @@ def chat_sampling_defaults(args, source: Source) -> dict[str, float]:
     """
     if not args.chat or args.generation_config == "none":
         return {}
-    from loading.defaults import apply_sampling_defaults, read_sampling_defaults  # few runs need it
+    # Imported here, because only runs with --chat need it.
+    from loading.defaults import apply_sampling_defaults, read_sampling_defaults
 
     return apply_sampling_defaults(read_sampling_defaults(source), args.explicit, args.temperature)
 
@@ -78,7 +79,7 @@ def chat_sampling_defaults(args, source: Source) -> dict[str, float]:
 def print_sampling_defaults(defaults: Mapping[str, float]) -> None:
     """Print the sampling parameters that a model sets on stderr. Call it once it is loaded."""
     if defaults:
-        from loading.defaults import describe_sampling_defaults
+        from loading.defaults import describe_sampling_defaults  # imported here, as above
 
         print(describe_sampling_defaults(defaults), file=sys.stderr, flush=True)
 

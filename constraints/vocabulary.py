@@ -58,6 +58,7 @@ class Vocabulary:
     @functools.cached_property
     def tokenizer(self):
         """Return this vocabulary as a tokenizer of llguidance."""
+        # Imported here, because it takes time and only constraints need it.
         from llguidance import LLTokenizer, TokenizerWrapper
 
         adapter = TokenizerAdapter(self, [piece or b"" for piece in self.pieces])

@@ -36,8 +36,10 @@ async def create_completion(body: CompletionRequest, served: ServedModel) -> Res
     matcher = await served.check_params(params[0], body.constraint_field)
     # In another thread, because a long prompt takes long to encode.
     encoded = await asyncio.to_thread(served.encode, body.prompts)
-    keep = body.truncate_prompt_tokens
-    prompts = [served.truncate_prompt(prompt, keep, max_new_tokens, "prompt") for prompt in encoded]
+    limit = body.truncate_prompt_tokens
+    prompts = [
+        served.truncate_prompt(prompt, limit, max_new_tokens, "prompt") for prompt in encoded
+    ]
     inputs = GenerateInput(
         [prompt for prompt in prompts for _ in params],
         params * len(prompts),

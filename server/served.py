@@ -181,24 +181,24 @@ class ServedModel:
             raise UserError(f"{field}: the vocabulary of the model lacks these bytes: {dropped}")
 
     def truncate_prompt(
-        self, prompt: list[int], keep: int | None, new_tokens: int, field: str
+        self, prompt: list[int], limit: int | None, new_tokens: int, field: str
     ) -> list[int]:
-        """Return the last `keep` tokens of a prompt, or all of it for None.
+        """Return the last `limit` tokens of a prompt, or all of it for None.
 
-        keep: -1 for as many as leave room for new_tokens, as in vLLM. If new_tokens fill the window
-        anyway, -1 keeps a full window; the context shifts during generation. field: the prompt's
-        field. Raises APIError if the result exceeds the window, where the engine would drop its
-        start.
+        limit: -1 for as many as leave room for new_tokens, as in vLLM. If new_tokens fill the
+        window anyway, -1 keeps a full window; the context shifts during generation. field: the
+        prompt's field. Raises APIError if the result exceeds the window, where the engine would
+        drop its start.
         """
         window = self.backend.config.block_size
-        if keep is not None and keep > window:
+        if limit is not None and limit > window:
             message = (
-                f"truncate_prompt_tokens {keep}: must be at most the context window ({window})"
+                f"truncate_prompt_tokens {limit}: must be at most the context window ({window})"
             )
             raise APIError(400, message, "truncate_prompt_tokens")
-        if keep == -1:
-            keep = window - new_tokens if new_tokens < window else window
-        truncated = prompt if keep is None else prompt[-keep:]
+        if limit == -1:
+            limit = window - new_tokens if new_tokens < window else window
+        truncated = prompt if limit is None else prompt[-limit:]
         if len(truncated) > window:
             message = f"the prompt has {len(truncated)} tokens; the context window has {window}"
             message += ": send fewer, or truncate_prompt_tokens to keep the last ones only"
