@@ -1,19 +1,18 @@
 // The engine at work: batch, queue and pages over time, from live or recorded frames.
 //
 //   const player = new Player(element, setup, onChange);
-//   player.add(frame);     // live: as they come; recorded: all of them, then player.seek(0)
-//   player.notice(why);    // say for some seconds why what is shown has changed
-//   player.close();        // before another one takes its place
+//   player.add(frame);     // live: each frame as it arrives; recorded: all frames, then player.seek(0)
+//   player.notice(why);    // show for some seconds why the view has changed
+//   player.close();        // before another player uses the element
 //
-// setup: max_num_seqs, num_pages, page_size, block_size, max_num_batched_tokens and gamma (0: no drafts) of the engine;
-// period: seconds from frame to frame, at least. onChange: a function that hears what is shown, "live",
-// "paused" or "replayed". A frame is what server/live.py makes: how the engine stands, and what it
-// did since the frame before. Each number shown is one of a frame, or a sum over frames.
+// setup: max_num_seqs, num_pages, page_size, block_size, max_num_batched_tokens and gamma (0: no drafts)
+// of the engine; period: minimum seconds between frames. onChange: called with the state of the view:
+// "live", "paused" or "replayed". A frame is made by server/live.py: the state of the engine, and its
+// work since the previous frame. Each number shown is in a frame, or is a sum over frames.
 //
-// A recording has a frame for each step, and in its setup: recorded: true, nothing follows; shows:
-// which of PARTS there are, the others are not spoken of; most_pages: that a request has; texts: the
-// tokens of each request, by its number.
-// The host's style sheet has the colours --ink, --soft, --paper, --panel, --line and --link.
+// A recording has one frame per step. Its setup also has: recorded: true; shows: the PARTS to show;
+// most_pages: the maximum number of pages of a request; texts: request number -> text of its tokens.
+// The host page's style sheet defines --ink, --soft, --paper, --panel, --line and --link.
 "use strict";
 
 const PLAYER_STYLE = `
@@ -113,17 +112,17 @@ const PLAYER_STYLE = `
 }
 `;
 
-const PARTS = ["pages", "preemption", "sharing", "drafts"]; // that setup.shows may have
+const PARTS = ["pages", "preemption", "sharing", "drafts"]; // allowed in setup.shows
 const HUES = [255, 145, 330, 75, 195, 295, 110, 20, 225, 50, 170, 350];
-const COLUMN = 6; // pixels of a frame in a strip, at least
-const WIDEST = 16; // where a whole recording fits
-const MAX_FRAMES = 1500; // frames, half a minute at least
-const SLOW_FRAME_MS = 100; // milliseconds for a frame, at least
-const NOTICE_MS = 6000; // milliseconds for which a notice stays
-const MIN_ROWS = 12; // requests in the list: the last ones stay in it when they are over
-const MAX_ROWS = 40;
-const STILL = matchMedia("(prefers-reduced-motion: reduce)");
-const DARK = matchMedia("(prefers-color-scheme: dark)");
+const MIN_COLUMN_WIDTH = 6; // minimum width of a frame in a strip, in pixels
+const MAX_COLUMN_WIDTH = 16; // used if a whole recording fits
+const MAX_FRAMES = 1500; // frames kept, at least half a minute
+const SLOW_FRAME_MS = 100; // minimum milliseconds per frame in slow motion
+const NOTICE_MS = 6000; // milliseconds for which a notice is shown
+const MIN_LISTED = 12; // requests in the list, which keeps the latest finished ones
+const MAX_LISTED = 40;
+const REDUCED_MOTION = matchMedia("(prefers-reduced-motion: reduce)");
+const DARK_SCHEME = matchMedia("(prefers-color-scheme: dark)");
 const number = new Intl.NumberFormat("en");
 
 function make(tag, parent, className = "", text = "") {
@@ -134,7 +133,7 @@ function make(tag, parent, className = "", text = "") {
   return element;
 }
 
-/** A canvas that fits its place, cleared, and its context in CSS pixels. */
+/** Fit a canvas to its box and clear it; return its context in CSS pixels, and its width. */
 function prepare(canvas, height) {
   const width = canvas.clientWidth;
   const ratio = devicePixelRatio || 1;
@@ -159,32 +158,32 @@ class Player {
     this.onChange = onChange;
     this.shows = new Set(setup.shows || PARTS);
     if (!setup.gamma) this.shows.delete("drafts");
-    this.column = COLUMN;
+    this.columnWidth = MIN_COLUMN_WIDTH;
     this.frames = [];
     this.index = -1;
     this.playing = !setup.recorded;
-    this.minFrameMs = 0; // milliseconds for which a frame is shown
-    this.lost = false; // whether the frame that was shown is no longer kept
-    this.noticed = ""; // why what is shown has changed
+    this.minFrameMs = 0; // minimum milliseconds per frame
+    this.frameDropped = false; // whether the shown frame has been dropped
+    this.noticeText = ""; // why the view has changed
     this.timer = null;
-    this.slots = new Map(); // request -> which colour
-    this.lit = null; // the request that is pointed at
-    this.page = null; // the page that is pointed at
+    this.slots = new Map(); // request number -> index of its colour
+    this.highlighted = null; // number of the request under the pointer
+    this.selectedPage = null; // page under the pointer
     this.build(element);
-    this.closing = new AbortController();
-    const { signal } = this.closing;
-    for (const query of [DARK, STILL]) query.addEventListener("change", () => this.draw(), { signal });
-    this.sizes = new ResizeObserver(() => this.draw());
-    this.sizes.observe(this.element);
+    this.abort = new AbortController();
+    const { signal } = this.abort;
+    for (const query of [DARK_SCHEME, REDUCED_MOTION]) query.addEventListener("change", () => this.draw(), { signal });
+    this.resizeObserver = new ResizeObserver(() => this.draw());
+    this.resizeObserver.observe(this.element);
     this.draw();
   }
 
-  /** Let go of what lies outside. */
+  /** Release timers, listeners and the observer. */
   close() {
     clearTimeout(this.timer);
-    clearTimeout(this.passing);
-    this.closing.abort();
-    this.sizes.disconnect();
+    clearTimeout(this.noticeTimer);
+    this.abort.abort();
+    this.resizeObserver.disconnect();
     this.onChange = () => {};
   }
 
@@ -198,7 +197,7 @@ class Player {
       `3.2rem 9.5rem 6.2rem ${shows.has("pages") ? `${table}px` : ""} minmax(8rem, 1fr)`,
     );
     root.addEventListener("keydown", (event) => this.onKey(event));
-    if (!this.setup.recorded) { // a recording does nothing by itself
+    if (!this.setup.recorded) { // a recording changes only when the reader acts
       this.reasonLine = make("p", root, "why");
       this.reasonLine.setAttribute("role", "status");
     }
@@ -229,51 +228,51 @@ class Player {
 
     const heads = make("div", root, "heads");
     const column = this.setup.period ? `a step or ${this.setup.period} s` : "a step";
-    this.columned = `what was computed; a column is ${column}`;
-    for (const text of ["request", "state", "prompt + new", "pages, in order", this.columned]) {
+    this.columnTitle = `what was computed; a column is ${column}`;
+    for (const text of ["request", "state", "prompt + new", "page table", this.columnTitle]) {
       const head = make("span", heads, "", text);
-      head.hidden = text.includes("pages") && !shows.has("pages");
-      this.head = head; // the last one
+      head.hidden = text === "page table" && !shows.has("pages");
+      this.lastHead = head; // the last one
     }
     this.list = make("ol", root, "requests");
     this.list.tabIndex = 0;
     const marks = shows.has("pages") ? "one and its pages" : "one";
     this.list.setAttribute("aria-label", `requests; arrow keys up and down mark ${marks}`);
-    this.more = make("p", root, "note");
+    this.listNote = make("p", root, "note");
     this.items = new Map();
     this.list.addEventListener("keydown", (event) => {
       const move = { ArrowDown: 1, ArrowUp: -1 }[event.key];
       if (!move) return;
       const ids = [...this.items.keys()];
-      const at = ids.indexOf(this.lit);
-      this.light(ids[Math.min(Math.max(at + move, 0), ids.length - 1)] ?? null);
+      const at = ids.indexOf(this.highlighted);
+      this.highlight(ids[Math.min(Math.max(at + move, 0), ids.length - 1)] ?? null);
       event.preventDefault();
     });
     this.list.addEventListener("pointerover", (event) => {
       const item = event.target.closest("li");
-      this.light(item ? item.request : null);
+      this.highlight(item ? item.request : null);
     });
-    this.onLeave(this.list, () => this.light(null));
+    this.onLeave(this.list, () => this.highlight(null));
 
     this.title = make("h3", root);
     this.pool = make("canvas", root, "pool");
     this.title.hidden = this.pool.hidden = !shows.has("pages");
     this.pool.tabIndex = 0;
     this.pool.setAttribute("role", "img");
-    this.pool.addEventListener("pointermove", (event) => this.point(this.hit(event)));
-    this.pool.addEventListener("pointerdown", (event) => this.point(this.hit(event)));
-    this.onLeave(this.pool, () => this.point(null));
+    this.pool.addEventListener("pointermove", (event) => this.selectPage(this.pageAt(event)));
+    this.pool.addEventListener("pointerdown", (event) => this.selectPage(this.pageAt(event)));
+    this.onLeave(this.pool, () => this.selectPage(null));
     this.pool.addEventListener("keydown", (event) => {
-      const move = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.across, ArrowDown: this.across };
+      const move = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.poolColumns, ArrowDown: this.poolColumns };
       if (!move[event.key]) return;
-      const page = this.page === null ? 0 : this.page + move[event.key];
-      if (page >= 0 && page < this.setup.num_pages) this.point(page);
+      const page = this.selectedPage === null ? 0 : this.selectedPage + move[event.key];
+      if (page >= 0 && page < this.setup.num_pages) this.selectPage(page);
       event.preventDefault();
     });
     this.description = make("p", root, "note");
     this.description.setAttribute("aria-live", "polite");
     this.legend = make("p", root, "legend");
-    this.samples = {};
+    this.legendSamples = {};
     for (const [kind, text, part] of [
       ["own", "of one request", "pages"],
       ["shared", "shared by several requests, in their colours", "sharing"],
@@ -281,19 +280,19 @@ class Player {
       ["free", "free", "pages"],
       ["prompt", shows.has("preemption") ? "computed: prompt, or recomputed" : "computed: prompt"],
       ["token", "computed: a new token"],
-      ["refused", "computed for rejected drafts", "drafts"],
+      ["rejected", "computed for rejected drafts", "drafts"],
       ["preempted", "preempted: its pages are freed", "preemption"],
     ]) {
       if (part && !shows.has(part)) continue;
       const sample = make("span", this.legend);
-      this.samples[kind] = make("canvas", sample);
+      this.legendSamples[kind] = make("canvas", sample);
       make("span", sample, "", text);
     }
 
     const controls = make("div", root, "controls");
-    if (this.setup.recorded) { // what happens is below the hand that moves it
-      this.storyLine = make("p", root, "happened");
-      root.prepend(controls, this.storyLine);
+    if (this.setup.recorded) { // the description of a step is below the controls that change it
+      this.stepLine = make("p", root, "happened");
+      root.prepend(controls, this.stepLine);
     }
     const button = (text, label, act) => {
       const made = make("button", controls, "", text);
@@ -302,10 +301,10 @@ class Player {
       made.addEventListener("click", act);
       return made;
     };
-    this.back = button("\u2039", "one frame back", () => this.step(-1));
-    this.toggle = button("Pause", "play or pause", () => this.play(!this.playing));
-    this.toggle.removeAttribute("aria-label");
-    this.forth = button("\u203a", "one frame on", () => this.step(1));
+    this.backButton = button("\u2039", "one frame back", () => this.step(-1));
+    this.playButton = button("Pause", "play or pause", () => this.play(!this.playing));
+    this.playButton.removeAttribute("aria-label");
+    this.forwardButton = button("\u203a", "one frame on", () => this.step(1));
     this.range = make("input", controls);
     this.range.type = "range";
     this.range.min = 0;
@@ -314,25 +313,25 @@ class Player {
       this.play(false);
       this.seek(Number(this.range.value));
     });
-    this.clock = make("output", controls);
-    this.again = button("Again, slowly", "", () => {
-      this.index = this.begin(this.frames.length - 1);
-      this.slowly();
+    this.stepOutput = make("output", controls);
+    this.replayButton = button("Again, slowly", "", () => {
+      this.index = this.activityStart(this.frames.length - 1);
+      this.playSlowly();
     });
-    this.now = button("Now", "", () => this.follow());
-    for (const made of [this.again, this.now]) {
+    this.liveButton = button("Now", "", () => this.goLive());
+    for (const made of [this.replayButton, this.liveButton]) {
       made.hidden = Boolean(this.setup.recorded);
       made.removeAttribute("aria-label");
     }
   }
 
-  /** Pages of one request, at most. */
+  /** The maximum number of pages of a request. */
   get mostPages() {
     const { block_size, page_size, most_pages } = this.setup;
     return most_pages || Math.ceil(block_size / page_size);
   }
 
-  /** What to do when a pointer that hovers leaves, or the focus; a tap stays until the next one. */
+  /** Call act() when a hovering pointer or the focus leaves. A tap stays until the next tap. */
   onLeave(element, act) {
     element.addEventListener("blur", act);
     element.addEventListener("pointerleave", (event) => {
@@ -340,24 +339,24 @@ class Player {
     });
   }
 
-  /** Left and right are one frame back and on, but where they move something else. */
+  /** Move one frame with the left and right keys, unless the focused element uses them. */
   onKey(event) {
     if (!event.key.startsWith("Arrow")) return;
-    event.stopPropagation(); // a page around it may use these keys
+    event.stopPropagation(); // the host page may use these keys
     const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (!by || event.defaultPrevented || event.target === this.range) return;
     this.step(by);
     event.preventDefault();
   }
 
-  /** One more frame; it is shown at once if the last one was and the view is not paused. */
+  /** Add a frame. Show it immediately if the view is live. */
   add(frame) {
     const requests = new Map();
     const states = ["running", "waiting", "over"];
     for (const state of states) {
       for (const request of frame[state]) requests.set(request.number, { pages: [], ...request, state });
     }
-    const owners = new Map(); // page -> requests that have it
+    const owners = new Map(); // page -> numbers of the requests that hold it
     for (const request of frame.running) {
       for (const page of request.pages) {
         if (page !== null) owners.set(page, [...(owners.get(page) || []), request.number]);
@@ -380,7 +379,7 @@ class Player {
     this.frames.push({ ...frame, requests, owners, tokens });
     if (this.frames.length > MAX_FRAMES && !this.setup.recorded) {
       for (const { number: id } of this.frames.shift().over) this.slots.delete(id);
-      this.lost ||= this.index === 0;
+      this.frameDropped ||= this.index === 0;
       this.index = Math.max(this.index - 1, 0);
     }
     if (this.index < 0 || (this.playing && !this.timer && !this.minFrameMs)) {
@@ -391,7 +390,7 @@ class Player {
   }
 
   seek(index) {
-    if (!this.playing) this.lost = false;
+    if (!this.playing) this.frameDropped = false;
     this.index = Math.min(Math.max(index, 0), this.frames.length - 1);
     this.draw();
   }
@@ -406,54 +405,54 @@ class Player {
     this.timer = null;
     this.playing = on;
     this.minFrameMs = minFrameMs;
-    this.lost = false;
+    this.frameDropped = false;
     if (on && this.setup.recorded && this.index === this.frames.length - 1) this.index = 0;
     if (on) this.tick();
     this.draw();
   }
 
-  /** Show the last frame, and those to come. why: what to say if others were shown. */
-  follow(why = "") {
+  /** Show the latest frame and the following ones. why: the notice if the view was not live. */
+  goLive(why = "") {
     if (!this.playing || this.index < this.frames.length - 1) this.notice(why);
     this.index = this.frames.length - 1;
     this.play(true);
   }
 
-  /** Show what follows, and what is to come, so slowly that it can be seen. */
-  slowly() {
+  /** Play the remaining and the following frames in slow motion. */
+  playSlowly() {
     this.play(true, SLOW_FRAME_MS);
   }
 
-  /** Say for some seconds why what is shown has changed. */
+  /** Show for some seconds why the view has changed. */
   notice(why) {
-    clearTimeout(this.passing);
-    this.noticed = why;
-    this.passing = setTimeout(() => {
-      this.noticed = "";
+    clearTimeout(this.noticeTimer);
+    this.noticeText = why;
+    this.noticeTimer = setTimeout(() => {
+      this.noticeText = "";
       this.draw();
     }, NOTICE_MS);
     this.draw();
   }
 
-  /** Why this is not the present, or is not shown as it comes; "" where it is. */
+  /** Return why the view is not live or not at the original speed; "" if it is. */
   reason() {
     const last = this.frames.length - 1;
     const behind = this.index < last;
-    const present = "\u201cNow\u201d shows the present.";
+    const present = "\u201cNow\u201d returns to the live view.";
     if (!this.playing) {
       const kept = number.format(MAX_FRAMES);
-      return this.lost ? `Only the last ${kept} frames are kept: the one that was shown is gone.` : "";
+      return this.frameDropped ? `Only the last ${kept} frames are kept; the paused one was dropped.` : "";
     }
     if (this.minFrameMs && (behind || (last >= 0 && !this.isIdle(last)))) {
-      const left = this.lost ? ", and so far behind that frames are skipped" : "";
+      const left = this.frameDropped ? ", and so far behind that frames are skipped" : "";
       return `Slowed down to ${1000 / this.minFrameMs} frames a second${left}. ${present}`;
     }
     if (behind) return `Replay at the original speed, without idle times. ${present}`;
-    if (this.noticed) return this.noticed;
-    return STILL.matches ? "Drawn twice a second, because this device prefers reduced motion." : "";
+    if (this.noticeText) return this.noticeText;
+    return REDUCED_MOTION.matches ? "Drawn twice a second, because this device prefers reduced motion." : "";
   }
 
-  /** Show the frames after this one at the pace at which they came. */
+  /** Play the following frames at their original speed. */
   tick() {
     this.timer = null;
     const [frame, next] = this.frames.slice(this.index, this.index + 2);
@@ -470,61 +469,61 @@ class Player {
     }, wait);
   }
 
-  /** Where what the engine did last before this frame began. */
-  begin(index) {
+  /** Return the first frame of the latest busy period before or at this frame. */
+  activityStart(index) {
     let first = index;
     while (first > 0 && this.isIdle(first - 1)) first -= 1;
     while (first > 0 && !this.isIdle(first - 1)) first -= 1;
     return first;
   }
 
-  /** Whether the engine has nothing to do. */
+  /** Return whether the engine has no request. */
   isIdle(index) {
     const { running, waiting } = this.frames[index];
     return !running.length && !waiting.length;
   }
 
-  light(request) {
-    if (this.lit === request) return;
-    this.lit = request;
+  highlight(request) {
+    if (this.highlighted === request) return;
+    this.highlighted = request;
     this.draw();
   }
 
-  point(page) {
-    if (this.page === page) return;
-    this.page = page;
+  selectPage(page) {
+    if (this.selectedPage === page) return;
+    this.selectedPage = page;
     this.draw();
   }
 
-  /** Which page is at this place of the pool. */
-  hit(event) {
-    const column = Math.floor(event.offsetX / this.cell);
-    const page = Math.floor(event.offsetY / this.cell) * this.across + column;
-    return column < this.across && page < this.setup.num_pages ? page : null;
+  /** Return the page at a pointer position in the pool, or null. */
+  pageAt(event) {
+    const column = Math.floor(event.offsetX / this.poolCell);
+    const page = Math.floor(event.offsetY / this.poolCell) * this.poolColumns + column;
+    return column < this.poolColumns && page < this.setup.num_pages ? page : null;
   }
 
   colour(request) {
     const slot = this.slots.get(request) ?? request;
     const ring = Math.floor(slot / HUES.length) % 3;
-    const light = (DARK.matches ? [0.72, 0.58, 0.84] : [0.6, 0.45, 0.74])[ring];
+    const light = (DARK_SCHEME.matches ? [0.72, 0.58, 0.84] : [0.6, 0.45, 0.74])[ring];
     return `oklch(${light} 0.13 ${HUES[slot % HUES.length]})`;
   }
 
-  /** Draw soon, once: with reduced motion half a second later. */
+  /** Schedule one redraw: in the next frame, or with reduced motion half a second later. */
   draw() {
-    if (this.waits) return;
-    this.waits = true;
+    if (this.drawPending) return;
+    this.drawPending = true;
     const now = () => requestAnimationFrame(() => {
-      this.waits = false;
+      this.drawPending = false;
       this.show();
     });
-    if (STILL.matches && this.playing) setTimeout(now, 500);
+    if (REDUCED_MOTION.matches && this.playing) setTimeout(now, 500);
     else now();
   }
 
   show() {
     const style = getComputedStyle(this.element);
-    this.ink = Object.fromEntries(
+    this.colours = Object.fromEntries(
       ["ink", "soft", "paper", "panel", "line", "alarm"]
         .map((name) => [name, style.getPropertyValue(`--${name}`).trim()]),
     );
@@ -534,7 +533,7 @@ class Player {
     if (frame) {
       this.showFigures(frame);
       this.showRequests(frame);
-      if (this.setup.recorded) this.storyLine.textContent = this.story(frame);
+      if (this.setup.recorded) this.stepLine.textContent = this.describeStep(frame);
     }
     if (this.reasonLine) this.reasonLine.textContent = this.reason();
     const shown = frame || { owners: new Map(), cached: [], requests: new Map() };
@@ -542,19 +541,19 @@ class Player {
     this.description.textContent = this.describeTarget(shown);
   }
 
-  /** What a step of a recording did, in words. */
-  story(frame) {
+  /** Describe a step of a recording in words. */
+  describeStep(frame) {
     const earlier = this.frames[this.index - 1];
     const parts = [];
-    const tell = (ids, one, many = one) => {
+    const addPart = (ids, one, many = one) => {
       if (ids.length) parts.push(`${ids.join(", ")} ${ids.length > 1 ? many : one}`);
     };
     const requests = [...frame.requests.values()];
-    const ids = (holds) => requests.filter(holds).map((request) => request.number).sort((a, b) => a - b);
-    const worked = ({ work }) => work[0] > 0;
-    const begins = (request) => worked(request) && (earlier?.requests.get(request.number)?.state ?? "waiting") === "waiting";
-    tell(frame.preempted, "is preempted", "are preempted");
-    tell(ids(begins), "starts", "start");
+    const ids = (condition) => requests.filter(condition).map((request) => request.number).sort((a, b) => a - b);
+    const isScheduled = ({ work }) => work[0] > 0;
+    const starts = (request) => isScheduled(request) && (earlier?.requests.get(request.number)?.state ?? "waiting") === "waiting";
+    addPart(frame.preempted, "is preempted", "are preempted");
+    addPart(ids(starts), "starts", "start");
     const found = frame.shared - (earlier?.shared ?? 0);
     if (found && this.shows.has("sharing")) parts.push(`${found} cached positions are reused`);
     for (const request of requests.filter((request) => request.work[0] - request.work[1] > 1)) {
@@ -563,10 +562,10 @@ class Player {
     for (const request of requests.filter((request) => request.work[1])) {
       parts.push(`${request.number} accepts ${request.work[2]} of ${request.work[1]} drafts`);
     }
-    tell(ids((request) => request.work[3]), "emits tokens", "emit tokens");
-    tell(ids((request) => request.state === "over"), "finishes", "finish");
-    const waits = (request) => request.state === "waiting" && !frame.preempted.includes(request.number);
-    tell(ids(waits), "waits", "wait");
+    addPart(ids((request) => request.work[3]), "emits tokens", "emit tokens");
+    addPart(ids((request) => request.state === "over"), "finishes", "finish");
+    const isWaiting = (request) => request.state === "waiting" && !frame.preempted.includes(request.number);
+    addPart(ids(isWaiting), "waits", "wait");
     return `Step ${number.format(frame.steps)}: ${parts.join("; ")}.`;
   }
 
@@ -589,7 +588,7 @@ class Player {
     set("drafts accepted", number.format(frame.accepted), `of ${number.format(frame.drafted)}`);
   }
 
-  /** New tokens a second over the last second of frames. */
+  /** Return new tokens per second over the last second of frames. */
   rate() {
     const last = this.frames[this.index];
     if (this.isIdle(this.index)) return "0";
@@ -604,19 +603,19 @@ class Player {
   }
 
   showRequests(frame) {
-    const room = this.strip || 400;
+    const room = this.stripWidth || 400;
     const { recorded } = this.setup;
-    const widest = recorded ? Math.floor(room / this.frames.length) : COLUMN;
-    this.column = Math.max(Math.min(widest, WIDEST), COLUMN);
-    const count = Math.max(Math.floor(room / this.column), 8);
+    const widest = recorded ? Math.floor(room / this.frames.length) : MIN_COLUMN_WIDTH;
+    this.columnWidth = Math.max(Math.min(widest, MAX_COLUMN_WIDTH), MIN_COLUMN_WIDTH);
+    const count = Math.max(Math.floor(room / this.columnWidth), 8);
     const from = Math.max(this.index - count + 1, 0);
     const columns = this.frames.slice(from, this.index + 1);
-    this.head.textContent = this.columned + (from ? `; the last ${count}` : "");
-    const latest = new Map(); // what was last seen of each request
+    this.lastHead.textContent = this.columnTitle + (from ? `; the last ${count}` : "");
+    const latest = new Map(); // the latest state of each request
     for (const column of columns) {
       for (const [id, request] of column.requests) latest.set(id, request);
     }
-    for (let index = from - 1; index >= 0 && latest.size < MIN_ROWS; index--) {
+    for (let index = from - 1; index >= 0 && latest.size < MIN_LISTED; index--) {
       const { over, requests } = this.frames[index];
       for (const { number: id } of over) latest.set(id, requests.get(id));
     }
@@ -624,9 +623,9 @@ class Player {
     const all = [...latest.keys()].sort(
       (a, b) => order[latest.get(a).state] - order[latest.get(b).state] || a - b,
     );
-    const ids = all.slice(0, MAX_ROWS).sort((a, b) => a - b);
-    this.more.textContent = this.hiddenNote(frame, all.length - ids.length, latest, from);
-    if (!ids.length) this.more.textContent = "No requests.";
+    const ids = all.slice(0, MAX_LISTED).sort((a, b) => a - b);
+    this.listNote.textContent = this.hiddenNote(frame, all.length - ids.length, latest, from);
+    if (!ids.length) this.listNote.textContent = "No requests.";
     for (const [id, item] of this.items) {
       if (ids.includes(id)) continue;
       item.remove();
@@ -640,11 +639,11 @@ class Player {
     this.items = new Map(ids.map((id) => [id, this.items.get(id)]));
   }
 
-  /** Which requests the list lacks. hidden: how many of those that a frame tells of. */
+  /** Say which requests are not listed. hidden: number of requests in frames that are not listed. */
   hiddenNote(frame, hidden, latest, from) {
     const unseen = this.setup.recorded ? 0 : frame.queued - frame.waiting.length;
     const left = number.format(hidden + unseen);
-    if (hidden + unseen) return `and ${left} more: the list shows ${MAX_ROWS}, running requests first`;
+    if (hidden + unseen) return `and ${left} more: the list shows ${MAX_LISTED}, running requests first`;
     const gone = ({ over }) => over.some((request) => !latest.has(request.number));
     return this.frames.slice(0, from).some(gone) ? "Requests that finished earlier are not listed." : "";
   }
@@ -668,7 +667,7 @@ class Player {
   showRequest(item, request, frame, columns) {
     const id = request.number;
     const uncomputed = request.tokens - request.start - request.computed;
-    const owns = this.page !== null && (frame.owners.get(this.page) || []).includes(id);
+    const owns = this.selectedPage !== null && (frame.owners.get(this.selectedPage) || []).includes(id);
     let state = request.state === "over" ? `finished: ${request.reason}` : request.state;
     const again = request.state === "waiting" && request.preempted;
     if (again) state = "preempted, waiting";
@@ -679,7 +678,7 @@ class Player {
     item.state.classList.toggle("alarm", again || request.reason === "error");
     item.classList.toggle("over", request.state === "over");
     item.classList.toggle("past", !columns.some(({ requests }) => requests.has(id)));
-    item.classList.toggle("lit", id === this.lit || owns);
+    item.classList.toggle("lit", id === this.highlighted || owns);
     item.chip.style.background = this.colour(id);
     item.counts.textContent = `${number.format(request.prompt)} + ${number.format(request.tokens - request.prompt)}`;
     if (this.shows.has("pages")) this.showTable(item.table, request, frame);
@@ -687,8 +686,8 @@ class Player {
   }
 
   /**
-   * The pages of a request in the order of its text, each as full as what is computed in it. The
-   * place of one that went back, null, stays empty.
+   * Draw the page table of a request, each page filled by its computed positions. Entries of freed
+   * pages, null, stay empty.
    */
   showTable(canvas, request, frame) {
     const [context, width] = prepare(canvas, 14);
@@ -706,76 +705,76 @@ class Player {
       context.globalAlpha = 1;
       context.fillRect(left, top, side * share, side);
       if (frame.owners.get(page)?.length > 1 && side > 4) {
-        context.fillStyle = this.ink.paper;
+        context.fillStyle = this.colours.paper;
         context.beginPath();
         context.arc(left + side / 2, top + side / 2, side / 5, 0, 7);
         context.fill();
       }
-      if (page === this.page) this.mark(context, left, top, side);
+      if (page === this.selectedPage) this.outline(context, left, top, side);
     });
   }
 
-  /** What each frame computed for a request: the higher, the more positions, by their logarithm. */
+  /** Draw the positions that each frame computed for a request, on a logarithmic scale. */
   showStrip(canvas, id, columns) {
     const height = 22;
     const [context, width] = prepare(canvas, height);
-    if (width && width !== this.strip) {
-      this.strip = width;
-      this.draw(); // with columns that fit
+    if (width && width !== this.stripWidth) {
+      this.stripWidth = width;
+      this.draw(); // with columns that fit the new width
     }
     columns.forEach((frame, index) => {
-      const left = index * this.column;
+      const left = index * this.columnWidth;
       const before = columns[index - 1];
       if (before && !before.running.length && !before.waiting.length) {
-        context.fillStyle = this.ink.line; // nothing happened for a while
+        context.fillStyle = this.colours.line; // the engine was idle before
         context.fillRect(left, 0, 1, height);
       }
       const request = frame.requests.get(id);
       if (!request) return;
       this.bar(context, left, request, height);
       const old = before?.requests.get(id);
-      if (old && request.start !== old.start) { // its context was shifted
-        context.fillStyle = this.ink.ink;
+      if (old && request.start !== old.start) { // a context shift
+        context.fillStyle = this.colours.ink;
         context.fillRect(left - 1, 0, 1, height);
       }
-      if (frame.preempted.includes(id)) this.cross(context, left + this.column / 2 - 3, height / 2);
+      if (frame.preempted.includes(id)) this.cross(context, left + this.columnWidth / 2 - 3, height / 2);
       if (request.state === "over") {
-        context.fillStyle = request.reason === "error" ? this.ink.alarm : this.ink.ink;
-        context.fillRect(left + this.column - 2, 2, 2, height - 2);
+        context.fillStyle = request.reason === "error" ? this.colours.alarm : this.colours.ink;
+        context.fillRect(left + this.columnWidth - 2, 2, 2, height - 2);
       }
     });
   }
 
-  bar(context, left, request, height, wide = this.column) {
+  bar(context, left, request, height, wide = this.columnWidth) {
     const [positions, drafts, accepted, tokens] = request.work;
     if (!positions) {
-      context.fillStyle = this.ink.soft;
+      context.fillStyle = this.colours.soft;
       if (request.state === "waiting") context.fillRect(left, height - 3, wide - 2, 1);
       return;
     }
     const more = Math.log2(positions) / Math.log2(Math.max(this.setup.max_num_batched_tokens, 2));
     const full = 5 + (height - 6) * Math.min(more, 1);
-    const refused = (full * (drafts - accepted)) / positions;
-    // A step that gives tokens has one position for the first, and one for each accepted draft.
-    const anew = (full * Math.max(positions - drafts - (tokens - accepted), 0)) / positions;
+    const rejected = (full * (drafts - accepted)) / positions;
+    // A step that yields tokens has one position for the first and one per accepted draft.
+    const prefill = (full * Math.max(positions - drafts - (tokens - accepted), 0)) / positions;
     context.fillStyle = this.colour(request.number);
-    context.fillRect(left, height - full + refused, wide - 1, full - refused);
-    if (refused) {
-      context.fillStyle = this.ink.soft;
+    context.fillRect(left, height - full + rejected, wide - 1, full - rejected);
+    if (rejected) {
+      context.fillStyle = this.colours.soft;
       context.fillRect(left, height - full, wide - 1, 1);
-      context.fillRect(left, height - full, 1, refused);
-      context.fillRect(left + wide - 2, height - full, 1, refused);
+      context.fillRect(left, height - full, 1, rejected);
+      context.fillRect(left + wide - 2, height - full, 1, rejected);
     }
-    if (anew) {
+    if (prefill) {
       context.globalAlpha = 0.62;
-      context.fillStyle = this.ink.paper;
-      context.fillRect(left, height - full + refused, wide - 1, anew);
+      context.fillStyle = this.colours.paper;
+      context.fillRect(left, height - full + rejected, wide - 1, prefill);
       context.globalAlpha = 1;
     }
   }
 
   cross(context, left, middle) {
-    context.strokeStyle = this.ink.alarm;
+    context.strokeStyle = this.colours.alarm;
     context.lineWidth = 2;
     context.beginPath();
     context.moveTo(left - 2, middle - 4);
@@ -785,30 +784,30 @@ class Player {
     context.stroke();
   }
 
-  mark(context, left, top, side) {
-    context.strokeStyle = this.ink.ink;
+  outline(context, left, top, side) {
+    context.strokeStyle = this.colours.ink;
     context.lineWidth = 1.5;
     context.strokeRect(left - 1, top - 1, side + 2, side + 2);
   }
 
-  /** Each page of the cache as a square, in the colours of its owners. */
+  /** Draw each page of the cache as a square, in the colours of its requests. */
   showPool(frame) {
     const pages = this.setup.num_pages;
     const width = this.pool.clientWidth;
     let cell = 24;
     while (cell > 4 && Math.ceil(pages / Math.floor((width - 2) / cell)) * cell > 150) cell -= 1;
-    this.cell = cell;
-    this.across = Math.max(Math.floor((width - 2) / cell), 1);
-    const [context] = prepare(this.pool, Math.ceil(pages / this.across) * cell + 2);
+    this.poolCell = cell;
+    this.poolColumns = Math.max(Math.floor((width - 2) / cell), 1);
+    const [context] = prepare(this.pool, Math.ceil(pages / this.poolColumns) * cell + 2);
     const side = cell > 6 ? cell - 3 : cell - 1;
     const cached = new Set(this.shows.has("sharing") ? frame.cached : []);
     for (let page = 0; page < pages; page++) {
-      const left = (page % this.across) * cell + 1;
-      const top = Math.floor(page / this.across) * cell + 1;
+      const left = (page % this.poolColumns) * cell + 1;
+      const top = Math.floor(page / this.poolColumns) * cell + 1;
       const ids = frame.owners.get(page) || [];
-      const dim = this.lit !== null && !ids.includes(this.lit);
+      const dim = this.highlighted !== null && !ids.includes(this.highlighted);
       this.square(context, left, top, side, ids, cached.has(page), dim);
-      if (page === this.page) this.mark(context, left, top, side);
+      if (page === this.selectedPage) this.outline(context, left, top, side);
     }
     const size = this.setup.page_size;
     this.title.textContent = `KV cache: ${number.format(pages)} pages of ${size} positions`;
@@ -823,11 +822,11 @@ class Player {
   square(context, left, top, side, ids, cached, dim) {
     context.globalAlpha = dim ? 0.22 : 1;
     if (!ids.length) {
-      context.strokeStyle = this.ink.line;
+      context.strokeStyle = this.colours.line;
       context.lineWidth = 1;
       context.strokeRect(left + 0.5, top + 0.5, side - 1, side - 1);
       if (cached) {
-        context.fillStyle = this.ink.soft;
+        context.fillStyle = this.colours.soft;
         context.globalAlpha *= 0.4;
         context.fillRect(left, top, side, side);
       }
@@ -839,7 +838,7 @@ class Player {
       context.fillRect(left + index * part, top, part, side);
     });
     if (ids.length > 1) {
-      context.fillStyle = this.ink.paper;
+      context.fillStyle = this.colours.paper;
       context.beginPath();
       context.arc(left + side / 2, top + side / 2, side / 5, 0, 7);
       context.fill();
@@ -847,15 +846,15 @@ class Player {
     context.globalAlpha = 1;
   }
 
-  /** What the page or request under the pointer is; without one, how to ask. */
+  /** Describe the page or request under the pointer; without one, return a hint. */
   describeTarget(frame) {
-    if (this.page !== null) return this.describePage(this.page, frame);
-    const request = frame.requests.get(this.lit);
+    if (this.selectedPage !== null) return this.describePage(this.selectedPage, frame);
+    const request = frame.requests.get(this.highlighted);
     const text = request && this.textOf(request.number, 0, request.tokens);
     return text ? `Request ${request.number}: ${text}` : this.hint();
   }
 
-  /** Part of the text of a request, if it is known. */
+  /** Return a part of the text of a request, or "" if it is unknown. */
   textOf(id, from, to) {
     const tokens = this.setup.texts?.[id];
     return tokens ? `\u201c${tokens.slice(from, to).join("")}\u201d` : "";
@@ -893,14 +892,14 @@ class Player {
   }
 
   showLegend() {
-    const works = { prompt: [64, 0, 0, 0], token: [2, 0, 0, 2], refused: [4, 3, 0, 1] };
-    for (const [kind, canvas] of Object.entries(this.samples)) {
+    const works = { prompt: [64, 0, 0, 0], token: [2, 0, 0, 2], rejected: [4, 3, 0, 1] };
+    for (const [kind, canvas] of Object.entries(this.legendSamples)) {
       const [context] = prepare(canvas, 18);
       const ids = { own: [0], shared: [0, 1] }[kind] || [];
       if (kind === "preempted") this.cross(context, 10, 9);
       else if (works[kind]) {
         for (const left of [3, 9, 15]) {
-          this.bar(context, left, { number: 0, work: works[kind] }, 18, COLUMN);
+          this.bar(context, left, { number: 0, work: works[kind] }, 18, MIN_COLUMN_WIDTH);
         }
       } else this.square(context, 4, 1, 16, ids, kind === "cached", false);
     }
@@ -911,14 +910,14 @@ class Player {
     this.range.max = Math.max(last, 0);
     this.range.value = Math.max(this.index, 0);
     this.range.disabled = last < 1;
-    this.back.disabled = this.index <= 0;
-    this.forth.disabled = this.index >= last;
-    this.toggle.textContent = this.playing ? "Pause" : "Play";
-    this.now.disabled = this.playing && this.index === last;
-    this.again.disabled = last < 1;
+    this.backButton.disabled = this.index <= 0;
+    this.forwardButton.disabled = this.index >= last;
+    this.playButton.textContent = this.playing ? "Pause" : "Play";
+    this.liveButton.disabled = this.playing && this.index === last;
+    this.replayButton.disabled = last < 1;
     const behind = frame ? this.frames[last].time - frame.time : 0;
     const late = behind && !this.setup.recorded ? `, ${behind.toFixed(1)} s ago` : "";
-    this.clock.textContent = frame ? `step ${number.format(frame.steps)}${late}` : "";
+    this.stepOutput.textContent = frame ? `step ${number.format(frame.steps)}${late}` : "";
     if (this.playing) this.onChange(this.index < last ? "replayed" : "live");
     else this.onChange("paused");
   }

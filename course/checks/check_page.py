@@ -80,7 +80,7 @@ LEFT_OUT = """async () => {
   const none = { running: [], waiting: [], over: [], preempted: [], cached: [], queued: 0 };
   const frame = { ...player.frames.at(-1), ...none };
   const said = [];
-  const more = async () => (await drawn(), said.push(other.more.textContent));
+  const more = async () => (await drawn(), said.push(other.listNote.textContent));
   other.add({ ...frame, time: 0, running: rows(1, 32), waiting: rows(33, 40), queued: 100 });
   await more();
   for (const first of [200, 220]) other.add({ ...frame, over: rows(first, 20) });
@@ -161,7 +161,7 @@ class Check(View):
     def quiet(self) -> None:
         """Wait until no request is active and the page shows the last frame."""
         self.page.wait_for_function(QUIET)
-        self.page.evaluate("player.follow()")
+        self.page.evaluate("player.goLive()")
         self.page.evaluate(DRAWN)
 
     def why(self) -> str:
@@ -308,7 +308,7 @@ def left_out(check: Check) -> None:
     said = check.page.evaluate(LEFT_OUT)
     known = ["and 92 more: the list shows 40, running requests first"]
     known.append("Requests that finished earlier are not listed.")
-    known.append("Only the last 1,500 frames are kept: the one that was shown is gone.")
+    known.append("Only the last 1,500 frames are kept; the paused one was dropped.")
     check.must(said == known, f"the view says {said}")
 
 
@@ -323,7 +323,7 @@ def chat(check: Check) -> None:
         page.locator("input[name=temperature]").fill(str(temperature))
         field.fill("rocket, moon")
         field.press("Enter")
-        check.must(page.evaluate("go.disabled || !active.size"), "two turns at a time")
+        check.must(page.evaluate("submitButton.disabled || !active.size"), "two replies at a time")
         check.quiet()
         found = page.evaluate("messages.length")
         check.must(found == messages, f"{found} messages of the chat, not {messages}")
