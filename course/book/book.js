@@ -1,5 +1,5 @@
-// Copy buttons, the arrow keys, a fade where code goes on, and the search. Without this file only
-// these are missing.
+// Copy buttons, arrow keys, fades of cut-off code, and the search. Everything else works without
+// JavaScript.
 "use strict";
 
 for (const code of document.querySelectorAll("[data-copy]")) {
@@ -12,7 +12,7 @@ for (const code of document.querySelectorAll("[data-copy]")) {
       await navigator.clipboard.writeText(code.textContent);
       button.textContent = "Copied";
     } catch {
-      // A browser that lets no file write: Ctrl-C copies it now.
+      // Some browsers block the clipboard for local files. Select the code for Ctrl-C.
       getSelection().selectAllChildren(code);
       button.textContent = "Selected";
     }
@@ -30,11 +30,11 @@ addEventListener("keydown", (event) => {
   }
   const rel = { ArrowLeft: "prev", ArrowRight: "next" }[event.key];
   const link = rel && document.querySelector(`a[rel=${rel}]`);
-  const scrolls = event.target.matches("pre, div, h4"); // sideways, by these keys
+  const scrolls = event.target.matches("pre, div, h4"); // these keys scroll it sideways
   if (link && !scrolls) location.href = link.href;
 });
 
-// What is wider than its place can be moved by the arrow keys, and fades where it goes on.
+// Let arrow keys scroll a block that is wider than its box, and fade its cut-off edge.
 function fade(block) {
   const hidden = block.scrollWidth - block.clientWidth;
   if (hidden > 1 && block.matches("pre, .wide, .panel")) block.tabIndex = 0;
@@ -43,7 +43,7 @@ function fade(block) {
 
 const sizes = new ResizeObserver((entries) => entries.forEach(({ target }) => fade(target)));
 for (const block of document.querySelectorAll("pre, .wide, .panel, .scroll, .where")) {
-  sizes.observe(block); // also when what it lies in is unfolded
+  sizes.observe(block); // also fires when a fold around it opens
   block.addEventListener("scroll", () => fade(block), { passive: true });
 }
 
@@ -53,9 +53,8 @@ if (here) {
   side.scrollTop = here.offsetTop - side.clientHeight / 2;
 }
 
-// The search. A word of the query counts where a word begins with it; one with hyphens, or of one
-// or two letters at its end, such as top-p, only where it stands whole. Hyphens, underscores and
-// spaces are the same.
+// The search. A query word matches words that begin with it. A query word whose last part has one
+// or two letters, such as top-p, matches whole words only. Hyphens, underscores and spaces are equal.
 
 const ALIASES = {
   "key value": "kv",
@@ -75,7 +74,7 @@ function plain(text) {
   return text.toLowerCase().replace(/[-_"'`\u201c\u201d]/g, " ");
 }
 
-// The words of a query, each as it stands in `plain` texts.
+// Return the words of a query, normalised like `plain` texts.
 function termsOf(query) {
   let asked = query.toLowerCase().trim();
   for (const [name, other] of Object.entries(ALIASES)) {
@@ -105,13 +104,13 @@ function found(index, terms) {
 function show(terms, query) {
   const line = document.querySelector("#count");
   if (!terms.length) {
-    line.textContent = "Write a word above: a term, a function, an option.";
+    line.textContent = "Enter a term, a function or an option above.";
     return;
   }
   const { best, some } = found(window.SEARCH_INDEX, terms);
   const pages = `${best.length} ${best.length === 1 ? "page" : "pages"}`;
   line.textContent = some
-    ? `No page has all of ${query}; ${pages} with some of it`
+    ? `No page has all words of ${query}; ${pages} with some of them`
     : `${pages}: ${query}`;
   for (const { entry, at } of best) {
     const item = document.createElement("li");
@@ -136,7 +135,7 @@ function score(entry, terms) {
     if (hit.at < 0) hit.at = text.search(beginning(term));
   }
   const name = plain(entry.page);
-  // Most where the name says little else.
+  // The most for a page name that contains little else.
   if (beginning(phrase).test(name)) hit.score += 2000 / name.length;
   if (terms.length > 1) {
     hit.score += 300 * Math.min(count(title, phrase), 1);
@@ -145,7 +144,7 @@ function score(entry, terms) {
   return hit;
 }
 
-// The line with a hit, and those after it, with a dot between them, up to 220 letters.
+// Return the line with a hit and the following ones, joined by dots, up to 220 letters.
 function around(text, at) {
   const start = text.lastIndexOf("\n", Math.max(at, 0) - 1) + 1;
   const first = at - start > 80 ? text.indexOf(" ", at - 60) + 1 : start;

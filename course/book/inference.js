@@ -1,15 +1,15 @@
-// What this repository teaches, in plain JavaScript, around the passes of native/gpt.c, which are
-// WebAssembly here. Each part names the lesson that it comes from. It runs in a worker of its own,
-// so that the page stays quick, and writes what `python infer.py --dtype int8 --seed ...` writes.
+// Inference in plain JavaScript, around the forward pass of native/gpt.c as WebAssembly. Each part
+// names the lesson that it comes from. It runs in a worker, so that the page stays responsive, and
+// generates the same text as `python infer.py --dtype int8 --seed ...`.
 //
-// Logits are the same to the last bit. Probabilities are rounded to 53 bits here and to 24 there: a
-// draw may differ where two tokens arrive, or a mass meets top-p, within one part in ten million.
+// Logits are equal to the last bit. Probabilities are rounded to 53 bits here and to 24 bits in
+// Python. So a draw may differ if two scores, or a mass and top-p, are within 1e-7 of each other.
 "use strict";
 
-// 00-init: text to ids and back, as tokenizer.py. A string of bytes has characters up to U+00FF.
+// 00-init: the tokenizer, as in text/tokenizer.py. A byte string has characters up to U+00FF.
 class Tokenizer {
   constructor({ tokens, special, pattern }) {
-    this.tokens = tokens; // the bytes of each
+    this.tokens = tokens; // the bytes of each token
     this.ranks = new Map(tokens.map((characters, id) => [characters, id]));
     for (const name of Object.keys(special)) this.ranks.delete(name);
     this.special = special;
@@ -24,7 +24,7 @@ class Tokenizer {
     });
   }
 
-  // Byte-pair encoding: join the neighbours that make the token of the lowest id, until none do.
+  // Byte-pair encoding: merge the adjacent pair that forms the token with the lowest id.
   merge(word) {
     const parts = [...new TextEncoder().encode(word)].map((byte) => String.fromCharCode(byte));
     for (;;) {
@@ -36,12 +36,12 @@ class Tokenizer {
     }
   }
 
-  // Bytes of a character that is not whole yet wait in the decoder.
+  // The decoder buffers the bytes of an incomplete character.
   text(token, decoder) {
     return decoder.decode(bytes(this.tokens[token]), { stream: true });
   }
 
-  // A token that stands alone; bytes of a part of a character as \xc3.
+  // Return the text of a single token, with the bytes of a partial character as \xc3.
   tokenText(token) {
     const part = (byte) => (byte < 128 ? String.fromCharCode(byte) : `\\x${byte.toString(16)}`);
     try {
@@ -60,7 +60,7 @@ function bytes(characters) {
   return found;
 }
 
-// A model in memory of its own: the weights, then a cache of keys and values for one window.
+// A model with its own memory: weights, then the KV cache of one context window.
 class Model {
   constructor(code, weights) {
     this.config = weights;
@@ -68,7 +68,7 @@ class Model {
     this.exports = exports;
     const image = bytes(atob(weights.image));
     const { n_layer, n_kv_head, block_size, head_dim, vocab_size } = weights;
-    const base = this.allocate(image.length); // where course/web_model.py has it, too
+    const base = this.allocate(image.length); // the same address as in course/web_model.py
     new Uint8Array(exports.memory.buffer).set(image, base);
     this.cache = this.allocate(4 * n_layer * 2 * n_kv_head * block_size * head_dim);
     const floats = exports.work_floats(weights.model, BigInt(block_size), 1);
@@ -76,19 +76,19 @@ class Model {
     this.kept = this.allocate(4 * MAX_ROWS * vocab_size);
     this.lists = this.allocate(8 * 4 * block_size);
     this.pass = this.allocate(104);
-    this.page = this.allocate(8); // the cache is a single page, number 0
-    this.layers = this.allocate(8 * 2 * n_layer); // all of group 0, and their indices
+    this.page = this.allocate(8); // page table: the cache is a single page, number 0
+    this.layers = this.allocate(8 * 2 * n_layer); // KV cache group 0 for all layers, and their indices in it
     const places = new BigInt64Array(exports.memory.buffer, this.layers + 8 * n_layer, n_layer);
     places.forEach((_, i) => (places[i] = BigInt(i)));
-    this.cachedTokens = []; // the tokens whose keys and values are in the cache
+    this.cachedTokens = []; // tokens with cached keys and values
   }
 
   allocate(bytes) {
     return this.exports.memory.grow(Math.ceil(bytes / 65536)) * 65536;
   }
 
-  // 13-kv-cache-dynamic: the logits at the last `keep` positions of a window; what it shares with
-  // the cache is not computed again. Returns them and how many positions were there already.
+  // 13-kv-cache-dynamic: return the logits of the last `keep` positions of a window, and the number
+  // of cached positions. Positions of the common prefix with the cache are not computed again.
   logits(window, keep) {
     let numCached = 0;
     while (numCached < window.length - keep && this.cachedTokens[numCached] === window[numCached]) numCached++;
@@ -98,8 +98,8 @@ class Model {
     for (let t = 0; t < T; t++) {
       numbers[t] = BigInt(window[numCached + t]); // tokens
       numbers[T + t] = BigInt(numCached + t); // positions
-      numbers[2 * T + t] = 0n; // where the pages of each begin
-      numbers[3 * T + t] = BigInt(T - keep + t); // whose logits are wanted
+      numbers[2 * T + t] = 0n; // start of each token's page table
+      numbers[3 * T + t] = BigInt(T - keep + t); // positions that need logits
     }
     const [tokens, positions, starts, indices] = addresses;
     const view = new DataView(this.exports.memory.buffer, this.pass); // the struct Pass of gpt.c
@@ -121,15 +121,15 @@ class Model {
   }
 }
 
-const MAX_ROWS = 17; // 16 drafts and the token after them
+const MAX_ROWS = 17; // 16 drafts and the next token
 
-// 15-kv-cache-fix: where the window on a text begins. It moves by a stride, when it must.
+// 15-kv-cache-fix: return the start of the context window, which shifts by whole strides.
 function windowStart(length, blockSize, stride = Math.max(1, Math.floor(blockSize / 2))) {
   return Math.max(0, Math.ceil((length - blockSize) / stride)) * stride;
 }
 
-// 09-presence-penalty, 10-frequency-penalty, 11-repetition-penalty: new logits, lower for tokens
-// of the text. Each result is rounded to float32, as torch's are.
+// 09-presence-penalty, 10-frequency-penalty, 11-repetition-penalty: return penalised logits. Each
+// result is rounded to float32, as in torch.
 function applyPenalties(logits, params, text, promptLength) {
   const round = Math.fround;
   const [presence, frequency, repetition] = [
@@ -167,11 +167,11 @@ function maxOf(numbers) {
 // 05-temperature: below 1 it sharpens the softmax, above 1 it flattens it.
 function applyTemperature(logits, temperature) {
   const largest = maxOf(logits);
-  const round = Math.fround; // as torch does
+  const round = Math.fround; // rounds to float32, as torch does
   return logits.map((logit) => round(logit - largest) / round(temperature));
 }
 
-// 06-top-k: all but the k largest are out; ties with the k-th stay.
+// 06-top-k: keep the k largest logits, and ties with the k-th.
 function topK(logits, k) {
   if (k === 0 || k >= logits.length) return logits;
   const kth = logits.slice().sort()[logits.length - k];
@@ -186,17 +186,17 @@ function topP(logits, p) {
   let count = 0;
   for (let mass = 0; mass < p && count < sorted.length; count++) mass += probs[count];
   const least = sorted[count - 1];
-  // Of equal ones the lower ids stay.
+  // Among ties, lower ids are kept.
   let equal = count - sorted.indexOf(least);
   return logits.map((logit) =>
     logit > least || (logit === least && equal-- > 0) ? logit : -Infinity,
   );
 }
 
-// What a token is drawn from: probabilities, 0 where a filter cut.
+// Return the sampling distribution, 0 for tokens that a filter removes.
 function samplingProbs(logits, { temperature, top_k, top_p }) {
   if (temperature === 0) {
-    // 01-greedy-decoding: all on the most likely token
+    // 01-greedy-decoding: probability 1 for the most likely token
     const probs = new Float64Array(logits.length);
     probs[logits.indexOf(maxOf(logits))] = 1;
     return probs;
@@ -204,8 +204,9 @@ function samplingProbs(logits, { temperature, top_k, top_p }) {
   return softmax(topP(topK(applyTemperature(logits, temperature), top_k), top_p));
 }
 
-// 04-multinomial, by the numbers of 37-request-seeds: a token's score is its probability over
-// an exponential random number, a function of seed, position and id alone. The highest one wins.
+// 04-multinomial, with the random numbers of 37-request-seeds: a token's score is its probability
+// divided by an exponential random number, which depends only on seed, position and id. The highest
+// score wins.
 function draw(probs, seed, position) {
   const state = splitmix64(BigInt(seed), BigInt(position));
   let winner = -1;
@@ -218,12 +219,12 @@ function draw(probs, seed, position) {
   return winner;
 }
 
-// The exponential random number of a token.
+// Return the exponential random number of a token.
 function noise(state, id) {
   return -Math.log((Number(splitmix64(state, BigInt(id)) >> 12n) + 0.5) * 2 ** -52);
 }
 
-// Number `index` of the generator SplitMix64 in this state: 64 random bits.
+// Return output `index` of the generator SplitMix64 in this state: 64 random bits.
 function splitmix64(state, index) {
   const wrap = (number) => BigInt.asUintN(64, number);
   let bits = wrap(state + (index + 1n) * 0x9e3779b97f4a7c15n);
@@ -232,13 +233,13 @@ function splitmix64(state, index) {
   return bits ^ (bits >> 31n);
 }
 
-// The next token of a text, and what it was drawn from.
+// Sample the next token of a sequence; return it and its distribution.
 function sample(logits, params, text, promptLength) {
   const probs = samplingProbs(applyPenalties(logits, params, text, promptLength), params);
   return { token: draw(probs, params.seed, text.length), probs };
 }
 
-// 19-prompt-lookup: what followed the newest earlier occurrence of the last three tokens, or two.
+// 19-prompt-lookup: propose what followed the latest earlier occurrence of the last 3 tokens, or 2.
 function promptLookup(text, count) {
   for (const size of [3, 2]) {
     const newest = text.slice(-size).join();
@@ -249,8 +250,8 @@ function promptLookup(text, count) {
   return [];
 }
 
-// 18-speculative-decoding, in the form of 48-batched-speculation: a small model writes on, with the
-// random numbers that the target will use at the same places. q: what each draft was drawn from.
+// 18-speculative-decoding, as in 48-batched-speculation: a draft model samples with the random
+// numbers that the target will use at the same positions. q: probability of each draft.
 function propose(models, params, text, promptLength, count) {
   if (params.draft === "lookup") return promptLookup(text, count).map((token) => ({ token, q: 1 }));
   const model = models[params.draft];
@@ -275,13 +276,12 @@ const DEFAULTS = {
   repetition_penalty: 1,
   seed: 0,
   draft: "", // "": none; "lookup"; or the name of a model
-  gamma: 3, // drafts for a pass, at most 16
+  gamma: 3, // drafts per pass, at most 16
   logprobs: 5, // alternatives listed for each token
-  begin: [], // ids that the text begins with after its prompt
+  begin: [], // ids that follow the prompt and count as output
 };
 
-// 01-greedy-decoding: a text grows by what each pass of the target gives. Yields the events that
-// model.js describes.
+// 01-greedy-decoding: append the tokens of each target pass. Yields the events of model.js.
 function* generate(models, prompt, given) {
   const params = { ...DEFAULTS, ...given };
   const { target, tokenizer } = models;
@@ -305,13 +305,13 @@ function* generate(models, prompt, given) {
   params.begin.forEach(add);
   while (!over) {
     const start = windowStart(text.length, blockSize);
-    // No pass crosses a context shift: all of its positions see one window.
+    // No pass crosses a context shift, because all its positions share one window.
     const maxDrafts = Math.min(start + blockSize - text.length, end - text.length - 1, params.gamma);
     const drafts = propose(models, params, text, promptLength, maxDrafts);
     const window = [...text.slice(start), ...drafts.map((each) => each.token)];
     const { rows, numCached } = target.logits(window, drafts.length + 1);
     const tokens = [];
-    // The target chooses after each draft that is what it chose itself.
+    // Continue after a draft only if the target sampled the same token.
     for (const [i, logits] of rows.entries()) {
       const { token, probs } = sample(logits, params, text, promptLength);
       if (drafts[i]) drafts[i].p = probs[drafts[i].token];
@@ -326,8 +326,8 @@ function* generate(models, prompt, given) {
   yield { rest: decoder.decode(), over };
 }
 
-// 52-logprobs: how probable a token was, by the model itself, and the most likely ones there. p: in
-// what it was drawn from.
+// 52-logprobs: return the log-probabilities of a token and of the most likely ones. p: probability
+// in the sampling distribution.
 function report(logits, probs, token, count, tokenizer) {
   const modelProbs = softmax(logits);
   const one = (id) => ({ token: id, logprob: Math.log(modelProbs[id]), p: probs[id] });
@@ -335,7 +335,7 @@ function report(logits, probs, token, count, tokenizer) {
   return { ...one(token), top };
 }
 
-// The ids of the largest numbers, the largest first, and of equal ones the lower id.
+// Return the ids of the largest numbers, largest first, ties by lower id.
 function topIds(numbers, count) {
   const ids = [];
   numbers.forEach((number, id) => {
@@ -347,8 +347,8 @@ function topIds(numbers, count) {
   return ids;
 }
 
-// The worker's end of model.js: {write}, {open} or neither, each with an id that its answers carry.
-// Anything but {open} ends what is being written.
+// The worker side of model.js. Messages are {write}, {open} or neither, with an id that the answers
+// repeat. Each message except {open} ends the current run.
 function serve() {
   const models = {};
   const { port1, port2 } = new MessageChannel();
@@ -357,7 +357,7 @@ function serve() {
   const nextTask = () =>
     new Promise((done) => {
       port1.addEventListener("message", done, { once: true });
-      port2.postMessage(null); // sooner than setTimeout, which waits for 4 ms
+      port2.postMessage(null); // faster than setTimeout, which waits for 4 ms
     });
   onmessage = async ({ data: { id, write, open } }) => {
     try {
@@ -375,7 +375,7 @@ function serve() {
   };
 }
 
-// Returns how long the model takes for a token.
+// Load a model; return the seconds of a decode step.
 function openModel(models, code, name, weights) {
   const model = new Model(new WebAssembly.Module(bytes(atob(code))), weights);
   models[name] = model;
