@@ -1,8 +1,8 @@
 """Unpacking of the block-quantised types of GGUF files.
 
-Each unpacker takes the bytes of n blocks, (n, bytes per block), and returns integers q, (n, parts,
-values per part), and the scale and minimum of each part, both float32 (n, parts). They stand for
-scale q + minimum. The minima are None in types without them. The formats: ggml-common.h and
+Each unpacker takes the bytes of n blocks, (n, bytes per block). It returns integers q, (n, parts,
+values per part), and the scale and minimum of each part, both float32 (n, parts). Values are
+scale * q + minimum. The minima are None in types without them. The formats: ggml-common.h and
 ggml-quants.c in github.com/ggml-org/ggml.
 """
 

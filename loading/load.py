@@ -362,8 +362,8 @@ def load_model(
     adapter: the directory of a LoRA adapter in peft's format, merged into the weights before they
     are quantised; None: no adapter.
     name: as in `resolve_source`: a directory in Hugging Face's format, a GGUF file, a name in
-    PACKAGES, a model of the hub (`gpt2`, its sizes, or `org/name`), or `random:` and a name in
-    PRESETS, for that configuration with random weights. Raises UserError, with the reason in one
+    PACKAGES, or a model of the hub (`gpt2`, its sizes, or `org/name`). `random:` and a name in
+    PRESETS mean that configuration with random weights. Raises UserError, with the reason in one
     line, for any other name, for a model that cannot be read, and if memory runs out.
     """
     source = resolve_source(name)

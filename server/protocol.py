@@ -537,7 +537,7 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
     def max_tokens_limit(self, logprobs: int | None) -> int:
         """Return the largest max_tokens that keeps the response within MAX_RESPONSE_BYTES."""
         entries = 0 if logprobs is None else 1 + logprobs
-        if self.show_allowed is not None:  # with those of the next position
+        if self.show_allowed is not None:  # and of the next position
             entries += (1 + self.show_allowed) * (2 if self.stream else 1)
         return MAX_RESPONSE_BYTES // (self.num_choices * (TOKEN_BYTES + entries * LOGPROB_BYTES))
 

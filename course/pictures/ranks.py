@@ -175,7 +175,7 @@ def draw_half(record: Record, caption: str, unit: int, *more: scene.Panel) -> sc
 
 
 def same(off: float) -> str:
-    return "bit for bit those of one process" if off == 0 else f"within {off:.6f} of one process's"
+    return "bit-identical to one process" if off == 0 else f"within {off:.6f} of one process"
 
 
 def bytes_of(record: Record, parallel_mode: str = "gather") -> int:
