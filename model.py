@@ -129,6 +129,7 @@ class Model(nn.Module):
 
     runner = TorchRunner()  # the backend: passes with a KV cache, and sampling
     adapters: Adapters | None = None  # LoRA adapters that requests may select
+    local_n_kv_head: int | None = None  # this rank's key-value heads, with tensor parallelism
     ROLES: dict[str, tuple[str, str]]
     BASE_MODEL_PREFIX = ""
     TRANSPOSED: tuple[str, ...] = ()
@@ -174,10 +175,10 @@ class Model(nn.Module):
                 setattr(head, name, tensor)
         return self
 
-    @functools.cached_property
+    @property
     def n_kv_head(self) -> int:
         """Return the number of key-value heads in this process."""
-        return self.config.n_kv_head
+        return self.local_n_kv_head or self.config.n_kv_head
 
     @property
     def dtype(self) -> torch.dtype:

@@ -19,6 +19,6 @@ def use_native(model: torch.nn.Module) -> None:
     if model.runner.tp_group:
         library = load()
         replace_with_native_linear(model, library)
-        model.runner.runner = NativeSampler(library)
+        model.runner = model.runner.with_local_runner(NativeSampler(library))
     else:
         model.runner = NativeRunner(model)

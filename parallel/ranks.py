@@ -148,12 +148,16 @@ class TensorParallelGroup:
 class TensorParallelRunner:
     """A runner that computes each pass on all ranks, driven by rank 0.
 
-    runner: computes this rank's part.
+    local_runner: computes this rank's part.
     """
 
-    def __init__(self, tp_group: TensorParallelGroup, runner):
+    def __init__(self, tp_group: TensorParallelGroup, local_runner):
         self.tp_group = tp_group
-        self.runner = runner
+        self.local_runner = local_runner
+
+    def with_local_runner(self, local_runner) -> "TensorParallelRunner":
+        """Return a runner on the same ranks whose parts another backend computes."""
+        return TensorParallelRunner(self.tp_group, local_runner)
 
     def logits(self, model, cache, spans: list, keep: list[int]) -> torch.Tensor:
         self.tp_group.broadcast((spans, keep))
@@ -163,7 +167,7 @@ class TensorParallelRunner:
         """Compute this rank's part of a pass. Workers ignore the result."""
         # The engine could go on after a failed allocation, but the other ranks are inside the pass.
         with self.tp_group.fatal_out_of_memory():
-            return self.runner.logits(model, cache, spans, keep)
+            return self.local_runner.logits(model, cache, spans, keep)
 
     @torch.inference_mode()
     def run_worker_loop(self, model, cache) -> None:
@@ -172,7 +176,7 @@ class TensorParallelRunner:
             self.compute(model, cache, *command)
 
     def sample_batch(self, *arguments) -> list[int]:
-        return self.runner.sample_batch(*arguments)
+        return self.local_runner.sample_batch(*arguments)
 
 
 def pad_to_widest(x: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:

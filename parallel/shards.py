@@ -164,7 +164,7 @@ def shard_model(model: Model, plan: ShardPlan) -> None:
         setattr(model.get_submodule(layer), attribute, nn.Parameter(local))
     model.tie_weights()
     model.runner = TensorParallelRunner(plan.tp_group, model.runner)
-    model.n_kv_head = len(plan.kv_heads)
+    model.local_n_kv_head = len(plan.kv_heads)
 
 
 def overlapping_rows(rows: list[range], block: slice) -> list[tuple[slice, slice]]:

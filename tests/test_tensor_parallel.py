@@ -76,7 +76,7 @@ def test_a_rank_has_its_shards_and_draws_in_c(compiled):
         with TensorParallelGroup() as tp_group:
             model = parallel_model(LLAMA, tp_group)
             assert "0 collectives a step, 0 bytes" in tp_group.statistics(0)
-            draws = model.runner.runner.draw(torch.arange(9.0)[None], [SamplingParams()], [0])
+            draws = model.runner.local_runner.draw(torch.arange(9.0)[None], [SamplingParams()], [0])
             mlp = load_shard(LLAMA, tp_group=tp_group).layers[0].mlp
             return draws, [len(mlp.gate_proj.weight), len(mlp.down_proj.layer.weight)]
 
