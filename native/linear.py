@@ -88,33 +88,34 @@ class NativeLinear(nn.Module):
         self, layer: nn.Linear | nn.Embedding | Int8Linear | BlockLinear, library: ctypes.CDLL
     ):
         super().__init__()
-        block_format = getattr(layer, "block_format", None)
         self.out_features, self.in_features = layer.weight.shape
-        if block_format:
+        if isinstance(layer, BlockLinear):
             self.in_features = layer.in_features
         check_layer(layer, self.out_features, self.in_features)
         names = "panel_width", "int8_group", "activation_zero_point"
-        panel_width, group_size, zero_point = (
+        panel_width, int8_group, zero_point = (
             ctypes.c_int.in_dll(library, name).value for name in names
         )
         weight = layer.weight.detach()
-        scale = getattr(layer, "scale", None)
-        minimum = getattr(layer, "minimum", None)
-        compensation = None
-        if block_format:
-            group_size = 4
-            self.quant_type = Q8 if block_format.bits == 8 else Q4
-            self.scale_type = QUANT_TYPES[block_format.dtype]
-            scale = pack_scales(scale, panel_width)
-            minimum = minimum if minimum is None else pack_scales(minimum, panel_width)
-        else:
-            self.quant_type = QUANT_TYPES[weight.dtype]
-            if scale is None:
-                group_size = 1
-            else:
+        scale = minimum = compensation = None
+        match layer:
+            case BlockLinear(block_format=block_format):
+                group_size = 4
+                self.quant_type = Q8 if block_format.bits == 8 else Q4
+                self.scale_type = QUANT_TYPES[block_format.dtype]
+                scale = pack_scales(layer.scale, panel_width)
+                if block_format.has_minimum:
+                    minimum = pack_scales(layer.minimum, panel_width)
+            case Int8Linear():
+                group_size = int8_group
+                self.quant_type = QUANT_TYPES[torch.int8]
+                scale = layer.scale
                 # In chunks of rows, because torch converts all values to int32 before it sums.
                 sums = [rows.sum(dim=1, dtype=torch.int32) for rows in weight.split(1024)]
                 compensation = -zero_point * torch.cat(sums)
+            case _:
+                group_size = 1
+                self.quant_type = QUANT_TYPES[weight.dtype]
         self.library = library
         panels, tail_panel = pack(weight, panel_width, group_size)
         buffers = {"weight": panels, "tail_panel": tail_panel, "scale": scale, "minimum": minimum}
@@ -219,19 +220,24 @@ def replace_with_native_linear(model: nn.Module, library: ctypes.CDLL) -> None:
 
 def check_layer(layer: nn.Module, out: int, size: int) -> None:
     """Raise ValueError if C cannot read a layer with `out` outputs and `size` inputs."""
-    if block_format := getattr(layer, "block_format", None):
-        count = -(-size // BLOCK_SIZE)
-        width = count * BLOCK_SIZE * block_format.bits // 8
-        address(layer.weight, torch.int8 if block_format.bits == 8 else torch.uint8, out, width)
-        address(layer.scale, block_format.dtype, out, count)
-        address(layer.minimum, block_format.dtype, out, count)
-        address(layer.bias, torch.float32, out)
-        return
-    scale = getattr(layer, "scale", None)
-    dtype = layer.weight.dtype if layer.weight.dtype in FLOAT_DTYPES else torch.float32
-    address(layer.weight, dtype if scale is None else torch.int8, out, size)
-    address(scale, torch.float32, out)
-    address(getattr(layer, "bias", None), dtype, out)
+    match layer:
+        case BlockLinear(block_format=block_format):
+            count = -(-size // BLOCK_SIZE)
+            width = count * BLOCK_SIZE * block_format.bits // 8
+            address(layer.weight, torch.int8 if block_format.bits == 8 else torch.uint8, out, width)
+            address(layer.scale, block_format.dtype, out, count)
+            address(layer.minimum, block_format.dtype, out, count)
+            address(layer.bias, torch.float32, out)
+        case Int8Linear():
+            address(layer.weight, torch.int8, out, size)
+            address(layer.scale, torch.float32, out)
+            address(layer.bias, torch.float32, out)
+        case nn.Linear() | nn.Embedding():
+            float_address(layer.weight, out, size)
+            dtype = layer.weight.dtype
+            address(getattr(layer, "bias", None), dtype, out)
+        case _:
+            raise ValueError(f"native code computes no layer of type {type(layer).__name__}")
 
 
 def float_address(tensor: torch.Tensor | None, *shape: int) -> int | None:

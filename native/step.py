@@ -1,6 +1,7 @@
 """Runners that compute the whole forward pass of GPT-2, Llama and related models in C."""
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 
@@ -28,6 +29,18 @@ PassStruct = struct(
     lora_ids=ctypes.POINTER(INT),
 )
 CACHE_DTYPES = {torch.float32: 0, torch.float16: 1, torch.int8: 3}  # of the KV cache, as in gpt.c
+
+
+class FlatBatch(NamedTuple):
+    """The spans of a batch, concatenated."""
+
+    pages: list[int]
+    sliding_pages: list[int]
+    tokens: list[int]
+    positions: list[int]
+    table_starts: list[int]  # for each token, the index where its span's page table begins
+    logits_indices: list[int]  # the tokens whose logits are wanted
+    adapters: list[str | None]  # of each token
 
 
 class NativeSampler(TorchRunner):
@@ -105,76 +118,80 @@ class NativeRunner(NativeSampler):
         ValueError, before anything changes, for tokens, positions or pages out of range and for
         storages that C cannot read.
         """
+        batch = flatten_spans(spans, keep, storages[0].shape[4], len(storages) > 1)
+        return self.run_pass(self.pass_struct(storages, batch))
+
+    def pass_struct(self, storages: list[torch.Tensor], batch: FlatBatch) -> PassStruct:
+        """Check a batch and its storages, and return their C struct."""
         config = self.config
-        page_size = storages[0].shape[4]
         separate = len(storages) > 1
-        group_ids = self.group_ids[separate][: self.model.n_layer]
-        dtype = storages[0].dtype if storages[0].dtype in CACHE_DTYPES else torch.float32
-        width = stored_head_dim(config.head_dim, dtype)
-        caches = []
-        for group_id, storage in enumerate(storages):
-            shape = group_ids.count(group_id), 2, storage.shape[2], config.n_kv_head, page_size
-            caches.append(address(storage, dtype, *shape, width))
-        tokens = []
-        positions = []
-        pages = []  # page tables of all spans, concatenated
-        sliding_pages = []
-        table_starts = []  # for each token, the index where its span's page table begins
-        logits_indices = []
-        lora_ids = []  # the adapter of each token, -1 for none
-        for (span_pages, start, new, span_sliding_pages, adapter), count in zip(
-            spans, keep, strict=True
-        ):
-            span_positions = range(start, start + len(new))
-            capacity = (
-                min(len(span_pages), len(span_sliding_pages)) if separate else len(span_pages)
-            )
-            if (
-                start < 0
-                or span_positions.stop > capacity * page_size
-                or not 0 <= count <= len(new)
-            ):
-                asked = f"start {start}, number of tokens {len(new)}, keep {count}"
-                raise ValueError(f"{asked}: must be within {capacity * page_size} positions")
-            table_starts += [len(pages)] * len(new)
-            pages += span_pages[:capacity]
-            sliding_pages += span_sliding_pages[:capacity]
-            tokens += new
-            positions += span_positions
-            lora_ids += [self.adapters.names.index(adapter) if adapter else -1] * len(new)
-            logits_indices += range(len(tokens) - count, len(tokens))
-        length = max(positions) + 1
-        page_tables = pages, sliding_pages
         num_pages = [storage.shape[2] for storage in storages]
+        length = max(batch.positions) + 1
         limits = [
-            ("tokens", tokens, config.vocab_size),
-            *(("pages", *pair) for pair in zip(page_tables, num_pages)),
+            ("tokens", batch.tokens, config.vocab_size),
+            *(("pages", *pair) for pair in zip((batch.pages, batch.sliding_pages), num_pages)),
             ("positions", [length - 1], config.block_size),
         ]
         for name, numbers, limit in limits:
             if min(numbers) < 0 or max(numbers) >= limit:
                 raise ValueError(f"{name} {numbers}: must be from 0 to {limit - 1}")
-        lists = *page_tables, tokens, positions, table_starts, logits_indices
+        group_ids = self.group_ids[separate][: self.model.n_layer]
+        dtype = storages[0].dtype if storages[0].dtype in CACHE_DTYPES else torch.float32
+        page_size = storages[0].shape[4]
+        width = stored_head_dim(config.head_dim, dtype)
+        caches = []
+        for group_id, storage in enumerate(storages):
+            shape = group_ids.count(group_id), 2, storage.shape[2], config.n_kv_head, page_size
+            caches.append(address(storage, dtype, *shape, width))
         page_table, sliding_page_table, *arrays = (
-            (INT * len(numbers))(*numbers) for numbers in lists
+            (INT * len(numbers))(*numbers) for numbers in batch[:-1]
         )
         groups = tuple(caches), (page_table, sliding_page_table), tuple(num_pages)
         angles = [table for each in self.rotary_embedding for table in each.cos_sin(length)]
         angles = (address(table, torch.float32, length, 1, config.head_dim) for table in angles)
-        sizes = page_size, len(tokens), len(logits_indices)
-        batch = PassStruct(*groups, *sizes, *self.layers[separate], *arrays, *angles)
-        batch.cache_dtype = CACHE_DTYPES[dtype]
-        if max(lora_ids) >= 0:
-            batch.lora_ids = (INT * len(lora_ids))(*lora_ids)
+        sizes = page_size, len(batch.tokens), len(batch.logits_indices)
+        struct = PassStruct(*groups, *sizes, *self.layers[separate], *arrays, *angles)
+        struct.cache_dtype = CACHE_DTYPES[dtype]
+        if any(batch.adapters):
+            names = self.adapters.names
+            lora_ids = [names.index(name) if name else -1 for name in batch.adapters]
+            struct.lora_ids = (INT * len(lora_ids))(*lora_ids)
+        return struct
+
+    def run_pass(self, batch: PassStruct) -> torch.Tensor:
+        """Run the forward pass in C and return its logits."""
         model = ctypes.byref(self.model)
         threads = torch.get_num_threads()
         # Scratch is not shared between calls, because ctypes releases the GIL during the call.
-        floats = self.library.work_floats(model, INT(len(tokens)), threads)
-        work = torch.empty(floats)
-        logits = torch.empty(len(logits_indices), config.vocab_size)
+        work = torch.empty(self.library.work_floats(model, INT(batch.T), threads))
+        logits = torch.empty(batch.num_logits, self.config.vocab_size)
         buffers = POINTER(logits.data_ptr()), POINTER(work.data_ptr())
         self.library.gpt_pass(model, ctypes.byref(batch), *buffers, threads)
         return logits
+
+
+def flatten_spans(spans: list, keep: list[int], page_size: int, separate: bool) -> FlatBatch:
+    """Concatenate the spans of a batch.
+
+    separate: whether sliding-window layers have pages of their own. Raises ValueError for a span
+    that does not fit in its pages, or with fewer tokens than logits.
+    """
+    batch = FlatBatch([], [], [], [], [], [], [])
+    for (pages, start, tokens, sliding_pages, adapter), count in zip(spans, keep, strict=True):
+        positions = range(start, start + len(tokens))
+        capacity = min(len(pages), len(sliding_pages)) if separate else len(pages)
+        if start < 0 or positions.stop > capacity * page_size or not 0 <= count <= len(tokens):
+            asked = f"start {start}, number of tokens {len(tokens)}, keep {count}"
+            raise ValueError(f"{asked}: must be within {capacity * page_size} positions")
+        batch.table_starts.extend([len(batch.pages)] * len(tokens))
+        batch.pages.extend(pages[:capacity])
+        batch.sliding_pages.extend(sliding_pages[:capacity])
+        batch.tokens.extend(tokens)
+        batch.positions.extend(positions)
+        batch.adapters.extend([adapter] * len(tokens))
+        end = len(batch.tokens)
+        batch.logits_indices.extend(range(end - count, end))
+    return batch
 
 
 def group_arrays(group_ids: list[int]) -> tuple[ctypes.Array, ctypes.Array]:

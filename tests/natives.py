@@ -10,17 +10,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, TARGETS, random_tokens
 from draws import random_logits
+from torch import nn
 
 from cache import KVCache, Span
 from infer import pass_logits
 from quantisation import quantisation_of
-from quantisation.int8 import int8_linear, quantize, rotate_channels
+from quantisation.int8 import Int8Linear, int8_linear, quantize, rotate_channels
 
 WEIGHT_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 
@@ -99,7 +99,10 @@ def native_linear(weight, scale=None, bias=None):
     from native import build
     from native.linear import NativeLinear
 
-    return NativeLinear(SimpleNamespace(weight=weight, scale=scale, bias=bias), build.load())
+    layer = object.__new__(nn.Linear if scale is None else Int8Linear)
+    nn.Module.__init__(layer)
+    layer.weight, layer.scale, layer.bias = weight, scale, bias
+    return NativeLinear(layer, build.load())
 
 
 @contextlib.contextmanager
