@@ -188,16 +188,17 @@ def to_cache_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def cached_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return attention over keys and values from `to_cache_dtype`, (B, heads, T, head_dim) as q.
+    """Return the attention output. q and the output are (B, heads, T, head_dim).
 
-    keys, values: (B, n_kv_head, S, stored_head_dim). Consecutive query heads share a KV head.
+    keys, values: as `to_cache_dtype` stores them, (B, n_kv_head, S, stored_head_dim). Consecutive
+    query heads share a KV head.
     """
     D = q.shape[-1]
     is_rotated = keys.dtype == torch.int8
     queries = q
     if is_rotated:
-        # The inverse rotation of the queries cancels the rotation of the keys in the dot products.
-        # The output is a weighted sum of rotated values, so it is unrotated below.
+        # The rotation is symmetric, so the inverse on the queries cancels that of the keys in the
+        # dot products. The output is a weighted sum of rotated values, so it is unrotated below.
         queries = unrotate_channels(q.to(torch.promote_types(q.dtype, torch.float32)))
         keys, values = (
             stored[..., :D] * stored[..., -4:].view(torch.float32) for stored in (keys, values)

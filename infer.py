@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # which python -P leaves out
-    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
+    import loading.interrupt  # noqa: F401, handles Ctrl-C while torch is imported
 
 import torch
 
@@ -90,8 +90,8 @@ def generate(
     pass; see quantisation/int8.py.
     Raises UserError if prompts is empty, stride is out of range, params have an id outside the
     vocabulary, or the model lacks the adapter. Also raises it if the cache does not fit in memory,
-    the logits are not finite, a constraint allows no token, or as `make_matcher`. Raises ValueError
-    if params and prompts differ in number.
+    the logits are not finite, a constraint allows no token, or `make_matcher` raises it. Raises
+    ValueError if params and prompts differ in number.
     """
     if not prompts:
         raise UserError("at least one prompt is needed")
@@ -201,9 +201,8 @@ def beam_search(
         running = candidates[:num_beams]
         finished = sorted(finished, key=lambda beam: beam.score, reverse=True)[:num_beams]
         full = len(finished) == num_beams
-        # A sum can only fall, so the best divisor bounds the score: the one for the longest
-        # sequence, or for the next length if length_penalty <= 0. Powers of more than 2**53 would
-        # overflow.
+        # A sum can only fall, so the most favourable length bounds the score: max_new_tokens, or
+        # the next length if length_penalty <= 0. A max_new_tokens beyond float64 would overflow.
         best_length = min(max_new_tokens, 2**53) if length_penalty > 0 else length + 1
         if not running or (
             full and running[0].score / best_length**length_penalty <= finished[-1].score
@@ -254,7 +253,8 @@ def pass_logits(
 ) -> torch.Tensor:
     """Run one pass and return logits at the last `keep` new tokens, (B, keep, vocab_size).
 
-    rows: their cache rows. Without a cache shorter sequences are padded on the right.
+    rows: the cache row of each list in new. Without a cache shorter sequences are padded on the
+    right.
     """
     if cache is not None:
         spans = [span._replace(adapter=adapter) for span in cache.spans(new, rows)]
@@ -314,14 +314,14 @@ def run(args) -> None:
     skip = all_stop_token_ids(params, model.config.eos_token_ids)
     max_prompt_tokens = model.config.block_size - params.max_new_tokens
     conversation = Conversation(args, prompts, encoding, chat, max_prompt_tokens)
-    for tokens, echoed in conversation:
-        warn_long_prompts(tokens, model.config.block_size, args.stride)
+    for prompt_ids, echoed in conversation:
+        warn_long_prompts(prompt_ids, model.config.block_size, args.stride)
         output = OutputWriter(echoed, encoding, skip, seed if params.temperature else None)
         if args.num_beams is not None:
-            print_beams(args, model, tokens, output)
+            print_beams(args, model, prompt_ids, output)
         else:
-            each = with_request_seeds(params, seed, len(tokens))
-            print_samples(args, model, tokens, each, encoding, output)
+            each = with_request_seeds(params, seed, len(prompt_ids))
+            print_samples(args, model, prompt_ids, each, encoding, output)
         conversation.add_replies(output.texts)
 
 

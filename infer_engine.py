@@ -5,7 +5,7 @@ import sys
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # which python -P leaves out
-    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
+    import loading.interrupt  # noqa: F401, handles Ctrl-C while torch is imported
 
 from command_line.chat import (
     Conversation,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # which python -P leaves out
-    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
+    import loading.interrupt  # noqa: F401, handles Ctrl-C while torch is imported
 
 import torch
 
@@ -259,7 +259,7 @@ def main(argv=None) -> None:
     parser = Parser(description="Generate text with speculative decoding.")
     parser.group("model").add_argument("--target", default=STORIES, help=MODEL_HELP)
     group = parser.group("speculation")
-    draft_help = "smaller model with the target's vocabulary, or lookup for prompt lookup"
+    draft_help = "smaller model with the target's vocabulary, or the word lookup, for prompt lookup"
     group.add_argument("--draft", default=STORIES.with_name("stories-draft"), help=draft_help)
     gamma_help = "maximum number of draft tokens per target pass, 1 to 16"
     group.add_argument("--gamma", metavar="N", type=int, default=3, help=gamma_help)

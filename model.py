@@ -84,8 +84,8 @@ def causal_attention(
 class TorchRunner:
     """The torch backend: computes logits and samples tokens.
 
-    A backend is a class with these methods, and `Model.runner` holds each model's. The
-    model is an argument of each call, so a runner keeps no model alive.
+    A backend is a class with these methods; `Model.runner` is the model's backend. The model is
+    an argument of each call, so a runner keeps no model alive.
     """
 
     tp_group = None  # the tensor-parallel processes, if there are several
@@ -138,7 +138,7 @@ class Model(nn.Module):
     SKIP_PREFIXES: tuple[str, ...] = ()
 
     def map_key(self, name: str) -> str | None:
-        """Return the usual name of a tensor in a file; None if it belongs to another part."""
+        """Return the usual name of a tensor in a file; None for a part that is not loaded."""
         if name.removeprefix("model.").startswith(tuple(f"{part}." for part in self.SKIP_PREFIXES)):
             return None
         for pattern, replacement in self.KEY_MAPPING:

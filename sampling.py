@@ -148,14 +148,15 @@ LIMITS = {  # field of SamplingParams: type, predicate for valid values, their d
         lambda v: all(isinstance(string, str) for string in v) and utf8_size(v) <= MAX_CHOICE_BYTES,
         "a tuple of strings of at most 16,384 bytes of UTF-8 in all",
     ),
-    # Longer sources may compile for seconds, or overflow llguidance's stack by a chain of rules.
+    # Longer sources may take seconds to compile, or overflow llguidance's stack by nested rules.
     "json_schema": source_limit(2**16),
     "regex": source_limit(2**12),
     "grammar": source_limit(2**13),
     "tool_grammar": source_limit(2**18),  # 128 tools
 }
 NOT_FINITE = (
-    "the model returned logits that are NaN or infinite: broken weights, or a dtype too small"
+    "the model returned logits that are NaN or infinite: its weights are broken, or its dtype's"
+    " range is too small (try --dtype float32)"
 )
 
 
@@ -231,7 +232,7 @@ class Sequence:
     def from_prompt(cls, prompt: list[int], params: SamplingParams, config) -> "Sequence":
         """Return a sequence for a prompt of token ids; an empty prompt becomes the BOS token.
 
-        config: the model's configuration. Raises UserError as `check_token_ids`.
+        config: the model's configuration. Raises UserError as `check_token_ids` does.
         """
         check_token_ids(params, config)
         tokens = list(prompt) or [config.bos_token_id]
@@ -257,7 +258,7 @@ class Sequence:
 # Torch batches penalties and draws over sequences for which these fields are equal.
 get_penalties = operator.attrgetter("presence_penalty", "frequency_penalty", "repetition_penalty")
 get_sampling_fields = operator.attrgetter("temperature", "top_k", "top_p", "min_p")
-NATIVE = "in C"  # C draws every sequence by its own parameters
+NATIVE_GROUP = "in C"  # group of the rows that C samples, whatever their parameters
 
 
 class RowSampler(Protocol):
@@ -308,9 +309,9 @@ def sample_batch(
     for row, sequence in enumerate(sequences):
         params = sequence.params
         seeded = params.temperature == 0 or params.seed is not None  # needs no generator
-        group = (
-            NATIVE if use_native and seeded else (get_sampling_fields(params), params.seed is None)
-        )
+        group = get_sampling_fields(params), params.seed is None
+        if use_native and seeded:
+            group = NATIVE_GROUP
         groups.setdefault(group, []).append(row)
     chosen = [0] * len(sequences)
     for group, rows in groups.items():
@@ -318,7 +319,7 @@ def sample_batch(
         params_list = [sequences[row].params for row in rows]
         positions = [len(sequences[row].tokens) for row in rows]
         masks = [sequences[row].token_mask for row in rows]
-        if group == NATIVE:
+        if group == NATIVE_GROUP:
             tokens = native.draw(selected.contiguous(), params_list, positions, masks)
         else:
             selected = apply_token_mask(selected, masks)  # last, because penalties make -inf finite
@@ -583,7 +584,7 @@ def sample_from_candidates(
         # topk may omit ties with the last candidate. 1e-4 is a margin for rounding.
         held = torch.where(values > best.values[:, -1:], probs, 0).sum(dim=-1)
         certain = (held > params.top_p + 1e-4) | (ids.shape[-1] == vocab_size)
-        certain |= below_min_p(best.values, params.min_p)[:, -1]  # as are all other tokens
+        certain |= below_min_p(best.values, params.min_p)[:, -1]  # then all other tokens are, too
     noise = exponential_noise_at(ids, rng_keys).to(probs.dtype)
     scores = probs / noise.to(probs.device)
     if params.top_p < 1:
@@ -631,7 +632,7 @@ def exponential_noise_at(ids: torch.Tensor, rng_keys: list[tuple[int, int]]) -> 
 
 
 def rng_states(rng_keys: list[tuple[int, int]]) -> torch.Tensor:
-    """Return the SplitMix64 state of each draw, (B,) int64: number `position` of its seed."""
+    """Return the SplitMix64 state of each draw, (B,) int64: output `position` of its seed."""
     seeds, positions = zip(*rng_keys)
     states = torch.tensor(seeds, dtype=torch.uint64).view(torch.int64)
     return splitmix64(states, torch.tensor(positions))
@@ -641,7 +642,7 @@ def splitmix64(state: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return output `index`, from 0, of the generator SplitMix64 in this state: 64 random bits.
 
     Both are int64 and broadcast. Sums and products wrap around, so the bits are the same on every
-    device, and equal to unsigned arithmetic in C. The generator is counter-based: outputs can be
+    device and in C, whose arithmetic is unsigned. The generator is counter-based: outputs can be
     computed in any order (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
     Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
     """
@@ -680,7 +681,7 @@ def exponential_race(
     """
     probs = torch.softmax(logits, dim=-1)
     scores = probs / noise
-    if min_p:  # min-p drops only a tail of the sorted tokens, so top-p's mass stays
+    if min_p:  # it drops only a tail, so the mass that top-p compares does not change
         scores = scores.masked_fill(below_min_p(logits, min_p), -1)
     if p == 1:
         return scores.argmax(dim=-1)
@@ -689,7 +690,7 @@ def exponential_race(
 
 
 def top_p_winner(logits: torch.Tensor, probs: torch.Tensor, scores: torch.Tensor, p: float) -> int:
-    """Return the best-scoring token that `top_p_filter` keeps, for p < 1, without sorting.
+    """Return the best-scoring token that `top_p_filter` keeps, for p < 1, usually without sorting.
 
     logits, probs, scores: (vocab_size,) of one sequence. A negative score cannot win. Follows
     FlashInfer's rejection sampling, but takes the next token of the same race instead of a new

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 if __name__ == "__main__":
-    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
+    import loading.interrupt  # noqa: F401, handles Ctrl-C while torch is imported
 
 import h11
 import numpy

@@ -125,7 +125,7 @@ def trace_file(text: str) -> Path:
 
 def add_profile_option(parser: argparse.ArgumentParser, what: str) -> None:
     """Add --profile. what: the profiled run, for the help."""
-    help_text = f"Chrome trace of {PROFILED} steps of {what}, with a table as .txt"
+    help_text = f"Chrome trace of {PROFILED} steps of {what}; FILE.txt gets its table"
     parser.add_argument("--profile", type=trace_file, metavar="FILE.json", help=help_text)
 
 
@@ -161,7 +161,7 @@ def add_options(
     parser.add_argument("--device", default="auto", choices=devices, help="device of the model")
     threads = integer_in_range(1, cores)
     parser.add_argument(
-        "--threads", type=threads, help=f"threads of torch on the CPU, 1 to {cores}"
+        "--threads", type=threads, help=f"CPU threads of torch, 1 to {cores} (default: torch's)"
     )
     if repeats:
         repeat = {"type": number, "default": repeats, "help": "runs of each mode"}

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 if __name__ == "__main__":
-    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
+    import loading.interrupt  # noqa: F401, handles Ctrl-C while torch is imported
 
 from benchmarks import predict
 from benchmarks.client import positive_float

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 if __name__ == "__main__":
-    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
+    import loading.interrupt  # noqa: F401, handles Ctrl-C while torch is imported
 
 import torch
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 if __name__ == "__main__":
-    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
+    import loading.interrupt  # noqa: F401, handles Ctrl-C while torch is imported
 
 import torch
 import torch.nn as nn

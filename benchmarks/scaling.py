@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 if __name__ == "__main__":
-    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
+    import loading.interrupt  # noqa: F401, handles Ctrl-C while torch is imported
 
 import numpy
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 if __name__ == "__main__":
-    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
+    import loading.interrupt  # noqa: F401, handles Ctrl-C while torch is imported
 
 import torch
 

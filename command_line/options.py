@@ -45,7 +45,7 @@ def add_options(parser: Parser) -> None:
     group = parser.group("prompts")
     prompt_help = "text to continue, repeatable; empty: start from the BOS token (default: empty)"
     group.add_argument("--prompt", metavar="TEXT", action="append", help=prompt_help)
-    file_help = "UTF-8 file with one more prompt in each line"
+    file_help = "UTF-8 file with additional prompts, one per line"
     group.add_argument("--prompt-file", metavar="FILE", type=Path, help=file_help)
     samples_help = "number of outputs per prompt"
     group.add_argument("--num-samples", metavar="N", type=int, default=1, help=samples_help)
@@ -60,7 +60,7 @@ def add_model_options(parser: Parser) -> None:
     group = parser.group("model")
     devices = ("auto", "cuda", "mps", "cpu")
     group.add_argument("--device", default="auto", choices=devices, help="device to run on")
-    dtype_help = "dtype of weights; int8 and blocks (as in GGUF) quantise weights and activations"
+    dtype_help = "dtype of weights; blocks: quantised in blocks of 32, as in GGUF files"
     group.add_argument("--dtype", default="float32", choices=DTYPES, help=dtype_help)
     cache_help = "KV cache dtype; auto: the model's compute dtype"
     names = "--cache-dtype", "--kv-cache-dtype"
@@ -77,7 +77,7 @@ def add_sampling_options(parser: Parser) -> None:
     group = parser.group("sampling")
     length_help = "maximum number of new tokens"
     group.add_argument("--max-new-tokens", metavar="N", type=int, help=length_help)
-    min_help = "minimum number of new tokens before EOS or a stop token ends the output"
+    min_help = "minimum number of new tokens before EOS or any stop condition ends the output"
     group.add_argument("--min-tokens", metavar="N", type=int, help=min_help)
     eos_help = "continue after EOS, up to --max-new-tokens"
     group.add_argument("--ignore-eos", action="store_true", help=eos_help)
@@ -112,7 +112,7 @@ def add_constraint_options(parser: Parser) -> None:
     choice_help = "restrict the output to TEXT; repeat it for several choices"
     options = {"dest": "choices", "metavar": "TEXT", "action": AppendToTuple, "default": ()}
     group.add_argument(OPTION_NAMES["choices"], help=choice_help, **options)
-    schema_help = "file with the JSON schema of the output, which has no whitespace between tokens"
+    schema_help = "file with a JSON schema; the output is compact JSON that satisfies it"
     group.add_argument("--json-schema", metavar="FILE", type=text_file, help=schema_help)
     regex_help = "regular expression, in Rust's syntax, that the whole output matches"
     group.add_argument("--regex", metavar="REGEX", help=regex_help)

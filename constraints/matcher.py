@@ -17,7 +17,8 @@ class Matcher:
     def token_mask(self, output: list[int]) -> torch.Tensor:
         """Return (vocab_size,) bools: true for tokens that may follow this output.
 
-        The output may be any; the prefix shared with the last call is not read again. All tokens
+        The output may be unrelated to the last call's; only tokens after their common prefix are
+        consumed. All tokens
         are allowed after an output that left the constraint, by EOS or by a draft token that will
         be rejected. No token is allowed if this vocabulary cannot complete the constraint.
         """
@@ -25,14 +26,14 @@ class Matcher:
 
     def reason(self) -> str:
         """Return why no token is allowed."""
-        return "no output satisfies the constraint, or none that this vocabulary can write"
+        return "no output satisfies the constraint, or none can be tokenised with this vocabulary"
 
     def checked_token_mask(self, output: list[int]) -> torch.Tensor:
         """Return `token_mask`. Raises UserError if it allows no token."""
         token_mask = self.token_mask(output)
         if not token_mask.numpy().any():  # numpy stops at the first true, torch does not
-            where = f"after {len(output)} token{'s' * (len(output) != 1)} of output"
-            raise UserError(f"no token may follow {where}: {self.reason()}")
+            count = f"{len(output)} output token{'s' * (len(output) != 1)}"
+            raise UserError(f"no token is allowed after {count}: {self.reason()}")
         return token_mask
 
     def is_accepting(self, output: list[int]) -> bool:

@@ -61,10 +61,10 @@ class PagedCache:
         self.scratch = self.storage.new_empty(2, 0, self.head_pages[0].shape[2])
 
     def prepare(self, spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """Plan a pass and return its tokens and positions, both (N,), and the end of each span.
+        """Plan a pass and return its tokens and positions, both (N,), and the spans' ends.
 
         Spans with equal token counts and similar numbers of pages form one attention batch and are
-        adjacent in N. An end is an index into the N tokens.
+        adjacent in N. A span's end is the index in N one past its last token.
         """
         device = self.storage.device
         size = self.storage.shape[4]
@@ -89,14 +89,15 @@ class PagedCache:
                 steps = range(span.start, span.start + count)
                 tokens += span.tokens
                 positions += steps
-                for own, table in zip(pages, tables):
-                    own += [table[step // size] for step in steps]
+                for group_pages, table in zip(pages, tables):
+                    group_pages += [table[step // size] for step in steps]
                 ends[index] = len(tokens)
             starts = [span.start for _, span, _ in members]
             kv_views = {}
             for sliding_window, group_id in pairs:
-                own = [tables[group_id] for _, _, tables in members]
-                kv_views[sliding_window] = self.kv_view(starts, count, own, sliding_window)
+                group_tables = [tables[group_id] for _, _, tables in members]
+                view = self.kv_view(starts, count, group_tables, sliding_window)
+                kv_views[sliding_window] = view
             self.batches.append((slice(first, len(tokens)), kv_views))
         largest = max(
             len(head_pages) for _, kv_views in self.batches for head_pages, _ in kv_views.values()
@@ -108,7 +109,7 @@ class PagedCache:
             storage[:, :, new] = 0
         position_ids = torch.tensor(positions, device=device)
         self.slot_mappings = [
-            (torch.tensor(own, device=device), position_ids % size) for own in pages
+            (torch.tensor(group_pages, device=device), position_ids % size) for group_pages in pages
         ]
         return torch.tensor(tokens, device=device), position_ids, ends
 
@@ -127,14 +128,16 @@ class PagedCache:
         width = max(map(len, tables))
         # Pad with the sequence's own last page, because a page of another one could hold NaN.
         tables = [table + table[-1:] * (width - len(table)) for table in tables]
-        own = torch.arange(heads, device=device)[:, None]
-        head_pages = torch.tensor(tables, device=device)[:, None] * heads + own  # (G, heads, pages)
+        head_ids = torch.arange(heads, device=device)[:, None]
+        page_ids = torch.tensor(tables, device=device)
+        head_pages = page_ids[:, None] * heads + head_ids  # (G, heads, pages)
         column = (-1, 1, 1, 1)
-        positions = torch.tensor(starts, device=device).view(column)
-        positions = positions + torch.arange(count, device=device)[:, None]
-        keys = torch.tensor(skipped_pages, device=device).view(column) * size
-        keys = keys + torch.arange(width * size, device=device)
-        return head_pages.flatten(), make_causal_mask(positions, keys, sliding_window)
+        query_positions = torch.tensor(starts, device=device).view(column)
+        query_positions = query_positions + torch.arange(count, device=device)[:, None]
+        key_positions = torch.tensor(skipped_pages, device=device).view(column) * size
+        key_positions = key_positions + torch.arange(width * size, device=device)
+        mask = make_causal_mask(query_positions, key_positions, sliding_window)
+        return head_pages.flatten(), mask
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Write keys and values, and return causal attention over the cached ones.

@@ -86,7 +86,7 @@ class PagedModelDrafter:
         wanted = counts[: self.max_num_seqs]
         drafts = [[] for _ in requests]
         while rows := [row for row, count in enumerate(wanted) if len(drafts[row]) < count]:
-            pairs = [requests[row].constrained(drafts[row]) for row in rows]
+            pairs = [requests[row].masked_sequence(drafts[row]) for row in rows]
             sequences = [sequence for sequence, _ in pairs]
             spans = [
                 self.prepare_span(requests[row], sequence.tokens)

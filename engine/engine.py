@@ -39,10 +39,10 @@ class Engine:
     drafter: proposes draft tokens for each request. adaptive_speculation: decides from measured
     times which steps have drafts; None: all. encoding: for text output; None: tokens only. config:
     an EngineConfig; its fields may be given as keyword arguments instead. If only some layers have
-    a sliding window, these get `sliding_page_count` pages of their own if that is fewer. Not
-    thread-safe. Raises UserError for a value out of range, or if the cache does not fit in memory.
-    After Yu et al. 2022, "Orca: A distributed serving system for transformer-based generative
-    models".
+    a sliding window, they get their own pool of `sliding_page_count` pages, unless num_pages is no
+    more. Not thread-safe. Raises UserError for a value out of range, or if the cache does not fit
+    in memory. After Yu et al. 2022, "Orca: A distributed serving system for transformer-based
+    generative models".
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class Engine:
         values depend on it, so prefixes are not shared between adapters. params without a seed get
         a random one. With max_new_tokens 0 the request finishes immediately, without an event.
         Raises UserError for an id out of range, an unknown adapter, a cache_salt that is not a
-        string, or stop strings without an encoding. Also raises it like `make_matcher`, and if the
-        sequence cannot fit into the cache.
+        string, or stop strings without an encoding. Also raises it if `make_matcher` does, or if
+        the sequence cannot fit into the cache.
         """
         if not isinstance(cache_salt, str):
             raise UserError(f"cache_salt {cache_salt!r}: must be a string")
@@ -138,9 +138,10 @@ class Engine:
 
         A pass that runs out of memory fails all its requests. Logits that are not finite, or an
         error in the work for one request, fail only that request. Waiting requests stay queued. Any
-        other exception, such as KeyboardInterrupt, propagates. Its events are lost, but the state
-        stays consistent, and the next step continues from it. With several ranks do not call `step`
-        after such an exception or out of memory, because some ranks may still be inside the pass.
+        other exception, such as KeyboardInterrupt, propagates. The step's events are lost, but the
+        state stays consistent, and the next step continues from it. With several ranks do not call
+        `step` after such an exception or after running out of memory, because some ranks may still
+        be inside the pass.
         """
         self.scheduled = []
         sampled = self.num_sampled_tokens

@@ -25,7 +25,7 @@ def add_engine_options(parser: Parser) -> None:
     group = parser.group("engine")
     seqs_help = "maximum number of sequences per step"
     group.add_argument("--max-num-seqs", metavar="N", type=int, default=32, help=seqs_help)
-    pages_help = "KV cache pages (default: max-num-seqs windows, up to 65,536 float32 positions)"
+    pages_help = "KV cache pages (default: max-num-seqs full contexts, at most 65,536 positions)"
     group.add_argument("--num-pages", metavar="N", type=int, help=pages_help)
     page_help = "positions per page"
     group.add_argument("--page-size", metavar="N", type=int, default=16, help=page_help)
@@ -33,16 +33,16 @@ def add_engine_options(parser: Parser) -> None:
     group.add_argument(
         "--max-num-batched-tokens", metavar="N", type=int, default=512, help=tokens_help
     )
-    join_help = "tensor parallelism: all-gather is bit-exact, all-reduce sends less data"
+    join_help = "collective of tensor parallelism: all-gather is bit-exact, all-reduce sends less"
     group.add_argument("--join", default="gather", choices=PARALLEL_MODES, help=join_help)
     adapters_help = "LoRA adapters that requests may select by name; repeatable"
     options = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME=DIR"}
     group.add_argument("--lora-modules", **options, help=adapters_help)
     group = parser.group("speculation")
-    draft_help = "draft model with the same vocabulary, or lookup for prompt lookup"
+    draft_help = "draft model with the same vocabulary, or the word lookup, for prompt lookup"
     group.add_argument("--draft", metavar="MODEL", help=draft_help)
     gamma_help = (
-        "draft tokens in each step, 1 to 16 (default: 3, only in steps where drafting pays)"
+        "maximum draft tokens per sequence and step, 1 to 16 (default: 3 or 0, by measured times)"
     )
     group.add_argument("--gamma", metavar="N", type=int, help=gamma_help)
 

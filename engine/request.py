@@ -52,7 +52,7 @@ class Request(Sequence):
             self.last_mask = list(tokens), token_mask
         return self.last_mask[1]
 
-    def constrained(self, drafts: list[int]) -> tuple[Sequence, UserError | None]:
+    def masked_sequence(self, drafts: list[int]) -> tuple[Sequence, UserError | None]:
         """Return the sequence with these drafts and its token mask; without drafts, the request.
 
         If the constraint allows no token, the mask is None and an error is returned, too.

@@ -40,13 +40,14 @@ class ScheduledRequest(NamedTuple):
     def sequences(self) -> list[tuple[Sequence, UserError | None]]:
         """Return the sequences to sample from: the request's tokens and its first 0, 1, ... drafts.
 
-        Each comes with the error of `Request.constrained`. A prefill chunk has no mask, because its
-        sampled token is not used.
+        Each comes with a UserError if its constraint allows no token. A prefill chunk has no mask,
+        because its sampled token is not used.
         """
         if not self.complete:
             return [(self.request.with_drafts([]), None)]
         return [
-            self.request.constrained(self.drafts[:count]) for count in range(len(self.drafts) + 1)
+            self.request.masked_sequence(self.drafts[:count])
+            for count in range(len(self.drafts) + 1)
         ]
 
 
@@ -58,9 +59,9 @@ class Scheduler:
     There are no separate prefill and decode phases. A request has tokens and a count of computed
     ones, and each step computes some of the rest within token_budget. The scheduler needs no
     model: call `schedule`, compute, then `advance` or `finish` each request.
-    sliding_window: the largest of the layers in positions, the query included. Pages before it are
-    freed. None: a full-attention layer shares the pages. sliding_pool: pages of sliding-window
-    layers, if these have their own; then `pool` is for the other layers.
+    sliding_window: the largest sliding window of any layer, in positions, the query included.
+    Pages before it are freed. None if a full-attention layer shares the pages. sliding_pool: pages
+    of sliding-window layers, if these have their own; then `pool` is for the other layers.
     """
 
     def __init__(
@@ -231,7 +232,7 @@ class Scheduler:
             self.free(request)
 
     def finish(self, request: Request, reason: str) -> None:
-        """Finish a request. Raises ValueError if it has finished or is not of this scheduler."""
+        """Finish a request. Raises ValueError if it has finished or is another scheduler's."""
         if request.finish_reason:
             past = request.finish_reason
             raise ValueError(f"this request has already finished, with finish_reason {past!r}")

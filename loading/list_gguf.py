@@ -8,7 +8,7 @@ import reprlib
 from pathlib import Path
 
 if __name__ == "__main__":
-    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
+    import loading.interrupt  # noqa: F401, handles Ctrl-C while torch is imported
 
 from command_line.parser import Parser, run_script, write_stdout
 from loading.gguf import read_gguf

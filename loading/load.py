@@ -82,7 +82,7 @@ class Source:
 
     @property
     def label(self) -> str:
-        """Return a name for tables; a path in this repository is relative."""
+        """Return a name to display; a path in this repository is relative to its root."""
         if self.package:
             return self.package
         if self.type in ("directory", "gguf"):
@@ -137,8 +137,8 @@ class Source:
 
 
 PICKLE_HINT = (
-    "; its .bin files are pickles, which can run any code, and are not read: convert them with"
-    " transformers, AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR)"
+    "; its .bin files are pickles, which can execute any code, so they are not loaded: convert them"
+    " with transformers, AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR)"
 )
 
 
@@ -153,7 +153,7 @@ def is_file(path: Path) -> bool:
 def resolve_source(name) -> Source:
     """Resolve a model's name to its source.
 
-    In this order: a directory, a GGUF file, a GGUF file in a Python package, a model of the hub, a
+    In this order: a directory, a GGUF file, a GGUF file in a Python package, a model on the hub, a
     preset. A directory without a config.json may hold one model in a GGUF file, or in its splits.
 
     name: a string or a path; a Source is returned unchanged. Raises UserError for any other name.
@@ -171,12 +171,12 @@ def resolve_source(name) -> Source:
     if name in HUB_NAMES or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name, re.ASCII):
         if not os.path.isdir(os.path.dirname(name)):  # checkpoints/typo is a misspelled directory
             return Source("hub", name)
-    shape = name.removeprefix("random:")
-    if shape != name and shape in PRESETS:
-        return Source("random", shape)
+    preset = name.removeprefix("random:")
+    if preset != name and preset in PRESETS:
+        return Source("random", preset)
     allowed = (
         f"{', '.join(PACKAGES)}, {', '.join(HUB_NAMES)} or ORG/NAME (from the Hugging Face hub),"
-        f" or random: before one of {', '.join(PRESETS)}"
+        f" or random:NAME, with one of {', '.join(PRESETS)}"
     )
     raise UserError(
         f"unknown model {name!r}: give a directory with config.json and model.safetensors,"
@@ -316,15 +316,15 @@ def load_config(name):
     check_values(file, {"model_type": model_type}, {"model_type": tuple(ARCHITECTURES)})
     check_unquantized(file, raw)
     read_config = ARCHITECTURES[model_type].read_config
-    # If config.json names no id, use a placeholder until vocab_size is known.
-    is_named = raw.get("eos_token_id") is not None
+    # If config.json has no EOS id, use a placeholder until vocab_size is known.
+    has_eos = raw.get("eos_token_id") is not None
     # Chat models list additional EOS ids here.
     generation = source.find("generation_config.json")
     generation_eos = read_json(generation).get("eos_token_id") if generation else None
     tokenizer_eos_id = find_eos_token_id(source)
     if generation_eos is None and tokenizer_eos_id is None:
         return read_config(file, raw)
-    config = read_config(file, raw if is_named else raw | {"eos_token_id": 0})
+    config = read_config(file, raw if has_eos else raw | {"eos_token_id": 0})
     extra_ids = ()
     if generation_eos is not None:
         extra_ids = read_token_ids(
@@ -332,14 +332,14 @@ def load_config(name):
         )
     if type(tokenizer_eos_id) is int and 0 <= tokenizer_eos_id < config.vocab_size:
         extra_ids = (*extra_ids, tokenizer_eos_id)
-    if not is_named:
+    if not has_eos:
         config = read_config(file, raw | {"eos_token_id": list(extra_ids)} if extra_ids else raw)
     ids = dict.fromkeys([*config.eos_token_ids, *extra_ids])
     return dataclasses.replace(config, eos_token_ids=tuple(ids))
 
 
 def check_unquantized(file: Path, raw: dict) -> None:
-    """Raise UserError for a config.json of quantized weights: fp8, GPTQ, AWQ and others.
+    """Raise UserError for a config.json of quantised weights: fp8, GPTQ, AWQ and others.
 
     Such weights need their scales, which are not read.
     """
@@ -349,7 +349,7 @@ def check_unquantized(file: Path, raw: dict) -> None:
                 quantization if isinstance(quantization, dict) else {"quant_method": quantization}
             )
             method = reprlib.repr(quantization.get("quant_method", quantization.get("quant_type")))
-            instead = "use the unquantized model, or a GGUF file of it"
+            instead = "use the unquantised model, or a GGUF file of it"
             raise UserError(f"{file}: {key}: quant_method {method} is not supported; {instead}")
 
 
@@ -362,7 +362,7 @@ def load_model(
     adapter: the directory of a LoRA adapter in peft's format, merged into the weights before they
     are quantised; None: no adapter.
     name: as in `resolve_source`: a directory in Hugging Face's format, a GGUF file, a name in
-    PACKAGES, or a model of the hub (`gpt2`, its sizes, or `org/name`). `random:` and a name in
+    PACKAGES, or a model on the hub (`gpt2`, its sizes, or `org/name`). `random:` and a name in
     PRESETS mean that configuration with random weights. Raises UserError, with the reason in one
     line, for any other name, for a model that cannot be read, and if memory runs out.
     """
@@ -395,7 +395,7 @@ def initialize_model(source: Source) -> Model:
     other = f"{files[0].parent}: lm_head.weight differs from the embedding"
     if not any(field.name == "tie_word_embeddings" for field in dataclasses.fields(config)):
         raise UserError(f"{other}; a {type(model).__name__} has one matrix for both")
-    warn_once(f"{other}, though tie_word_embeddings is true; it is used, as in transformers")
+    warn_once(f"{other}, though tie_word_embeddings is true: used untied, as in transformers")
     return empty_model(dataclasses.replace(config, tie_word_embeddings=False))
 
 

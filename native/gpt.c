@@ -20,8 +20,9 @@
 // instruction sets --------------------------------------------------------------------------------
 //
 // Vectors hold WIDTH floats or int32 sums. MULADD is a * b + c in float32. dot_add_int8 adds to
-// each int32 sum the dot product of GROUP Quants (4 bytes together) and GROUP int8 weights. A Quant
-// is an activation rounded to an integer, plus ZERO_POINT, because VNNI takes unsigned bytes.
+// each int32 sum the dot product of GROUP Quants, packed into the 4 bytes of `values`, and GROUP int8
+// weights. A Quant is an activation rounded to an integer, plus ZERO_POINT, because VNNI takes
+// unsigned bytes.
 // FROM_FLOAT16 converts WIDTH float16 values to float32. It is defined where the CPU can do so.
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
@@ -185,7 +186,7 @@ typedef struct {
     Q8Block *blocks;  // (T, blocks)
   };
   float *scale;    // (T)
-  float *rotated;  // (in), scratch of one thread for a rotated token
+  float *rotated;  // (in), one token's rotated input, scratch of one thread
 } Input;
 
 static int64_t num_blocks(const Linear *l) { return (l->in + BLOCK - 1) / BLOCK; }
@@ -509,11 +510,12 @@ void get_rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
 
 // parts of a pass ---------------------------------------------------------------------------------
 //
-// No operation here is fused, and every sum has a fixed order, so each part gives the same bits on
-// every processor. With int8 weights so do the logits, because the dot products are exact.
+// No multiply-add here is contracted to an FMA, and every sum has a fixed order, so each part is
+// bit-identical on every processor. With int8 weights the logits are too, because their dot
+// products are exact.
 
-// PARTIAL: partial sums of a dot product, whatever WIDTH is. ROWS: rows multiplied together.
-enum { PARTIAL = 16, ROWS = 4 };
+// NUM_PARTIALS: partial sums of a dot product, whatever WIDTH is. ROWS: rows multiplied together.
+enum { NUM_PARTIALS = 16, ROWS = 4 };
 
 typedef struct {
   const float *weight, *bias;         // (C), or (D) per head; bias is NULL in an RMSNorm
@@ -537,7 +539,8 @@ typedef struct {
 typedef struct {
   int64_t n_layer, n_head, n_kv_head, head_dim, n_embd;
   int64_t max_width;                       // the most floats per token in a buffer
-  int64_t n_expert, top_k, is_normalized;  // 0, 1, 0 without experts
+  int64_t n_expert, top_k;         // 0 and 1 without experts
+  int64_t norm_topk_prob;          // whether the weights of a token's top_k experts sum to 1
   float eps, embedding_scale;
   int64_t gelu_gate;       // whether the gate's activation is GELU, not SiLU
   Linear embedding, head;  // (vocab_size, C); they may share their weight
@@ -564,24 +567,25 @@ typedef struct {
   const int64_t *lora_ids;  // (T): each token's adapter, -1 for none, or NULL
 } Pass;
 
-// Return the dot product of a and b, or the sum of a if b is NULL. PARTIAL partial sums are added
-// pairwise, the upper half to the lower. That is unrolled, so that they stay in registers.
+// Return the dot product of a and b, or the sum of a if b is NULL. The NUM_PARTIALS
+// partial sums are reduced as a tree, the upper half added to the lower, unrolled so that they stay
+// in registers.
 INLINE float dot(int64_t n, const float *a, const float *b) {
-  Vector sums[PARTIAL / WIDTH] = {0};
+  Vector sums[NUM_PARTIALS / WIDTH] = {0};
   int64_t i = 0;
-  for (; i + PARTIAL <= n; i += PARTIAL)
-    for (int s = 0; s < PARTIAL / WIDTH; s++) {
+  for (; i + NUM_PARTIALS <= n; i += NUM_PARTIALS)
+    for (int s = 0; s < NUM_PARTIALS / WIDTH; s++) {
       Vector x = LOAD(a + i + s * WIDTH);
       if (b) x *= LOAD(b + i + s * WIDTH);
       sums[s] += x;
     }
   if (i < n) {
-    float partial[PARTIAL];
+    float partial[NUM_PARTIALS];
     memcpy(partial, sums, sizeof partial);
     for (int l = 0; i < n; l++, i++) partial[l] += b ? a[i] * b[i] : a[i];
     memcpy(sums, partial, sizeof partial);
   }
-  Float4 quads[PARTIAL / 4];
+  Float4 quads[NUM_PARTIALS / 4];
   memcpy(quads, sums, sizeof quads);
   Float4 quad = (quads[0] + quads[2]) + (quads[1] + quads[3]);
   return (quad[0] + quad[2]) + (quad[1] + quad[3]);
@@ -591,22 +595,22 @@ INLINE float sum(int64_t n, const float *a) { return dot(n, a, NULL); }
 
 // Multiply a, (N, n), by WIDTH columns b, (n, WIDTH). Each dot product adds in the order of `dot`.
 INLINE void column_dots(const int N, int64_t n, const float *a, const float *b, float *dots) {
-  Vector sums[ROWS][PARTIAL / 2];
-  for (int l = 0; l < PARTIAL / 2; l++) {
+  Vector sums[ROWS][NUM_PARTIALS / 2];
+  for (int l = 0; l < NUM_PARTIALS / 2; l++) {
     Vector low[ROWS] = {0}, high[ROWS] = {0};
     int64_t i = l;
-    for (; i + PARTIAL / 2 < n; i += PARTIAL) {
-      Vector column = LOAD(b + i * WIDTH), other = LOAD(b + (i + PARTIAL / 2) * WIDTH);
+    for (; i + NUM_PARTIALS / 2 < n; i += NUM_PARTIALS) {
+      Vector column = LOAD(b + i * WIDTH), other = LOAD(b + (i + NUM_PARTIALS / 2) * WIDTH);
       for (int k = 0; k < N; k++) {
         low[k] += a[k * n + i] * column;
-        high[k] += a[k * n + i + PARTIAL / 2] * other;
+        high[k] += a[k * n + i + NUM_PARTIALS / 2] * other;
       }
     }
     if (i < n)
       for (int k = 0; k < N; k++) low[k] += a[k * n + i] * LOAD(b + i * WIDTH);
     for (int k = 0; k < N; k++) sums[k][l] = low[k] + high[k];
   }
-  for (int half = PARTIAL / 4; half; half /= 2)
+  for (int half = NUM_PARTIALS / 4; half; half /= 2)
     for (int l = 0; l < half; l++)
       for (int k = 0; k < N; k++) sums[k][l] += sums[k][l + half];
   for (int k = 0; k < N; k++) store(WIDTH, sums[k][0], dots + k * WIDTH);
@@ -670,9 +674,10 @@ static void apply_rotary_emb(const float *cos, const float *sin, int64_t D, floa
 // accumulate_values, then the next block. A block with a larger score scales down the sums of
 // earlier blocks (online softmax, Milakov and Gimelshein 2018). Blocks begin at multiples of
 // KV_BLOCK, wherever the pass or the sliding window begins, so the order of the sums depends only
-// on the query's position. T queries at adjacent positions, WIDTH or 1, of heads that share a KV
-// head attend together and read each block of the cache once. T, N and D are compile-time constants
-// where possible, so that loops over them unroll.
+// on the query's position. Here T is the number of queries in a block, WIDTH or 1, at adjacent
+// positions. They attend together, for all query heads that share a KV head, so each block of the
+// cache is read once. T, N and D are compile-time constants where possible, so that loops over them
+// unroll.
 
 // QUERY_TILE: queries that share one load of a value.
 enum { KV_BLOCK = 32, QUERY_TILE = 4 };
@@ -1044,7 +1049,7 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
       append_kv(&kv, D, key, key + K * D);
     }
   // Split the heads of a group over threads where that is faster. Each thread then reads the keys
-  // separately, which takes about 1.2 times as long.
+  // separately, which takes about 1.25 times as long.
   int64_t threads = omp_get_num_threads();
   int64_t joint = (K * p->T + threads - 1) / threads * group_size;  // heads for the busiest thread
   int64_t split = (K * group_size * p->T + threads - 1) / threads;
@@ -1169,7 +1174,7 @@ static Routes routes_in(const Model *m, int64_t T, float *work) {
 }
 
 // Choose a token's top_k experts by a softmax over all. Ties go to the lower index. probs: (n), the
-// router's outputs on entry.
+// router's logits on entry, probabilities on return.
 static void route(const Model *m, float *probs, float *weights, int32_t *experts) {
   int64_t n = m->n_expert, top_k = m->top_k;
   float largest = -INFINITY, top_sum = 0;
@@ -1191,15 +1196,16 @@ static void route(const Model *m, float *probs, float *weights, int32_t *experts
     experts[j] = expert;
   }
   for (int64_t i = 0; i < top_k; i++)
-    weights[i] = m->is_normalized ? probs[experts[i]] / top_sum : probs[experts[i]];
+    weights[i] = m->norm_topk_prob ? probs[experts[i]] / top_sum : probs[experts[i]];
 }
 
-// Sort the rows of T tokens by expert.
+// Sort the rows of T tokens by expert, a counting sort. While rows are placed, offsets[e + 1] is
+// the next free row of expert e, so afterwards it is the first row of expert e + 1.
 static void sort_rows(const Model *m, int64_t T, Routes r) {
   memset(r.offsets, 0, (m->n_expert + 2) * sizeof *r.offsets);
   for (int64_t i = 0; i < T * m->top_k; i++) r.offsets[r.experts[i] + 2]++;
   for (int64_t e = 1; e <= m->n_expert; e++) r.offsets[e + 1] += r.offsets[e];
-  for (int64_t i = 0; i < T * m->top_k; i++) {  // offsets[e + 1] moves from first row to end
+  for (int64_t i = 0; i < T * m->top_k; i++) {
     r.rows[i] = r.offsets[r.experts[i] + 1]++;
     r.tokens[r.rows[i]] = i / m->top_k;
   }
@@ -1217,8 +1223,8 @@ static void expert_gemm(const Model *m, const Layer *layer, int proj, Routes r, 
   }
 }
 
-// Add the weighted outputs of the experts for T tokens to x. in: their inputs, then scratch for
-// rows. input: the same as an Input. y, wide: scratch for rows, shared by all threads.
+// Add the weighted outputs of the experts for T tokens to x. in: (T, C), their inputs,
+// then scratch for the rows' activations. input: an Input over the same inputs. y, wide: scratch for rows, shared by all threads.
 static void moe(const Model *m, const Layer *layer, int64_t T, int private, float *in, Input input,
                 Routes r, float *y, float *wide, float *x, const int64_t *lora_ids) {
   int64_t C = m->n_embd, R = T * m->top_k;
@@ -1252,13 +1258,13 @@ static void moe(const Model *m, const Layer *layer, int64_t T, int private, floa
     }
 }
 
-// Return the scratch size for an Input of T tokens, or of all their rows: x, scale, and values or
-// blocks.
+// Return the scratch size for an Input of T tokens or of their T * top_k rows: x, scale, and values
+// or blocks.
 static int64_t input_floats(const Model *m, int64_t T) {
   return T * (2 * (m->max_width + m->top_k * BLOCK) + m->top_k);
 }
 
-// Return the scratch size of each thread, for attention and a rotated token.
+// Return the scratch size of each thread, for attention and one token's rotated input.
 static int64_t thread_floats(const Model *m) {
   return attend_floats(m->head_dim, m->n_head / m->n_kv_head) + m->max_width;
 }

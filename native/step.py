@@ -86,10 +86,10 @@ class NativeRunner(NativeSampler):
         self.layers = [group_arrays(group_ids) for group_ids in self.group_ids]
         self.rotary_embedding = []
         if isinstance(model, Llama):
-            is_local = sorted(set(local_rope_layers(model.config)) | {False})
             cpu = torch.device("cpu")
             self.rotary_embedding = [
-                rotary_embedding(model.config, torch.float32, cpu, local) for local in is_local
+                rotary_embedding(model.config, torch.float32, cpu, is_local)
+                for is_local in sorted({False, *local_rope_layers(model.config)})
             ]
         # References that keep the memory of the tensors allocated.
         self.weights = list(model.state_dict().values())

@@ -37,7 +37,7 @@ NO_SLIDING_WINDOW = 2**62  # more positions than any sequence has
 ModelStruct = struct(
     "ModelStruct",
     **dict.fromkeys(("n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "max_width"), INT),
-    **dict.fromkeys(("n_expert", "top_k", "is_normalized"), INT),
+    **dict.fromkeys(("n_expert", "top_k", "norm_topk_prob"), INT),
     **dict.fromkeys(("eps", "embedding_scale"), FLOAT),
     gelu_gate=INT,
     embedding=LinearStruct,
@@ -81,7 +81,7 @@ def model_struct(model) -> ModelStruct:
         max_width=max(C, layers[0].attn_in[0].row_stride, *mlps, experts.num_experts, rows),
         n_expert=experts.num_experts,
         top_k=experts.num_experts_per_tok,
-        is_normalized=experts.norm_topk_prob,
+        norm_topk_prob=experts.norm_topk_prob,
         eps=config.norm_eps,
         embedding_scale=getattr(model, "embedding_scale", 1.0),
         gelu_gate=isinstance(model, Gemma),

@@ -6,9 +6,9 @@ before quantisation: inputs and weights are rotated by the same orthogonal matri
 (Ashkboos et al. 2024, 2404.00456).
 
 Activations are quantised to int8 as well, so a difference in the last bit of one can become a whole
-quantisation step. torch's attention is not batch-invariant to the last bit. With it, output may
-depend on the batch in `generate` and in the engine, or on the number of processes. If C computes
-the whole pass, no bit depends on the batch.
+quantisation step. torch's attention is not batch-invariant, so with it the output may depend on
+the batch in `generate` and in the engine, or on the number of processes. If C computes the whole
+pass, the output is batch-invariant.
 """
 
 import torch
@@ -158,7 +158,8 @@ def load_weight_rows(
 ) -> None:
     """Write rows of a weight into a model's tensor. If it is int8, rotate and quantise them.
 
-    columns: the columns of each row that the tensor holds. Rows for int8 must be complete.
+    columns: the columns of each row that the tensor holds. An int8 tensor holds complete rows,
+    because the rotation and the scale need all columns.
     """
     if tensors[name].dtype == torch.int8:
         values = tensors[name][rows]

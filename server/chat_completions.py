@@ -15,7 +15,7 @@ from server.answers import ResponseBuilder, with_cancellation, with_ignored_fiel
 from server.backend import GenerateInput, Update
 from server.protocol import ChatRequest
 from server.served import ServedModel
-from text.tools import PROBE_ID, ToolCallDelta, ToolCallParser, ToolFormat
+from text.tools import CALL_ID_LENGTH, ToolCallDelta, ToolCallParser, ToolFormat
 
 router = APIRouter()
 ID_ALPHABET = string.ascii_letters + string.digits
@@ -39,12 +39,13 @@ async def create_chat_completion(
     chat = await asyncio.to_thread(served.prepare_chat, body)
     max_new_tokens = body.max_new_tokens
     window = served.backend.config.block_size
-    reserved_tokens = window // 2 if max_new_tokens is None else max_new_tokens  # if truncated
+    # Room for the reply, with truncate_prompt_tokens -1.
+    reserved_tokens = window // 2 if max_new_tokens is None else max_new_tokens
     prompt = served.truncate_prompt(
         chat.tokens, body.truncate_prompt_tokens, reserved_tokens, "messages"
     )
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    if max_new_tokens is None:  # what fits in the window and the response
+    if max_new_tokens is None:  # as many as the window and a response can hold
         max_new_tokens = max(min(window - len(prompt), body.max_tokens_limit(logprobs)), 1)
     skip = served.skip_token_ids(body, chat.tool_format)
     params = body.to_sampling_params(
@@ -102,11 +103,11 @@ class ChatCompletionBuilder(ResponseBuilder):
         } | self.logprobs_and_finish_reason(index, update)
 
     def delta(self, index: int, update: Update) -> list[dict]:
-        # Not before the first update, because clients take the role for the first token.
+        # The role comes with the first update, because clients measure the time to the first chunk.
         role = {} if index in self.parsers else {"role": "assistant"}
         message = self.parse_message(index, update)
         parts = [{"tool_calls": [part]} for part in message.pop("tool_calls", ())]
-        # Clients miss the end of a call that begins in the same event as the finish reason.
+        # In a chunk of its own: some clients drop a call that begins in the finish reason's chunk.
         finish_events = [{}] if parts and update.finish_reason else []
         if message["content"] is None and not role:
             message = {}
@@ -161,9 +162,9 @@ class ChatCompletionBuilder(ResponseBuilder):
 
 
 def tool_call_delta(part: ToolCallDelta) -> dict:
-    """Return the JSON of a tool call delta. Its first has an id, which the tool's result names."""
+    """Return the JSON of a delta. The first of a call has its id, to which the result refers."""
     if part.name is None:
         return {"index": part.index, "function": {"arguments": part.arguments}}
-    id = "".join(secrets.choice(ID_ALPHABET) for _ in PROBE_ID)
+    id = "".join(secrets.choice(ID_ALPHABET) for _ in range(CALL_ID_LENGTH))
     function = {"name": part.name, "arguments": part.arguments}
     return {"index": part.index, "id": id, "type": "function", "function": function}

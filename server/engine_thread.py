@@ -186,7 +186,7 @@ class EngineThread:
             if new > limit:
                 raise UserError(f"the request has {new} {unit}: at most {limit} are allowed")
             if current + new > limit:
-                raise QueueFull(f"the queue is full ({current} {unit}): try again")
+                raise QueueFull(f"the queue is full ({current} {unit}): try again later")
 
     async def generate(
         self, inputs: GenerateInput, matcher: Matcher | None = None
@@ -195,11 +195,11 @@ class EngineThread:
 
         Each item has an Update for one or more prompts, by their indices. Updates that are not
         fetched in time are joined. matcher: as in Backend.
-        Raises as `admit` before any work. EngineDead may also come later. Raises what
+        Raises the errors of `admit` before any work; EngineDead may also come later. Raises what
         `Engine.add` raises, RequestFailed after the last update of a request that fails, and
         QueueFull if the constraints of all requests take too much memory or time.
-        Unfinished requests are aborted when the generator closes, and count until then. A reader
-        that may leave early must close it: `async with contextlib.aclosing(...)`.
+        Unfinished requests are aborted when the generator closes and count towards the limits until
+        then. A reader that may leave early must close it: `async with contextlib.aclosing(...)`.
         """
         self.admit(len(inputs.prompts), inputs.num_tokens)
         generation = Generation(inputs, matcher)
@@ -258,7 +258,7 @@ class EngineThread:
         try:
             self.engine = self.make_engine()
         except BaseException as error:
-            if not isinstance(error, Exception):  # futures reject these, and readers must be told
+            if not isinstance(error, Exception):  # re-raised in the event loop, it would end it
                 error = RuntimeError(repr(error))
             self.call_in_event_loop(self.set_ready, error)
             return
@@ -347,6 +347,6 @@ def event_error(event: Event) -> Exception | None:
         return None
     if not event.constraint_failed:
         return RequestFailed(event.error)
-    if getattr(event.request.matcher, "busy", False):  # other requests' constraints are the reason
+    if getattr(event.request.matcher, "busy", False):  # masks of other requests are slow
         return QueueFull(event.error)
     return ConstraintFailed(event.error)

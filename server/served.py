@@ -23,7 +23,9 @@ from text.chat import SYSTEM_ROLE_HINT, Chat
 from text.detokenizer import IncrementalDetokenizer
 from text.tools import ToolFormat, build_tool_grammar, check_tools, detect_tool_format
 
-OTHER_MODEL = "serve a model that supports it: make smollm2, then python serve.py --model smollm2"
+OTHER_MODEL_HINT = (
+    "serve a model that supports it: make smollm2, then python serve.py --model smollm2"
+)
 PROBE = "xprobex"  # occurs in no template
 ROLE_EXAMPLES = {  # for each role, the roles of a conversation that templates accept
     "system": ["system", "user"],
@@ -135,7 +137,9 @@ class ServedModel:
         return False
 
     def find_adapter(self, name: str | None) -> str:
-        """Return the adapter of a request's model name; "" if it is the model's own, None or "".
+        """Return the adapter that a request's model name selects, "" for the base model.
+
+        The base model is selected by its own name, None or "".
 
         Raises APIError for an unknown name.
         """
@@ -176,7 +180,7 @@ class ServedModel:
             )
 
     def check_dropped(self, field: str, dropped: str) -> None:
-        """Raise UserError if the tokenizer dropped bytes of a field; clients see no warning."""
+        """Raise UserError if the tokenizer dropped bytes of a field. No warning reaches clients."""
         if dropped:
             raise UserError(f"{field}: the vocabulary of the model lacks these bytes: {dropped}")
 
@@ -200,8 +204,8 @@ class ServedModel:
             limit = window - new_tokens if new_tokens < window else window
         truncated = prompt if limit is None else prompt[-limit:]
         if len(truncated) > window:
-            message = f"the prompt has {len(truncated)} tokens; the context window has {window}"
-            message += ": send fewer, or truncate_prompt_tokens to keep the last ones only"
+            message = f"the prompt has {len(truncated)} tokens; the context window holds {window}"
+            message += ": shorten it, or set truncate_prompt_tokens to keep only its last tokens"
             raise APIError(400, message, field, "context_length_exceeded")
         return truncated
 
@@ -237,7 +241,7 @@ class ServedModel:
                 tokens = chat.encode(messages, encoding)
             except UserError as error:
                 if SYSTEM_ROLE_HINT in str(error):
-                    raise UserError(f"{error}, or {OTHER_MODEL}") from None
+                    raise UserError(f"{error}, or {OTHER_MODEL_HINT}") from None
                 raise
         return ChatPrompt(tokens, tool_grammar, None if body.tool_mode == "none" else tool_format)
 
@@ -246,7 +250,8 @@ class ServedModel:
     ) -> str | None:
         """Return the grammar of replies that may call these tools; None if they cannot.
 
-        With tool_choice none the grammar bans calls, unless another constraint does.
+        With tool_choice none the grammar bans calls; a request with a constraint of its own gets no
+        grammar.
         """
         if body.tool_mode == "none" and body.constraint:
             return None

@@ -78,7 +78,8 @@ PROBE_TOOL = {
         },
     },
 }
-PROBE_ID = "call00000"  # nine letters and digits, which Mistral's templates require
+PROBE_ID = "call00000"
+CALL_ID_LENGTH = len(PROBE_ID)  # letters and digits, as many as Mistral's templates require
 PROBE_ARGUMENTS = {"key": 1, "other": [2, "a"]}
 PROBE_RESULT = "what_a_tool_has_found"
 PROBE_CONTENT = "what_a_reply_says_first"
@@ -88,7 +89,7 @@ class ToolFormat(NamedTuple):
     """Syntax in which a chat template writes tool calls.
 
     begin NAME middle ARGUMENTS [between NAME middle ARGUMENTS ...] end, where "\\0" stands for each
-    letter of a call id. trigger: prefix of begin that never occurs in content. between: None for
+    character of a call id. trigger: prefix of begin that never occurs in content. between: None for
     templates that write at most one call. separators: item and key separators of the arguments.
     """
 
@@ -148,11 +149,10 @@ def probe_tool_format(
     ]
     user = asked[-1]
     result = {"role": "tool", "tool_call_id": PROBE_ID, "name": names[0], "content": PROBE_RESULT}
-    said = chat.render([*asked, {"role": "assistant", "content": PROBE_RESULT}, user]).partition(
-        PROBE_RESULT
-    )
-    # Prompts before a reply: before a new one, and before an old one, which may lack reasoning.
-    starts = chat.render(asked), said[0]
+    past_reply = {"role": "assistant", "content": PROBE_CONTENT}
+    before_past_reply = chat.render([*asked, past_reply, user]).partition(PROBE_CONTENT)[0]
+    # What stands before a reply. A template may omit the start of reasoning before a past one.
+    starts = chat.render(asked), before_past_reply
 
     def render_calls(*calls: dict) -> str:
         """Render a reply with these calls; return the calls and all that follows them."""
@@ -161,9 +161,9 @@ def probe_tool_format(
         later = [result] * len(calls) + [{"role": "assistant", "content": "b"}, user]
         text = chat.render([*asked, calling, *later]).replace(PROBE_ID, "\0" * len(PROBE_ID))
         for start in starts:
-            known = os.path.commonprefix([start, text])
-            reply = text[len(known) :]
-            if not start[len(known) :].strip():
+            prefix = os.path.commonprefix([start, text])
+            reply = text[len(prefix) :]
+            if not start[len(prefix) :].strip():
                 return reply.partition(content)[2] if content else reply
         return ""
 
@@ -177,9 +177,9 @@ def probe_tool_format(
         if token in encoding.added_token_texts
     ]
     for separators in ((", ", ": "), (",", ":")):
-        known = json.dumps(PROBE_ARGUMENTS, separators=separators)
+        arguments = json.dumps(PROBE_ARGUMENTS, separators=separators)
         begin, _, rest = one.partition(names[0])
-        middle, found, rest = rest.partition(known)
+        middle, found, rest = rest.partition(arguments)
         # The tool result must appear, because a template may drop messages it does not know.
         is_known = found and begin.strip() and middle.startswith('"') and PROBE_RESULT in rest
         following = [rest.partition(token)[0] for token in ends if token in rest]
@@ -192,9 +192,9 @@ def probe_tool_format(
         all_calls = render_calls(*calls)
     except UserError:
         all_calls = ""
-    first = begin + names[0] + middle + known
+    first = begin + names[0] + middle + arguments
     between = all_calls.removeprefix(first).partition(names[1])[0]
-    others = [between + name + middle + known for name in names[1:]]
+    others = [between + name + middle + arguments for name in names[1:]]
     if not all_calls.startswith(first + "".join(others) + end):
         between = None
     _, *added = split_special_tokens(encoding.special_tokens_set, begin)
@@ -219,7 +219,7 @@ def build_tool_grammar(
     """
 
     def lark(text: str) -> str:
-        """Return a format string as Lark: added tokens, call ids and literals."""
+        """Translate a piece of the tool format to Lark: added tokens, call ids and literals."""
         parts = []
         for index, piece in enumerate(split_special_tokens(set(vocabulary.added_tokens), text)):
             if index % 2:
@@ -383,6 +383,6 @@ class ToolCallParser:
 
 
 def matches_literal(literal: str, text: str) -> bool:
-    """Return whether a text matches a format's literal; "\\0" matches any letter of a call id."""
+    """Return whether a text matches a format's literal; "\\0" is any character of a call id."""
     pairs = zip(literal, text)
     return len(literal) == len(text) and all(known in ("\0", found) for known, found in pairs)
