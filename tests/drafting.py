@@ -58,8 +58,9 @@ def knowing(model, wrong=(), more=0) -> Scripted:
         length = request.params.max_new_tokens + more
         params = dataclasses.replace(request.params, ignore_eos=True, max_new_tokens=length)
         text = alone(model, request.tokens[: request.prompt_length], params)
-        indices = range(len(request.output), min(len(request.output) + count + more, length))
-        return [(text[index] + (index in wrong)) % model.config.vocab_size for index in indices]
+        start = len(request.output)
+        coming = enumerate(text[start : start + count + more], start)
+        return [(token + (index in wrong)) % model.config.vocab_size for index, token in coming]
 
     return Scripted(propose)
 
