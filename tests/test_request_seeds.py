@@ -1,4 +1,4 @@
-"""A row with a seed has the text of its own run."""
+"""Draws: a row with a seed equals its own run, and the race picks what a sort would."""
 
 import itertools
 import math
@@ -6,47 +6,28 @@ import math
 import pytest
 import torch
 from conftest import CHECKPOINTS, random_tokens
-from draws import bits, chi_square
+from draws import bits, random_logits, seeded
 from engines import alone as own_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sampling
-from errors import UserError
 from infer import generate
-from sampling import (
-    SamplingParams,
-    Sequence,
-    exponential,
-    exponential_noise,
-    sample,
-    sample_batch,
-    splitmix64,
-)
+from sampling import SamplingParams, Sequence, exponential, sample, sample_batch, splitmix64
 
 LAST = 2**64 - 1  # the largest seed
-MODELS = pytest.mark.parametrize("family", ["tiny", "tiny_llama"])
 
 
 def rows_of(model, prompts, params, **options) -> list[list[int]]:
-    """The text of each row of a batch. params: for each row, arguments of SamplingParams."""
-    each = [SamplingParams(**fields) for fields in params]
-    steps = list(generate(model, prompts, each, **options))
-    for row in range(len(prompts)):  # None after the last token, and nothing but None
-        column = [step[row] for step in steps]
-        assert None not in column[: len(column) - column.count(None)]
+    """Return the output of each row of a batch. params: for each row, fields of SamplingParams."""
+    steps = list(
+        generate(model, prompts, [SamplingParams(**fields) for fields in params], **options)
+    )
     return [[step[row] for step in steps if step[row] is not None] for row in range(len(prompts))]
 
 
 def alone(model, prompt, fields, **options) -> list[int]:
-    """The text of a prompt in a run of its own, with one SamplingParams and no list."""
     return own_text(model, prompt, **options, **fields)
-
-
-def sampled(probs, rng_keys, **fields) -> torch.Tensor:
-    """What `sample` draws from these probabilities for each seed and position."""
-    params = SamplingParams(**{"temperature": 1.0} | fields)
-    return sample(probs.log().expand(len(rng_keys), -1), params, rng_keys=rng_keys)
 
 
 # Each row
@@ -67,26 +48,25 @@ anything = st.fixed_dictionaries(
 )
 
 
-@MODELS
 @given(
-    requests=st.lists(st.tuples(st.integers(0, 20), anything), min_size=2, max_size=5),
+    requests=st.lists(st.tuples(st.integers(0, 40), anything), min_size=2, max_size=5),
     data=st.data(),
     stride=st.sampled_from([None, 1, 5, 16]),
     use_cache=st.booleans(),
 )
-@settings(max_examples=12)
-def test_a_row_has_the_text_of_its_own_run_whatever_its_mates(
-    request, family, requests, data, stride, use_cache
+@settings(max_examples=20)
+def test_a_row_has_the_output_of_its_own_run_whatever_its_mates(
+    build, requests, data, stride, use_cache
 ):
-    model = request.getfixturevalue(family)(seed=3, eos_token_id=7)
+    model = build(seed=3, eos_token_id=7)
     prompts = [random_tokens(length, seed=length) for length, _ in requests]
     params = [fields for _, fields in requests]
     expected = [alone(model, *pair, stride=stride) for pair in zip(prompts, params)]
     order = data.draw(st.permutations(range(len(requests))))
     order = order[: data.draw(st.integers(1, len(requests)))]
     shuffled = [prompts[row] for row in order], [params[row] for row in order]
-    texts = rows_of(model, *shuffled, stride=stride, use_cache=use_cache)
-    assert texts == [expected[row] for row in order]
+    outputs = rows_of(model, *shuffled, stride=stride, use_cache=use_cache)
+    assert outputs == [expected[row] for row in order]
 
 
 OTHER = {"seed": 2, "temperature": 3.0, "top_k": 2, "top_p": 0.3, "max_new_tokens": 7}
@@ -99,9 +79,7 @@ def test_two_rows_that_differ_in_one_field_alone(tiny, field, value):
     base = {"max_new_tokens": 20, "seed": 1, "temperature": 1.0, "top_k": 30, "top_p": 0.95}
     base |= {"presence_penalty": 0.1, "frequency_penalty": 0.1, "repetition_penalty": 1.1}
     base |= {"ignore_eos": True}
-    model = tiny(seed=5)
-    end = alone(model, [1, 2], base)[9]
-    model = tiny(seed=5, eos_token_id=end)
+    model = tiny(seed=5, eos_token_id=alone(tiny(seed=5), [1, 2], base)[9])
     params = [base, base | {field: value}]
     expected = [alone(model, [1, 2], fields) for fields in params]
     assert expected[0] != expected[1]
@@ -109,22 +87,20 @@ def test_two_rows_that_differ_in_one_field_alone(tiny, field, value):
     assert rows_of(model, [[1, 2]] * 2, params[::-1]) == expected[::-1]
 
 
-def test_still_the_longest_prompt_wants_no_token(tiny):
-    """The cache has room for it all the same."""
+def test_rows_at_the_edges(tiny):
+    """The longest prompt may want no token; an empty one counts what it starts from as a prompt."""
     params = [{"max_new_tokens": 0}, {"max_new_tokens": 3, "ignore_eos": True}]
     expected = [[], alone(tiny(), [1, 2], params[1])]
     assert rows_of(tiny(), [random_tokens(12), [1, 2]], params) == expected
-
-
-def test_still_counts_what_an_empty_prompt_starts_from_as_a_prompt(tiny):
-    values = {"frequency_penalty": -2.0, "presence_penalty": -2.0, "repetition_penalty": 0.1}
-    for name, value in values.items():
+    for name, value in (("frequency_penalty", -2.0), ("repetition_penalty", 0.1)):
         fields = {"max_new_tokens": 6, "ignore_eos": True, name: value}
         assert alone(tiny(), [], fields) == alone(tiny(), [60], fields)
+    for count in (0, 1, 3):
+        with pytest.raises(ValueError, match=f"^{count} params for 2 prompts$"):
+            rows_of(tiny(), [[1], [2]], [{}] * count)
 
 
-def test_still_repetition_counts_prompts_and_the_others_do_not():
-    """Frequency and presence penalise the output, repetition the prompt as well."""
+def test_repetition_counts_prompts_and_the_other_penalties_do_not():
     logits = torch.ones(3, 4)
     logits[:, 2] = 1.5  # the most likely one, and in the prompts
     texts = [[2, 2, 0, 1], [2, 2, 2, 1], [2, 2, 2, 1]]
@@ -137,17 +113,15 @@ def test_still_repetition_counts_prompts_and_the_others_do_not():
         params = SamplingParams(**penalties)
         sequences = [Sequence(text, length, params) for text, length in zip(texts, [4, 3, 1])]
         assert sample_batch(logits, sequences) == chosen
-    assert logits[:, 2].tolist() == [1.5] * 3  # not changed in place
 
 
 @torch.inference_mode()
-@MODELS
-def test_each_draw_is_that_of_the_definition(request, family):
-    """By hand: the softmax of logits over the temperature, divided by the number of each token.
+def test_each_draw_is_that_of_the_definition(build):
+    """The softmax of logits over the temperature, divided by the random number of each token.
 
-    Of seed, id, and the length of all of the text, also where the window has left its beginning.
+    The number is of seed, id and the length of the sequence, also past the context window.
     """
-    model = request.getfixturevalue(family)()
+    model = build()
     text = [5, 6, 7]
     fields = {"max_new_tokens": 25, "temperature": 0.8, "seed": 11, "ignore_eos": True}
     for token in alone(model, text, fields, stride=1):
@@ -157,58 +131,39 @@ def test_each_draw_is_that_of_the_definition(request, family):
         text = text + [token]
 
 
-def test_still_params_as_many_as_prompts(tiny):
-    for count in (0, 1, 3):
-        with pytest.raises(ValueError) as error:
-            rows_of(tiny(), [[1], [2]], [{}] * count)
-        assert str(error.value) == f"{count} params for 2 prompts"
-
-
-@pytest.mark.parametrize("seed", [-1, LAST + 1, 1.0, True, "1", 10**30])
-def test_a_seed_out_of_range_is_refused(seed):
-    expected = f"seed {seed!r}: must be None or an integer from 0 to 2**64 - 1"
-    with pytest.raises(UserError) as error:
-        SamplingParams(seed=seed)
-    assert str(error.value) == expected
-    assert [SamplingParams(seed=good).seed for good in (None, 0, LAST)] == [None, 0, LAST]
-
-
 # Rows without a seed
 
 
 @torch.inference_mode()
-def test_still_draws_from_the_generator_without_a_seed(tiny):
+def test_rows_without_a_seed_draw_from_the_generator_alone(tiny):
     params = SamplingParams(max_new_tokens=8, temperature=1.0, top_p=0.9, ignore_eos=True)
     model = tiny()
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
+    state = torch.get_rng_state()
     tokens = torch.tensor([[1, 2], [3, 4]])
-    for step in generate(model, tokens.tolist(), params, torch.Generator().manual_seed(3)):
+    for step in generate(model, tokens.tolist(), params, seeded(3)):
         drawn = sample(model(tokens)[:, -1].float(), params, generator)
         assert step == drawn.tolist()
         tokens = torch.cat([tokens, drawn[:, None]], dim=1)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_row_with_a_seed_takes_nothing_from_the_generator(tiny):
     common = {"max_new_tokens": 9, "temperature": 1.0, "ignore_eos": True}
-    seeded = common | {"seed": 1}
-    model = tiny()
     prompts = [[1, 2], [3], [4, 5, 6]]
-    plain = rows_of(model, prompts[1:], [common] * 2, generator=torch.Generator().manual_seed(7))
-    for params, order in (
-        ([seeded, common, common], [0, 1, 2]),
-        ([common, seeded, common], [1, 0, 2]),
-    ):
-        generator = torch.Generator().manual_seed(7)
-        texts = rows_of(model, [prompts[row] for row in order], params, generator=generator)
-        assert [texts[order.index(1)], texts[order.index(2)]] == plain
-        assert texts[order.index(0)] == alone(model, prompts[0], seeded)
+    plain = rows_of(tiny(), prompts[1:], [common] * 2, generator=seeded(7))
+    own = alone(tiny(), prompts[0], common | {"seed": 1})
+    for order in ([0, 1, 2], [1, 0, 2]):
+        params = [common if row else common | {"seed": 1} for row in order]
+        outputs = rows_of(tiny(), [prompts[row] for row in order], params, generator=seeded(7))
+        assert [outputs[order.index(row)] for row in range(3)] == [own, *plain]
 
 
-# The numbers
+# The random numbers
 
 
 def number(seed: int, position: int, token: int) -> float:
-    """The exponential random number of a token, from its definition."""
+    """Return the exponential random number of a token, from its definition."""
     return -math.log(((bits(bits(seed, position), token) >> 12) + 0.5) / 2**52)
 
 
@@ -226,14 +181,14 @@ DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 @pytest.mark.parametrize("size", [9, 70_000])
 def test_noise_of_each_seed_position_and_token(device, size):
     rng_keys = list(itertools.product([0, 1, 2**63, LAST], [0, 7, 2**31 + 5, 2**40, 2**63 - 1]))
-    noise = exponential_noise(torch.zeros(len(rng_keys), size, device=device), rng_keys)
+    noise = sampling.exponential_noise(torch.zeros(len(rng_keys), size, device=device), rng_keys)
     assert noise.shape == (len(rng_keys), size) and noise.dtype == torch.float32
     for row, (seed, position) in zip(noise.tolist(), rng_keys):
         for token in (0, 1, 8, size - 1):
             assert row[token] == pytest.approx(number(seed, position, token), rel=1e-6)
 
 
-def test_noise_of_tokens_that_are_out_is_not_computed(torch_numbers):
+def test_noise_of_filtered_tokens_is_not_computed(torch_numbers):
     """The tokens that are left keep the numbers that they have without the filter."""
     logits = torch.randn(3, 1000)
     rng_keys = [(1, 5), (LAST, 6), (7, 2**40)]
@@ -252,59 +207,93 @@ def test_noise_is_finite_and_above_zero_whatever_the_bits():
     assert exponential(torch.tensor([-1])).float().item() > 0
 
 
-# The draws
+# The race under top-p
 
 
-DRAWS = {"seeds": lambda index: (LAST - index, 5), "positions": lambda index: (5, 2**40 + index)}
-PROBS = torch.tensor([0.02, 0.3, 0.08, 0.25, 0.05, 0.15, 0.1, 0.05])
+def check_race(logits, p, seed=0):
+    """Check that the race has the tokens of the filter and torch.multinomial, of the same noise."""
+    noise = torch.empty_like(logits).exponential_(generator=seeded(seed))
+    probs = sampling.top_p_filter(logits, p).softmax(dim=-1)
+    expected = torch.multinomial(probs, 1, generator=seeded(seed))[:, 0]
+    assert torch.equal(sampling.exponential_race(logits, noise, p), expected), (p, seed)
 
 
-@pytest.mark.parametrize("name", DRAWS)
-def test_draws_follow_the_probabilities(name):
-    rng_keys = [DRAWS[name](index) for index in range(20000)]
-    counts = torch.bincount(sampled(PROBS, rng_keys), minlength=8).double()
-    assert chi_square(counts, PROBS) < 24.32  # 7 degrees of freedom, p = 0.001
-    assert chi_square(counts, PROBS.roll(1)) > 24.32  # the check can fail
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["random", "ties", "infinite", "equal", "peaked"])
+def test_the_race_draws_the_token_that_a_sort_would(kind, dtype):
+    # In float64, whether 25 of 50 equal tokens reach 0.5 depends on the order of the sum.
+    size = 50 if dtype == torch.float32 else 53
+    for seed, p in itertools.product(range(8), (1e-300, 0.01, 0.1, 0.5, 0.75, 0.9, 0.99, 1 - 1e-7)):
+        check_race(random_logits(kind, 40, size, seed).to(dtype), p, seed)
 
 
-@pytest.mark.parametrize("fields", [{}, {"top_k": 3}, {"top_p": 0.5}])
-def test_logits_that_are_no_numbers_give_some_token(fields):
-    """A row that broke has mates: what it draws is thrown away, but must not be an error."""
-    for value in (math.nan, math.inf):
-        (token,) = sampled(torch.tensor([0.5, value, 0.2, 0.3]), [(1, 2)], **fields).tolist()
-        assert 0 <= token < 4
+def test_logits_that_differ_are_in_order_where_their_probabilities_do_not():
+    logits = torch.tensor([[0.0, 1e-8, 2e-8]])
+    assert logits.softmax(dim=-1).unique().numel() == 1
+    for numbers in itertools.permutations((1.0, 1e-3, 1e-6)):
+        noise = torch.tensor([numbers])
+        assert sampling.exponential_race(logits, noise, 0.3).tolist() == [2]
+        expected = 2 if numbers[2] < numbers[1] else 1
+        assert sampling.exponential_race(logits, noise, 0.5).tolist() == [expected]
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 8, 1000])
+def test_any_number_of_rounds_gives_the_same_tokens_and_none_without_mass(monkeypatch, rounds):
+    """Not even where the random number is 0, and 0 / 0 is NaN, the largest for argmax."""
+    monkeypatch.setattr(sampling, "MAX_REJECTION_ROUNDS", rounds)
+    for p in (0.05, 0.5, 0.9):
+        check_race(2 * torch.randn(300, 60, generator=seeded(2)), p)
+    logits = torch.randn(100, 8, generator=seeded(0))
+    logits[:, [0, 5]] = -torch.inf
+    logits[:, 2] = -200
+    probs = logits.softmax(dim=-1)
+    # The mass before a token without any may be too little.
+    assert (probs.double().sum(dim=-1).float() < 1).any()
+    for least, top_p in itertools.product((0.0, 1e-45), (0.5, 1 - 1e-9, 1.0)):
+        monkeypatch.setattr(
+            torch.Tensor, "exponential_", lambda self, least=least, **options: self.fill_(least)
+        )
+        drawn = sample(logits, SamplingParams(temperature=1.0, top_p=top_p))
+        assert (probs[torch.arange(100), drawn] > 0).all()
+
+
+def test_rounds_are_few_and_bounded(monkeypatch):
+    """Only rows whose winner is rejected again and again are sorted: a few, of equal tokens."""
+    sizes = []
+    top_p_filter = sampling.top_p_filter
+
+    def recorded(logits, p):
+        sizes.append(tuple(logits.shape))
+        return top_p_filter(logits, p)
+
+    monkeypatch.setattr(sampling, "top_p_filter", recorded)
+    for p in (0.1, 0.9):
+        sample(
+            3 * torch.randn(500, 100, generator=seeded(0)), SamplingParams(1, True, 1.0, top_p=p)
+        )
+    assert sizes == []
+    tokens = sample(torch.zeros(100, 4000), SamplingParams(1, True, 1.0, top_p=1e-6), seeded(1))
+    assert tokens.tolist() == [0] * 100
+    assert 0 < len(sizes) < 100 and set(sizes) == {(4000,)}
 
 
 # The command line
 
-LINE = "\n" + "-" * 40 + "\n"
-
-
-@pytest.fixture
-def texts(cli, tiny_checkpoint):
-    """A function that runs `infer.py` with these arguments: its texts, and what is on stderr."""
-
-    def run(*args):
-        common = ("--model", tiny_checkpoint, "--max-new-tokens", 12, "--temperature", 1)
-        code, out, err = cli(*common, *args)
-        assert code == 0
-        return out.removesuffix("\n").split(LINE), err
-
-    return run
-
 
 @pytest.mark.parametrize("first", [1, LAST - 1])
-def test_sample_k_is_the_text_of_seed_plus_k(texts, first):
+def test_sample_k_is_the_output_of_seed_plus_k(cli, tiny_checkpoint, first):
     """After the largest seed comes 0."""
-    several, err = texts("--prompt", "One day", "--num-samples", 3, "--seed", first)
+    args = ("--model", tiny_checkpoint, "--max-new-tokens", 12, "--temperature", 1)
+    args += ("--prompt", "One day", "--seed")
+    _, out, err = cli(*args, first, "--num-samples", 3)
+    several = out.removesuffix("\n").split("\n" + "-" * 40 + "\n")
     seeds = [(first + k) % 2**64 for k in range(3)]
-    assert several == [texts("--prompt", "One day", "--seed", seed)[0][0] for seed in seeds]
-    assert len(set(several)) == 3
-    assert err.endswith(f", seed {first}\n")
+    assert [text + "\n" for text in several] == [cli(*args, seed)[1] for seed in seeds]
+    assert len(set(several)) == 3 and err.endswith(f", seed {first}\n")
 
 
 def test_the_embedded_model_tells_the_same_story(cli):
-    """The text of a seed, written down: it is that of each machine and version."""
+    """The output of a seed, written down: it is that of each machine and version."""
     draft = CHECKPOINTS / "stories-draft"
     story = "Once upon a time, in a small house, there lived a boy named Tim. Tim loved to\n"
     args = ("--model", draft, "--max-new-tokens", 16, "--temperature", 0.8, "--seed", 1)
