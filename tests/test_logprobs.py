@@ -1,18 +1,19 @@
-"""The log-probability of each token, and the most likely tokens in its place."""
+"""The log-probability of each token and of the most likely ones, in the engine and the APIs."""
 
 import dataclasses
 import itertools
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import CHECKPOINTS, random_tokens
-from engines import alone, check_texts, finish, make_engine, request_params, step
+from engines import check_texts, finish, make_engine, request_params, step
+from serving import PATH, check_refused, results_of, serving, small_encoding, small_engine, writing
 
 from cache import ContextWindow
 from engine import engine as module
-from engine.drafter import PagedModelDrafter, PromptLookupDrafter
 from engine.request import Request
 from infer import next_logits
 from infer_engine import print_logprobs
@@ -23,11 +24,6 @@ from text.tokenizer import load_encoding
 
 DRAFT = CHECKPOINTS / "stories-draft"
 STORY = ["--model", DRAFT, "--prompt", "Once upon a time"]
-PARAMS = [
-    {},
-    {"temperature": 1.3},
-    {"temperature": 0.7, "top_k": 3, "repetition_penalty": 1.5, "presence_penalty": 1.0},
-]
 
 
 def by_hand(model, tokens, prompt_length) -> list[torch.Tensor]:
@@ -51,91 +47,21 @@ def check(model, request, count):
         assert [value for _, value in top] == pytest.approx(best.values.tolist(), abs=2e-6)
 
 
-def ask(model, prompts, params, counts, **options) -> tuple:
-    """An engine, and requests for log-probabilities. counts: how many likely tokens of each."""
-    each = [
-        dataclasses.replace(own, logprobs=count) for own, count in zip(params, counts, strict=True)
-    ]
-    return make_engine(model, prompts, each, **options)
+def logged(count: int, params) -> list[SamplingParams]:
+    return [dataclasses.replace(own, logprobs=count) for own in params]
 
 
-def add(engine, prompt, params, count):
-    return engine.add(prompt, dataclasses.replace(params, logprobs=count))
-
-
-@pytest.fixture
-def computed(monkeypatch):
-    """To this list each computing of log-probabilities adds its arguments."""
-    calls = []
-    real = module.token_logprob
-    monkeypatch.setattr(module, "token_logprob", lambda *args: calls.append(args) or real(*args))
-    return calls
-
-
-# A text
-
-
-@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled", "penalties"])
-def test_logprobs_are_of_unprocessed_logits(build, params):
+def test_logprobs_are_of_unprocessed_logits(build):
     model = build(seed=3)
     prompts = [random_tokens(length, seed=length) for length in (1, 14, 30)]
-    engine, requests = ask(model, prompts, request_params(3, max_new_tokens=20, **params), [4] * 3)
-    finish(engine)
-    check_texts(model, requests)
-    for request in requests:
-        check(model, request, 4)
-
-
-OPTIONS = [{"num_pages": 6}, {"max_num_batched_tokens": 3}, {"max_num_seqs": 1}]
-OPTIONS += [{"drafter": "lookup"}, {"drafter": "model", "gamma": 5}]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_logprobs_with_preemption_chunks_and_drafts(tiny, options):
-    model = tiny(seed=8)
-    same = random_tokens(3, seed=1) * 3
-    drafters = {"lookup": PromptLookupDrafter()}
-    drafters["model"] = PagedModelDrafter(tiny(seed=8, n_layer=1), model, 3, 3)
-    if "drafter" in options:
-        options = options | {"drafter": drafters[options["drafter"]]}
-    each = request_params(3, max_new_tokens=40, temperature=0.3)
-    prompts = [same, same + [5], [7]]
-    engine, requests = ask(
-        model, prompts, each, [2] * 3, **{"max_num_seqs": 3, "page_size": 3} | options
+    fields = {"temperature": 0.7, "top_k": 3, "repetition_penalty": 1.5, "logit_bias": ((9, 5.0),)}
+    engine, requests = make_engine(
+        model, prompts, logged(20, request_params(3, max_new_tokens=20, **fields))
     )
     finish(engine)
-    if "num_pages" in options:
-        assert engine.scheduler.num_preemptions
-    if "drafter" in options:
-        assert engine.num_accepted_tokens and engine.num_draft_tokens > engine.num_accepted_tokens
     check_texts(model, requests)
     for request in requests:
-        check(model, request, 2)
-
-
-def test_each_request_has_its_number_of_top_tokens(tiny):
-    model = tiny(seed=5)
-    each = request_params(4, max_new_tokens=6)
-    engine, requests = ask(model, [[9]] * 4, each, (None, 0, 1, 20))
-    finish(engine)
-    for request, count in zip(requests, (0, 0, 1, 20)):
-        assert all(len(top) == count for _, top in request.logprobs)
-    assert [len(request.logprobs) for request in requests] == [0, 6, 6, 6]
-    check(model, requests[3], 20)
-    for token, (logprob, top) in zip(requests[2].output, requests[2].logprobs):
-        assert top == [(token, logprob)]
-
-
-def test_no_logprobs_after_a_drafted_eos(tiny, computed):
-    params = SamplingParams(12, temperature=1.0, seed=3)
-    text = alone(tiny(seed=2), [4], dataclasses.replace(params, ignore_eos=True))
-    model = tiny(seed=2, eos_token_id=text[6])
-    drafter = PagedModelDrafter(model, model)
-    engine, (request,) = ask(model, [[4]], [params], [1], drafter=drafter, gamma=16)
-    finish(engine)
-    assert request.finish_reason == "stop" and request.output == text[:7]
-    assert len(computed) == len(request.output) < engine.num_accepted_tokens
-    check(model, request, 1)
+        check(model, request, 20)
 
 
 @pytest.mark.parametrize("error", [MemoryError("full"), IndexError("x"), KeyboardInterrupt()])
@@ -143,8 +69,8 @@ def test_an_error_in_logprobs_fails_its_request_only(tiny, monkeypatch, error):
     model = tiny()
     calls = []
     real = module.token_logprob
-    params = request_params(2, max_new_tokens=6)
-    engine, requests = ask(model, [[0], [1]], params, [1, 1])
+    params = logged(1, request_params(2, max_new_tokens=6))
+    engine, requests = make_engine(model, [[0], [1]], params)
     engine.step()
 
     def broken(*args):
@@ -165,22 +91,6 @@ def test_an_error_in_logprobs_fails_its_request_only(tiny, monkeypatch, error):
     check_texts(model, requests)
     for request in requests:
         check(model, request, 1)
-
-
-# Other ways to the same numbers
-
-
-# Logits
-
-
-def test_by_hand():
-    logits = torch.tensor([1.0, 6.0, 3.0, 2.0]).log()  # of 12
-    logprob, top = token_logprob(logits, 3, 3)
-    assert math.exp(logprob) == pytest.approx(2 / 12, rel=1e-6)
-    assert [token for token, _ in top] == [1, 2, 3]
-    assert [math.exp(value) for _, value in top] == pytest.approx(
-        [6 / 12, 3 / 12, 2 / 12], rel=1e-6
-    )
 
 
 @pytest.mark.parametrize("count", range(1, 8))
@@ -253,8 +163,6 @@ def test_logprobs_are_shown_beside_failed_requests(engine_cli, monkeypatch):
 
 
 def test_a_token_is_one_line_whatever_it_prints(capsys):
-    from types import SimpleNamespace
-
     pieces = [text.encode() for text in ("\n", "\u2028", "\x85", "\x9b", "\x7f", "'", "é")]
     pieces.append(pieces[-1][:1])
     encoding = SimpleNamespace(decode_single_token_bytes=dict(enumerate(pieces)).__getitem__)
@@ -262,17 +170,101 @@ def test_a_token_is_one_line_whatever_it_prints(capsys):
     request = Request(list(range(9)), 0, SamplingParams(), logprobs=logprobs)
     print_logprobs(encoding, [request])
     shown = [line.split("  ") for line in capsys.readouterr().err.splitlines()]
-    texts = [
-        r"'\n'",
-        r"'\u2028'",
-        r"'\x85'",
-        r"'\x9b'",
-        r"'\x7f'",
-        '"\'"',
-        "'é'",
-        r"b'\xc3'",
-        "id 8",
-    ]
+    texts = [r"'\n'", r"'\u2028'", r"'\x85'", r"'\x9b'", r"'\x7f'", '"\'"', "'é'", r"b'\xc3'"]
+    texts.append("id 8")
     assert [[cell.strip() for cell in line if cell] for line in shown] == [
         ["-1.500", text, "'é' -0.250"] for text in texts
     ]
+
+
+# The server
+
+
+def name(token: int) -> str:
+    data = small_encoding().decode_single_token_bytes(token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + repr(data)[2:-1] if len(repr(data)) == 4 * len(data) + 3 else "mixed"
+
+
+@pytest.mark.parametrize("count", [0, 20])
+def test_log_probabilities_are_those_of_the_engine(client, tiny_llama, count):
+    params = SamplingParams(max_new_tokens=40, temperature=1.0, seed=3, logprobs=count)
+    ids = small_encoding().encode("Tom")
+    ((tokens, text, logprobs, _),) = results_of(small_engine(tiny_llama), [ids], [params])
+    body = {"prompt": "Tom", "max_tokens": 40, "seed": 3, "logprobs": count}
+    (choice,) = client.post(PATH, body)[1]["choices"]
+    found = choice["logprobs"]
+    assert choice["text"] == text
+    assert found["token_logprobs"] == [entry.logprob for entry in logprobs]
+    for token, shown in zip(tokens, found["tokens"], strict=True):
+        assert shown == name(token) or name(token) == "mixed"
+    sizes = set()
+    for token, own, entry, shown in zip(
+        tokens, found["tokens"], logprobs, found["top_logprobs"], strict=True
+    ):
+        best = dict(entry.top)
+        assert list(shown.values()) == list((best | {token: entry.logprob}).values())
+        assert shown[own] == entry.logprob
+        sizes.add(len(shown))
+    assert sizes <= {count, count + 1} and count + 1 in sizes
+    events = client.events(PATH, body | {"stream": True})
+    for column, values in found.items():
+        parts = [event["choices"][0]["logprobs"][column] for event in events]
+        assert sum(parts, []) == values
+
+
+def choice_of(tiny_llama, text: str, **fields) -> tuple[dict, int]:
+    """What a server answers that writes this text, whatever its model thinks, and its tokens."""
+    ids = small_encoding().encode(text, allowed_special="all")
+    with serving(lambda: writing(small_engine(tiny_llama), ids)) as client:
+        body = {"prompt": "x", "max_tokens": len(ids)} | fields
+        (choice,) = client.post(PATH, body)[1]["choices"]
+    return choice, len(ids)
+
+
+def test_tokens_that_are_parts_of_letters(tiny_llama):
+    """They are shown as bytes, and begin where their letter does; EOS begins at the end."""
+    text = "a😀é😀"
+    choice, count = choice_of(tiny_llama, f"{text}<|endoftext|>", max_tokens=99, logprobs=0)
+    found = choice["logprobs"]
+    assert (choice["text"], choice["finish_reason"]) == (text, "stop")
+    assert len(found["tokens"]) == len(found["token_logprobs"]) == count
+    own = zip(found["tokens"], found["token_logprobs"])
+    assert found["top_logprobs"] == [{name: logprob} for name, logprob in own]
+    data = b""
+    for shown, offset in zip(found["tokens"][:-1], found["text_offset"]):
+        assert offset == len(data.decode(errors="ignore"))
+        if shown.startswith("bytes:"):
+            data += bytes.fromhex(shown.removeprefix("bytes:").replace("\\x", ""))
+        else:
+            data += shown.encode()
+    assert data == text.encode()
+    assert "bytes:\\xf0" in [shown[:10] for shown in found["tokens"]]
+    assert (found["tokens"][-1], found["text_offset"][-1]) == ("<|endoftext|>", len(text))
+
+
+def test_tokens_of_a_stop_string_are_shown(tiny_llama):
+    choice, _ = choice_of(tiny_llama, "one two three", logprobs=1, stop=[" two"])
+    assert (choice["text"], choice["finish_reason"]) == ("one", "stop")
+    assert "".join(choice["logprobs"]["tokens"]).startswith("one two")
+
+
+def test_without_asking_there_are_none(client):
+    assert client.post(PATH, {"logprobs": None})[1]["choices"][0]["logprobs"] is None
+    (choice,) = client.post(PATH, {"logprobs": 0, "max_tokens": 0})[1]["choices"]
+    columns = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    assert choice["logprobs"] == {column: [] for column in columns}
+
+
+@pytest.mark.parametrize(
+    "body, said",
+    [
+        ({"logprobs": 21}, "20"),
+        ({"logprobs": True}, "integer"),
+        ({"logprobs": 0, "echo": True}, "echo"),
+    ],
+)
+def test_what_is_refused(client, body, said):
+    check_refused(client.post(PATH, body), "logprobs", said)
