@@ -1,4 +1,4 @@
-"""An engine that requests join and leave at any step: each has the text of its own run."""
+"""An engine that requests join and leave at any step; hard/test_histories.py has any order."""
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from engines import (
     letters,
     make_engine,
     numbered,
-    outputs_of,
     own_texts,
     raise_once,
     step,
@@ -23,11 +22,11 @@ from engine.engine import Engine
 from errors import UserError
 from sampling import SamplingParams
 
-ENDS = (7, 19, 23, 42, 60)  # tokens that end a text, in models whose texts are to end early
+ENDS = (7, 19, 23, 42, 60)  # tokens that end a sequence, in models whose outputs are to end early
 
 
 def mixture(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Requests of all kinds, prompts within and beyond the window of 16, texts that hop."""
+    """Return requests of all kinds, prompts within and beyond the window of 16, context shifts."""
     kinds = (
         {},
         {"temperature": 1.0},
@@ -44,67 +43,76 @@ def mixture(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     ]
 
 
-def new_engine(model, **options):
-    return Engine(model, **options)
+# Requests
 
 
-# The texts
-
-
-@pytest.mark.parametrize("max_num_seqs, stride", [(1, 1), (3, None), (32, 16)])
-def test_outputs_equal_generate_for_any_max_num_seqs(build, max_num_seqs, stride):
+@pytest.mark.parametrize("max_num_seqs, stride", [(1, 1), (4, None), (32, 16)])
+def test_requests_that_join_between_steps_equal_generate(build, max_num_seqs, stride):
     model = build(seed=4, eos_token_ids=ENDS)
-    engine, requests = make_engine(model, *mixture(12), max_num_seqs=max_num_seqs, stride=stride)
-    finish(engine)
-    check_texts(model, requests, stride)
-    assert {request.finish_reason for request in requests} == {"stop", "length"}
-
-
-def test_requests_join_between_steps(build):
-    model = build(seed=4, eos_token_ids=ENDS)
-    engine, requests = make_engine(model, [], [], max_num_seqs=4)
+    engine, requests = make_engine(model, [], [], max_num_seqs=max_num_seqs, stride=stride)
     left = list(zip(*mixture(12)))
     for arriving, steps in ((1, 3), (3, 1), (0, 4), (4, 0), (1, 5), (2, 60), (1, 2)):
         requests += [engine.add(*left.pop(0)) for _ in range(arriving)]
         for _ in range(steps):
             step(engine)
     finish(engine)
-    check_texts(model, requests)
+    check_texts(model, requests, stride)
+    assert {request.finish_reason for request in requests} == {"stop", "length"}
 
 
-def test_an_empty_prompt_becomes_bos(tiny_llama):
-    model = tiny_llama()
-    (text,) = outputs_of(new_engine(model), [[]], greedy(5))
-    assert text == alone(model, [], greedy(5)) == alone(model, [59], greedy(5))
-
-
-def test_without_bos_an_empty_prompt_becomes_the_first_eos(tiny):
+def test_an_empty_prompt_becomes_bos_or_the_first_eos(tiny, tiny_llama):
     ends = (9, 60, 7)
-    model = tiny(seed=4, eos_token_ids=ends)
-    params = [SamplingParams(40, temperature=1.0, seed=seed) for seed in range(20)]
-    engine, empty = make_engine(model, [[]] * 20, params)
-    begun = [engine.add([ends[0]], own) for own in params]
-    finish(engine)
-    check_texts(model, empty)
-    assert [request.output for request in empty] == own_texts(model, [[]] * 20, params)
-    assert [request.tokens for request in empty] == [request.tokens for request in begun]
+    for model, first in ((tiny_llama(), 59), (tiny(seed=4, eos_token_ids=ends), 9)):
+        params = [SamplingParams(40, temperature=1.0, seed=seed) for seed in range(20)]
+        engine, empty = make_engine(model, [[]] * 20, params)
+        finish(engine)
+        assert [request.output for request in empty] == own_texts(model, [[first]] * 20, params)
+        assert {(request.tokens[0], request.prompt_length) for request in empty} == {(first, 1)}
     stopped = [request.output for request in empty if request.finish_reason == "stop"]
     assert {output[-1] for output in stopped} == set(ends)
     assert not any(token in ends for output in stopped for token in output[:-1])
 
 
 def test_the_prompt_is_copied(tiny):
-    prompt = [1, 2, 3]
-    engine, requests = make_engine(tiny(), [prompt], greedy(4))
+    prompt = [1, 2, 60]
+    engine, requests = make_engine(tiny(), [prompt], SamplingParams(4))
     prompt.append(9)
     finish(engine)
-    assert prompt == [1, 2, 3, 9] and requests[0].output == alone(tiny(), [1, 2, 3], greedy(4))
+    assert prompt == [1, 2, 60, 9] and requests[0].output == alone(tiny(), [1, 2, 60], greedy(4))
 
 
-def test_a_prompt_may_end_in_eos(tiny):
-    model = tiny(seed=5)
-    (text,) = outputs_of(new_engine(model), [[1, 60]], SamplingParams(4))
-    assert text == alone(model, [1, 60], max_new_tokens=4) != []
+def test_a_request_without_a_seed_gets_one_that_repeats_it(tiny):
+    model = tiny()
+    engine, requests = make_engine(model, [[1]] * 2, greedy(12, temperature=1.0))
+    finish(engine)
+    first, second = requests
+    assert first.params.seed != second.params.seed and first.output != second.output
+    check_texts(model, requests)
+
+
+@pytest.mark.parametrize("wrong", [61, -1, 1.0, None, torch.tensor(1)])
+def test_an_invalid_id_is_refused_and_the_engine_goes_on(tiny, wrong):
+    engine, requests = numbered(tiny(), [4])
+    engine.step()
+    for prompt in ([wrong], [1, wrong, 2]):
+        with pytest.raises(UserError) as error:
+            engine.add(prompt, greedy(4))
+        ids = "ids of this model are integers from 0 to 60"
+        assert str(error.value) == f"the prompt has the id {wrong!r}; {ids}"
+    assert letters(engine, requests) == ["A"] * 3
+
+
+@pytest.mark.parametrize("length, count, needed", [(3, 4, 3), (6, 2, 4), (16, 1, 8), (60, 60, 8)])
+def test_what_can_never_fit_is_refused(tiny, length, count, needed):
+    prompt = random_tokens(length)
+    engine = Engine(tiny(), page_size=2, num_pages=needed - 1)
+    needs = f"a sequence of up to {min(length + count - 1, 16)} positions needs {needed} pages"
+    with pytest.raises(UserError) as error:
+        engine.add(prompt, greedy(count))
+    assert str(error.value) == f"{needs}; there are {needed - 1} pages of 2" and not engine.busy
+    engine, (request,) = make_engine(tiny(), [prompt], greedy(count), page_size=2, num_pages=needed)
+    finish(engine)
+    check_texts(tiny(), [request])
 
 
 # Steps
@@ -123,21 +131,11 @@ def test_a_step_is_one_pass_over_uncomputed_tokens(tiny):
     step(engine)
     engine.add([1, 2, 3], greedy(2))
     finish(engine)
-    # The first text grows from 15 to 16, then to 17 tokens, of which its window keeps 9. Its
+    # The first sequence grows from 15 to 16, then to 17 tokens, of which its window keeps 9. Its
     # fourth token is not computed.
     assert passes == [(20,), (1 + 1 + 3,), (9 + 1 + 1,), (2,)]
     assert (engine.steps, engine.num_computed_tokens) == (4, 38)
-
-
-def test_a_step_with_nothing_to_do(tiny):
-    engine = new_engine(tiny())
-    assert (
-        engine.step() == []
-        and not engine.busy
-        and (engine.steps, engine.num_computed_tokens) == (0, 0)
-    )
-    outputs_of(engine, [[1]], greedy(2))
-    assert engine.step() == [] and engine.steps == 2
+    assert engine.step() == [] and engine.steps == 4 and not engine.busy
 
 
 class Queue(list):
@@ -162,16 +160,31 @@ def test_no_step_looks_at_2000_waiting_requests(tiny):
     assert len(engine.scheduler.waiting) == 2000
 
 
-# Events
+@pytest.mark.parametrize(
+    "error, after", [(KeyboardInterrupt, 0), (RuntimeError, 1), (KeyboardInterrupt, 14)]
+)
+def test_after_any_other_exception_the_next_step_repeats_the_pass(tiny, error, after):
+    model = tiny(seed=4, eos_token_ids=ENDS)
+    raise_once(model, error("stopped"), after)
+    engine, requests = make_engine(model, *mixture(9), max_num_seqs=3)
+    for _ in range(after):
+        engine.step()
+    before = [(list(request.tokens), request.finish_reason) for request in requests]
+    with pytest.raises(error, match="stopped"):
+        engine.step()
+    assert [(request.tokens, request.finish_reason) for request in requests] == before
+    finish(engine)
+    check_texts(tiny(seed=4, eos_token_ids=ENDS), requests)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_event_for_each_request_and_step(tiny, temperature):
-    model = tiny(seed=6)
+# Events and ends
+
+
+def test_an_event_for_each_request_and_step(tiny):
     prompts = [[1], [2, 3], [4] * 9]
-    params = SamplingParams(max_new_tokens=7, temperature=temperature, seed=3)
-    texts = own_texts(model, prompts, params)
-    model = tiny(seed=6, eos_token_id=texts[1][4])  # it ends the second text
+    params = SamplingParams(max_new_tokens=7, temperature=1.0, seed=3)
+    texts = own_texts(tiny(seed=6), prompts, params)
+    model = tiny(seed=6, eos_token_id=texts[1][4])  # it ends the second sequence
     texts = own_texts(model, prompts, params)
     engine, added = make_engine(model, prompts, params)
     steps = finish(engine)
@@ -194,93 +207,31 @@ def test_eos_as_the_last_token_is_a_stop(tiny):
         assert (event.tokens, event.finish_reason) == ([first], reason)
 
 
-def test_a_request_for_no_tokens_is_over_at_once(tiny):
-    engine, (running,) = numbered(tiny(), [3], max_num_seqs=1)
-    request = engine.add([1, 2], greedy(0))
-    assert (request.output, request.finish_reason, request.prompt_length) == ([], "length", 2)
-    assert [event.request for event in events_of(engine)] == [running] * 3
-    with pytest.raises(ValueError, match="finish_reason 'length'"):
+def test_a_request_ends_once_and_in_its_own_engine(tiny):
+    engine, (running, waiting, last) = numbered(tiny(), [3, 3, 2], max_num_seqs=1)
+    none = engine.add([1, 2], greedy(0))
+    assert (none.output, none.finish_reason, none.prompt_length) == ([], "length", 2)
+    step(engine)
+    for request in (running, waiting):
+        with pytest.raises(ValueError, match="another engine$"):
+            Engine(tiny()).abort(request)
         engine.abort(request)
-
-
-def test_a_request_without_a_seed_gets_one_that_repeats_it(tiny):
-    model = tiny()
-    engine, requests = make_engine(model, [[1]] * 2, greedy(12, temperature=1.0))
-    finish(engine)
-    first, second = requests
-    assert first.params.seed != second.params.seed and first.output != second.output
-    check_texts(model, requests)
-
-
-# Abort
-
-
-# What is wrong with a request or the options
-
-
-@pytest.mark.parametrize("wrong", [61, -1, 1.0, None, torch.tensor(1)])
-def test_an_invalid_id_is_refused_and_the_engine_goes_on(tiny, wrong):
-    engine, requests = numbered(tiny(), [4])
-    engine.step()
-    for prompt in ([wrong], [1, wrong, 2]):
-        with pytest.raises(UserError) as error:
-            engine.add(prompt, greedy(4))
-        ids = "must be an integer from 0 to 60"
-        assert str(error.value) == f"the prompt has the id {wrong!r}: {ids}"
-    assert letters(engine, requests) == ["A"] * 3
-
-
-def test_the_smallest_and_the_largest_id(tiny):
-    (text,) = outputs_of(new_engine(tiny()), [[0, 60]], greedy(3))
-    assert text == alone(tiny(), [0, 60], greedy(3))
-
-
-# A step that does not end
-
-
-@pytest.mark.parametrize(
-    "error, after", [(KeyboardInterrupt, 0), (RuntimeError, 1), (KeyboardInterrupt, 14)]
-)
-def test_after_any_other_exception_the_next_step_repeats_the_pass(tiny, error, after):
-    model = tiny(seed=4, eos_token_ids=ENDS)
-    raise_once(model, error("stopped"), after)
-    engine, requests = make_engine(model, *mixture(9), max_num_seqs=3)
-    for _ in range(after):
-        engine.step()
-    before = [(list(request.tokens), request.finish_reason) for request in requests]
-    with pytest.raises(error, match="stopped"):
-        engine.step()
-    assert [(request.tokens, request.finish_reason) for request in requests] == before
-    finish(engine)
-    check_texts(tiny(seed=4, eos_token_ids=ENDS), requests)
-
-
-# Pages
-
-
-BLOCK_SIZE = 16  # of the tiny models
-BAD = 60  # a token that no text has by chance
-
-
-def prompt_of(length, seed=0):
-    return random_tokens(length, BAD, seed)
-
-
-def engine_of(model, page_size, num_pages=None, max_num_seqs=32):
-    options = {"page_size": page_size, "num_pages": num_pages, "max_num_seqs": max_num_seqs}
-    return make_engine(model, [], [], **options)[0]
-
-
-@pytest.fixture(scope="module")
-def model(build):
-    """One for many tests, so that `alone` remembers its texts."""
-    return build(seed=6)
+    for request, reason in ((none, "length"), (running, "abort"), (waiting, "abort")):
+        with pytest.raises(ValueError, match=f"finish_reason '{reason}'$"):
+            engine.abort(request)
+    assert [event.request for event in events_of(engine)] == [last] * 2
+    assert [len(request.output) for request in (running, waiting, last)] == [1, 0, 2]
 
 
 def test_pages_come_back_after_an_abort(tiny):
     model = tiny()
-    engine = engine_of(model, 4, num_pages=4)
-    requests = [engine.add(prompt_of(13, seed), greedy(4)) for seed in range(3)]
+    engine, requests = make_engine(
+        model,
+        [random_tokens(13, seed=seed) for seed in range(3)],
+        greedy(4),
+        page_size=4,
+        num_pages=4,
+    )
     engine.step()
     engine.abort(requests[1])  # it waits, and has none
     check_pages(engine)
@@ -293,9 +244,9 @@ def test_pages_come_back_after_an_abort(tiny):
 
 
 def test_pages_of_which_size_and_how_many(tiny_llama):
-    model = tiny_llama()
-    # A page is a window here.
-    assert new_engine(model, max_num_seqs=3).cache.storage.shape == (2, 2, 3, 2, 16, 6)
-    storage = new_engine(model, max_num_seqs=3, page_size=5).cache.storage
-    assert storage.shape == (2, 2, 3 * 4, 2, 5, 6)
-    assert new_engine(model, num_pages=7, page_size=2).cache.storage.shape == (2, 2, 7, 2, 2, 6)
+    for options, shape in (
+        ({"max_num_seqs": 3}, (2, 2, 3, 2, 16, 6)),  # a page is a window here
+        ({"max_num_seqs": 3, "page_size": 5}, (2, 2, 3 * 4, 2, 5, 6)),
+        ({"num_pages": 7, "page_size": 2}, (2, 2, 7, 2, 2, 6)),
+    ):
+        assert Engine(tiny_llama(), **options).cache.storage.shape == shape

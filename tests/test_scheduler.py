@@ -1,215 +1,195 @@
-"""The scheduler alone: a function of the tokens that it hands out stands for the model."""
+"""Steps of a scheduler: token budget, chunked prefill, FIFO, and preemption of the youngest."""
+
+import re
+import types
 
 import pytest
+import torch
+from conftest import CHECKPOINTS, random_tokens
+from engines import check_texts, finish, greedy, lettered, letters, make_engine, make_greedy, step
 
-from cache import ContextWindow
-from engine.pages import PagePool
-from engine.request import Request
-from engine.scheduler import Scheduler
-from errors import UserError
+from command_line import output
+from engine.engine import Engine
 from sampling import SamplingParams
 
-BLOCK_SIZE = 8
-CONTEXT_WINDOW = ContextWindow(BLOCK_SIZE, 4)
+# Token budget
 
 
-def build(max_num_seqs: int = 4, pages: int | None = None):
-    pool = PagePool(pages or max_num_seqs * 4, 2)  # room for all rows, and a budget
-    scheduler = Scheduler(pool, max_num_seqs, 1000, CONTEXT_WINDOW)
-    scheduler.held = {}  # of each request, the tokens whose keys and values would be in the cache
-    return scheduler
+@pytest.mark.parametrize(
+    "lengths, count, budget, max_num_seqs, steps",
+    [
+        # The prompts are fed in turn; the end of one shares its step with the begin of the next.
+        ([7, 6, 5], 3, 10, 32, [(10, "A"), (1 + 3 + 5, "ABC"), (3, "ABC"), (2, "BC")]),
+        ([8], 1, 8, 32, [(8, "A")]),
+        ([9], 1, 8, 32, [(8, ""), (1, "A")]),
+        # One row: the second prompt does not begin while the first sequence runs.
+        ([6, 3], 2, 4, 1, [(4, ""), (2, "A"), (1, "A"), (3, "B"), (1, "B")]),
+        # Fewer tokens than rows: two decode, and the others wait.
+        ([3] * 3, 2, 2, 3, [(2, ""), (2, "A"), (2, "A"), (2, "B"), (2, "B"), (1, "C"), (1, "C")]),
+    ],
+)
+def test_a_budget_is_used_up_while_there_is_work(tiny, lengths, count, budget, max_num_seqs, steps):
+    options = {"max_num_batched_tokens": budget, "max_num_seqs": max_num_seqs}
+    engine, requests = make_greedy(tiny(), lengths, count, **options)
+    assert lettered(engine, requests) == steps
+    check_texts(engine.model, requests)
 
 
-def add(scheduler, *prompts: list[int], max_new_tokens: int = 6) -> list:
-    requests = [
-        Request(list(prompt), len(prompt), SamplingParams(max_new_tokens)) for prompt in prompts
-    ]
-    for request in requests:
-        scheduler.add(request)
-    return requests
+@pytest.mark.parametrize("budget, steps", [(8, 12), (512, 1)])
+def test_decode_does_not_wait_for_a_long_prompt(tiny, budget, steps):
+    """Three sequences get a token in every step; 60 others come in what they leave."""
+    model = tiny(block_size=64)
+    engine, requests = make_greedy(model, [2, 1, 2], 20, max_num_batched_tokens=budget)
+    engine.step()
+    late = engine.add(random_tokens(60, seed=9), greedy(3))
+    seen = lettered(engine, [*requests, late], steps)
+    assert [got for _, got in seen] == ["ABC"] * (steps - 1) + ["ABCD"]  # 60 / (budget - 3)
+    assert max(count for count, _ in seen) == min(budget, 63)
+    assert all("ABC" in got for got in letters(engine, [*requests, late], 19 - steps))
+    finish(engine)
+    check_texts(model, [late])
 
 
-def follow(window: list[int]) -> int:
-    """The model: each position of what it sees counts."""
-    return sum(position * token for position, token in enumerate(window, 1)) % 97
+def test_a_context_shift_leaves_each_younger_request_a_token(tiny):
+    engine, requests = make_greedy(tiny(), [1, 9, 1], 20, max_num_batched_tokens=4)
+    assert lettered(engine, requests, 3) == [(1 + 3, "A"), (1 + 3, "A"), (1 + 3, "AB")]
+    assert lettered(engine, requests, 7) == [(3, "ABC")] * 7
+    assert requests[1].start == 8 and len(requests[1].context_window) == 9
+    assert lettered(engine, requests, 6) == [(1 + 2 + 1, "AC")] * 4 + [(3, "ABC")] * 2
 
 
-def by_hand(prompt: list[int], max_new_tokens: int = 6) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(max_new_tokens):
-        tokens.append(follow(CONTEXT_WINDOW.crop(tokens)))
-    return tokens[len(prompt) :]
-
-
-def step(scheduler) -> list:
-    """Compute what is scheduled, and end texts that are long enough: request and tokens of each."""
-    scheduled = scheduler.schedule()
-    for entry in scheduled:
-        request = entry.request
-        held = scheduler.held.setdefault(entry.request, [])
-        held[request.num_computed_tokens :] = entry.tokens
-        scheduler.advance(entry, [follow(held)])
-        if len(request.output) == request.params.max_new_tokens:
-            scheduler.finish(request, "length")
-    return [(entry.request, entry.tokens) for entry in scheduled]
-
-
-def finish_all(scheduler) -> list:
-    """All steps that are left."""
-    steps = []
-    while scheduler.running or scheduler.waiting:
-        steps.append(step(scheduler))
-        assert len(steps) < 1000
-    return steps
-
-
-def who(scheduled: list) -> list:
-    return [request for request, _ in scheduled]
-
-
-def widths(scheduled: list) -> list[int]:
-    return [len(tokens) for _, tokens in scheduled]
-
-
-def test_a_prompt_and_then_token_after_token():
-    scheduler = build()
-    (request,) = add(scheduler, [5, 6, 7], max_new_tokens=3)
-    assert step(scheduler) == [(request, [5, 6, 7])]
-    first = follow([5, 6, 7])
-    assert request.tokens == [5, 6, 7, first] and request.output == [first]
-    assert step(scheduler) == [(request, [first])]
-    assert widths(step(scheduler)) == [1]
-    assert len(request.output) == 3 and request.finish_reason == "length"
-    assert scheduler.schedule() == []
-
-
-def test_outputs_are_by_hand_for_any_max_num_seqs():
-    prompts = [
-        [token, *range(length)]
-        for token, length in zip(range(20, 30), (0, 3, 7, 8, 12, 1, 20, 6, 2, 9))
-    ]
-    for max_num_seqs in (1, 2, 3, 10, 20):
-        scheduler = build(max_num_seqs)
-        requests = add(scheduler, *prompts, max_new_tokens=15)
-        finish_all(scheduler)
-        assert [request.output for request in requests] == [
-            by_hand(prompt, 15) for prompt in prompts
-        ]
-
-
-def test_a_prompt_joins_while_others_go_on():
-    scheduler = build()
-    a, b = add(scheduler, [1, 2], [3, 4, 5])
-    assert widths(step(scheduler)) == [2, 3]
-    (c,) = add(scheduler, [6, 7, 8, 9])
-    scheduled = step(scheduler)
-    assert who(scheduled) == [a, b, c] and widths(scheduled) == [1, 1, 4]
-    assert widths(step(scheduler)) == [1, 1, 1]
-
-
-def test_a_context_shift_recomputes_the_window():
-    scheduler = build()
-    (request,) = add(scheduler, list(range(6)), max_new_tokens=11)
-    assert [widths(step(scheduler)) for _ in range(3)] == [[6], [1], [1]]
-    # Nine tokens do not fit; of them the last five stay, at positions 0 to 4.
-    assert (
-        request.start == 4
-        and request.context_window == request.tokens[4:9]
-        and request.num_computed_tokens == 0
+def test_no_token_is_sampled_after_a_chunk(tiny):
+    """The logits after a chunk say what would follow there; here each of them says EOS."""
+    model = tiny(eos_token_ids=tuple(range(61)))
+    engine, requests = make_engine(
+        model, [random_tokens(9)], SamplingParams(5), max_num_batched_tokens=2
     )
-    assert step(scheduler) == [(request, request.tokens[4:9])]
-    assert [widths(step(scheduler)) for _ in range(4)] == [[1], [1], [1], [5]]
-    assert request.start == 8
+    assert lettered(engine, requests) == [(2, "")] * 4 + [(1, "A")]
+    assert requests[0].finish_reason == "stop" and len(requests[0].tokens) == 10
 
 
-@pytest.mark.parametrize("length, start", [(8, 0), (9, 4), (12, 4), (13, 8), (30, 24)])
-def test_a_prompt_longer_than_the_window_begins_behind_its_start(length, start):
-    scheduler = build()
-    prompt = list(range(length))
-    (request,) = add(scheduler, prompt)
-    assert step(scheduler) == [(request, prompt[start:])]
-    assert request.tokens[:length] == prompt and request.prompt_length == length
+@pytest.mark.parametrize("budget, steps, shared", [(3, 1, 0), (4, 1, 4), (6, 3, 16), (7, 2, 12)])
+def test_chunks_of_a_prompt_are_shared_as_soon_as_they_are_computed(tiny, budget, steps, shared):
+    model = tiny(block_size=32)
+    engine, requests = make_greedy(model, [22], 3, page_size=4, max_num_batched_tokens=budget)
+    assert letters(engine, requests, steps) == [""] * steps
+    engine.abort(requests[0])
+    late = engine.add(random_tokens(22), greedy(4))
+    finish(engine)
+    assert engine.scheduler.prefix_cache_hits == shared
+    assert engine.num_computed_tokens == steps * budget + 22 - shared + 3
+    check_texts(model, [late])
 
 
-def test_no_request_overtakes_the_head_of_the_queue():
-    """A long text waits for pages; a short one behind it would fit."""
-    scheduler = build(pages=5)
-    a, _ = add(scheduler, [1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12], max_new_tokens=1)
-    (c,) = add(scheduler, [13], max_new_tokens=1)
-    assert [entry.request for entry in scheduler.schedule()] == [a] and c in scheduler.waiting
+def test_nan_in_a_chunk_ends_its_own_request_at_once(tiny):
+    model = tiny(block_size=32)
+    with torch.no_grad():
+        model.wpe.weight[9] = torch.nan
+    engine, requests = make_greedy(model, [3, 20, 2], 6, page_size=4, max_num_batched_tokens=6)
+    a, b, c = requests
+    assert lettered(engine, requests, 2) == [(6, "A"), (6, "A")]  # b: 3 and 5
+    first, second = step(engine)  # b: positions 8 to 12
+    assert first.request is a and first.error is None
+    assert (second.request, second.tokens, second.finish_reason) == (b, [], "error")
+    assert "NaN" in second.error and b.output == []
+    finish(engine)
+    check_texts(model, [a, c])
 
 
-@pytest.mark.parametrize("length, count, needed", [(3, 4, 3), (6, 2, 4), (8, 1, 4), (30, 30, 4)])
-def test_what_can_never_fit_is_refused(length, count, needed):
-    (request,) = add(build(pages=needed), [1] * length, max_new_tokens=count)
-    assert request.finish_reason is None
-    scheduler = build(pages=needed - 1)
-    with pytest.raises(UserError) as raised:
-        add(scheduler, [1] * length, max_new_tokens=count)
-    size = f"a sequence of up to {min(length + count - 1, 8)} positions (page_size 2)"
-    assert str(raised.value) == f"num_pages {needed - 1}: must be at least {needed} for {size}"
-    assert not scheduler.waiting
+def test_the_default_budget_is_512(tiny):
+    engine, requests = make_greedy(tiny(block_size=600), [600], 1, max_num_seqs=2)
+    assert lettered(engine, requests) == [(512, ""), (88, "A")]
 
 
-def test_without_an_answer_the_same_is_scheduled_again():
-    """A step may fail; the next one computes the same."""
-    scheduler = build(2)
-    add(scheduler, [1, 2, 3], [4] * 8, [5])
-    for _ in range(7):
-        assert scheduler.schedule() == scheduler.schedule()
-        step(scheduler)
+# Preemption
 
 
-def test_a_running_request_ends_and_the_next_takes_its_place():
-    scheduler = build(2)
-    a, b, c = add(scheduler, [1, 2], [3], [4, 5, 6])
-    assert who(step(scheduler)) == [a, b]
-    text = list(a.tokens)
-    scheduler.finish(a, "stop")
-    assert a.finish_reason == "stop" and a.tokens == text
-    scheduled = step(scheduler)
-    assert who(scheduled) == [b, c] and widths(scheduled) == [1, 3]
-    assert b.finish_reason is None and c.finish_reason is None
+def test_the_youngest_request_is_preempted_and_recomputed(tiny):
+    engine, requests = make_greedy(tiny(), [4, 4], 5, num_pages=3, page_size=4)
+    _, b = requests
+    # A page each; then the first takes the last page, so none is left for b.
+    assert letters(engine, requests, 2) == ["AB", "A"]
+    assert list(engine.scheduler.waiting) == [b] and b.pages == [] and b.num_computed_tokens == 0
+    assert len(b.output) == 1 and b.finish_reason is None  # its token stays
+    assert engine.scheduler.num_preemptions == 1
+    assert letters(engine, requests) == ["A"] * 3 + ["B"] * 4
+    # Twice 4, 4 times 1 for each, and the 4 of b again, or found where they were.
+    assert engine.num_computed_tokens + engine.scheduler.prefix_cache_hits == 8 + 8 + 4
 
 
-def test_a_waiting_request_ends_and_never_runs():
-    scheduler = build(1)
-    a, b, c = add(scheduler, [1], [2], [3], max_new_tokens=2)
-    assert who(step(scheduler)) == [a]
-    scheduler.finish(b, "abort")
-    assert b.finish_reason == "abort" and b.output == []
-    # No row was given back for b.
-    assert [who(scheduled) for scheduled in finish_all(scheduler)] == [[a], [c], [c]]
+def test_two_in_one_step_wait_in_their_order(tiny):
+    engine, requests = make_greedy(tiny(), [2, 2, 2, 2], 4, num_pages=8, page_size=1)
+    # All need a page. The first two have those of the fourth, and the third then has none but
+    # its own to give.
+    assert letters(engine, requests, 2) == ["ABCD", "AB"]
+    assert list(engine.scheduler.waiting) == requests[2:] and engine.scheduler.num_preemptions == 2
 
 
-def test_a_request_ends_once():
-    scheduler = build(1)
-    a, b, c = add(scheduler, [1], [2], [3])
-    step(scheduler)
-    for request in (a, c):  # one that ran, and one that waited
-        scheduler.finish(request, "stop")
-        with pytest.raises(ValueError, match="finish_reason 'stop'$"):
-            scheduler.finish(request, "abort")
-        assert request.finish_reason == "stop"
-    assert who(step(scheduler)) == [b]
+def test_in_every_step_the_oldest_gets_a_token_and_none_overtakes(tiny):
+    """However often one is preempted, running and waiting ones are in order of arrival."""
+    for num_pages in (8, 10, 13):
+        engine, requests = make_greedy(
+            tiny(), [3, 11, 1, 20, 6, 2], 12, max_num_seqs=4, num_pages=num_pages, page_size=2
+        )
+        while engine.busy:
+            left = [request for request in requests if request.finish_reason is None]
+            got = [event.request for event in step(engine)]
+            assert got == left[: len(got)] and got
+            left = [request for request in requests if request.finish_reason is None]
+            assert [*engine.scheduler.running, *engine.scheduler.waiting] == left
+        assert engine.scheduler.num_preemptions > 2
+        check_texts(engine.model, requests)
 
 
-def test_a_request_of_another_engine_is_refused():
-    ours = build(1)
-    other = build(1)
-    (mine,) = add(ours, [1])
-    running, waiting = add(other, [1], [2])
-    step(other)
-    for request in (running, waiting):
-        with pytest.raises(ValueError, match="another engine$"):
-            ours.finish(request, "abort")
-        assert request.finish_reason is None
-    assert who(step(ours)) == [mine] and who(step(other)) == [running]
-    finish_all(other)
-    assert waiting.finish_reason == "length"
+def test_a_preempted_request_is_the_first_to_run_again(tiny):
+    engine, requests = make_greedy(tiny(), [4, 7, 1], 5, max_num_seqs=2, num_pages=4, page_size=4)
+    a, b, c = requests
+    letters(engine, requests, 2)  # 4 + 1 positions, and 7 + 1: all four pages
+    assert list(engine.scheduler.running) == [a, b] and list(engine.scheduler.waiting) == [c]
+    assert letters(engine, requests, 1) == ["A"]
+    assert list(engine.scheduler.waiting) == [b, c]
+    # b needs three pages, and two are free. One of them would do for c.
+    assert engine.scheduler.pool.num_free_pages == 2
+    assert letters(engine, requests) == ["A", "A", "BC", "BC", "BC", "C", "C"]
 
 
-def test_a_request_that_never_runs_has_its_whole_text_in_its_window():
-    (request,) = add(build(), [1, 2, 3], max_new_tokens=0)
-    assert request.finish_reason == "length"
-    assert request.context_window == request.uncomputed_tokens == [1, 2, 3] and request.length == 3
+def test_a_context_shift_frees_pages(tiny):
+    engine, requests = make_greedy(tiny(), [14], 12, num_pages=8, page_size=2)
+    held = []
+    while len(requests[0].output) < 11:
+        step(engine)
+        held.append(len(requests[0].pages))
+    # Lengths 14, 15, 16, which is cut at once; 9, 10, ...
+    assert held == [7, 8, 0, 5, 5, 6, 6, 7, 7, 8, 0]
+
+
+# The command line
+
+
+def test_the_command_line_counts_preemptions_and_has_the_same_output(
+    cli, engine_cli, tiny_checkpoint
+):
+    args = ["--model", tiny_checkpoint, "--max-new-tokens", 30, "--ignore-eos"]
+    for prompt in ("Once upon a time", "One day, a big dog", "Tom and Lily"):
+        args += ["--prompt", prompt]
+    args += ["--temperature", 1, "--seed", 5]
+    expected = cli(*args)[:2]
+    for num_pages, preempted in ((16, True), (40, False)):  # of 4 positions
+        code, out, err = engine_cli(*args, "--num-pages", num_pages, "--page-size", 4)
+        assert (code, out) == expected
+        (count,) = re.findall(r"positions computed.*, (\d+) preemptions", err)
+        assert (int(count) > 0) == preempted
+
+
+def test_the_command_line_shows_the_time_of_the_first_token_not_of_the_first_chunk(
+    engine_cli, monkeypatch
+):
+    steps = []
+    step = Engine.step
+    monkeypatch.setattr(Engine, "step", lambda self: steps.append(1) or step(self))
+    clock = types.SimpleNamespace(perf_counter=lambda: float(len(steps)))
+    monkeypatch.setattr(output, "time", clock)
+    args = ["--model", CHECKPOINTS / "stories-draft", "--max-new-tokens", 3]
+    args += ["--prompt", "Once upon a time there was", "--max-num-batched-tokens", 1]
+    code, _, err = engine_cli(*args)
+    assert code == 0 and "the first after 6.000 s" in err and "8 steps, 8 positions" in err
