@@ -3,6 +3,11 @@
 import functools
 
 import torch
+from serving import small_encoding
+
+from infer import generate
+from sampling import SamplingParams
+from text.tokenizer import Encoding
 
 PIECES = ["a", "b", "c", "ab", "bc", "abc"]
 SPECIAL = {6: "cab", 7: "<end>"}  # the name of the first spells a text that nobody wrote
@@ -13,8 +18,6 @@ FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 @functools.cache
 def letters():
     """Its encoding: any byte but those of a, b and c is lacking."""
-    from text.tokenizer import Encoding
-
     added = [{"id": id, "content": name, "special": True} | FLAGS for id, name in SPECIAL.items()]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     merges = [["a", "b"], ["b", "c"], ["ab", "c"]]
@@ -62,9 +65,6 @@ def chances(model, prompt, choices) -> dict[str, float]:
 
 def write(model, choices, count, temperature=1.0, **fields) -> list[list[int]]:
     """This many texts in one batch, each with a seed of its own."""
-    from infer import generate
-    from sampling import SamplingParams
-
     options = {"choices": tuple(choices), "temperature": temperature, "max_new_tokens": 30}
     each = [SamplingParams(**{"seed": seed} | options | fields) for seed in range(count)]
     steps = list(generate(model, [[1, 2]] * count, each, encoding=letters()))
@@ -76,6 +76,22 @@ def counts_of(texts, choices) -> torch.Tensor:
     found = [spelled(text[:-1]) for text in texts]
     assert set(found) <= set(choices) and all(text[-1] == END for text in texts)
     return torch.tensor([found.count(choice) for choice in choices]).double()
+
+
+def texts_of(model, params, encoding=None, **options) -> list[str | None]:
+    """Return texts that `generate` writes; None for one that its limit cuts."""
+    encoding = encoding or small_encoding()
+    steps = list(generate(model, [[1]] * len(params), params, encoding=encoding, **options))
+    rows = [[step[row] for step in steps if step[row] is not None] for row in range(len(params))]
+    ends = model.config.eos_token_ids
+    data = [b"".join(map(encoding.decode_single_token_bytes, row[:-1])) for row in rows]
+    return [part.decode() if row[-1] in ends else None for part, row in zip(data, rows)]
+
+
+def drawn(count: int, limit: int = 300, **constraint) -> list[SamplingParams]:
+    return [
+        SamplingParams(limit, temperature=1.0, seed=seed, **constraint) for seed in range(count)
+    ]
 
 
 def random_schema(random, depth: int = 0) -> dict:
