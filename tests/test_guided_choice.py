@@ -1,4 +1,4 @@
-"""Lesson 140: a text that is one of a list. Oracle: all texts of eight tokens, by hand."""
+"""Outputs that are one of a list, by hand over all outputs of eight tokens."""
 
 import itertools
 
@@ -6,15 +6,14 @@ import pytest
 import torch
 from conftest import CHECKPOINTS, is_one_line, refused
 from constrained import END, PIECES, chances, counts_of, letters, may_follow, spelled, write
-from draws import chi_square, seeded
+from draws import chi_square
+from test_sentencepiece import FORMS, made
 
 import infer_speculative
 from constraints.choices import ChoiceTrie
 from constraints.compiler import compile_constraint, make_matcher
 from constraints.vocabulary import Vocabulary, get_vocabulary
-from errors import UserError
 from infer import generate
-from infer_speculative import generate_speculative, propose_prompt_lookup
 from native import use_native
 from sampling import SamplingParams
 from text.detokenizer import IncrementalDetokenizer
@@ -60,10 +59,7 @@ class Spelled:
 
     added_token_ids = {"<s>": 0}
     special_tokens_set = {"<s>"}
-    pieces = {0: b"<s>", 1: b"a", 2: b"", 4: b"a", 5: b"b"}
-
-    def decode_single_token_bytes(self, token):
-        return self.pieces[token]
+    decode_single_token_bytes = {0: b"<s>", 1: b"a", 2: b"", 4: b"a", 5: b"b"}.__getitem__
 
 
 def test_a_vocabulary_leaves_out_what_is_no_text():
@@ -83,12 +79,11 @@ def test_what_is_compiled_is_kept_for_its_own_vocabulary():
     assert found == [[6], [7], [6]]
 
 
-@pytest.mark.parametrize("choices", LISTS[1:2] + LISTS[4:], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_texts_have_the_renormalised_probabilities(choices, dtype, tiny, compiled):
+def test_outputs_have_the_renormalised_probabilities(dtype, tiny, compiled):
     """float64: torch draws; float32: C does."""
     model = small(tiny, dtype=dtype)
-    choices = list(dict.fromkeys(choices))
+    choices = LISTS[5]
     expected = torch.tensor(list(chances(model, [1, 2], choices).values()), dtype=torch.float64)
     assert expected.sum().item() == pytest.approx(1)
     if dtype == torch.float32:
@@ -122,76 +117,14 @@ def test_nothing_else_is_ever_written(fields, native, tiny, compiled):
         counts_of(write(model, choices, 12, **fields), choices)
 
 
-def test_each_text_is_that_of_its_own_run_also_past_the_window(tiny):
-    """Rows of a batch with other choices or none, and no cache."""
-    model = small(tiny)
-    long = "abcabcaab" * 5  # the window is 16
-    each = [
-        SamplingParams(60, choices=(long, long + "c", "b"), temperature=1.0, seed=3),
-        SamplingParams(5, temperature=1.0, seed=4, ignore_eos=True),
-        SamplingParams(60, choices=("b" + long, "ba")),
-        SamplingParams(3, choices=(long,)),
-    ]
-    prompts = [[1], [2, 3], [4, 5, 1], [0]]
-    options = {"encoding": letters()}
-    together = list(zip(*generate(model, prompts, each, **options)))
-    for prompt, own, row in zip(prompts, each, together):
-        for use_cache in (True, False):
-            steps = generate(model, [prompt], own, use_cache=use_cache, **options)
-            assert [token for (token,) in steps] == [token for token in row if token is not None]
-    assert spelled([token for token in together[0] if token is not None][:-1]) in each[0].choices
-    assert long.startswith(spelled(together[3][:3]))  # cut by its limit, and no choice
-
-
-@pytest.mark.parametrize("drafter", ["other", "itself", "lookup"])
-def test_drafts_change_no_text(drafter, tiny):
-    model = small(tiny, seed=1)
-    draft = {"other": small(tiny, seed=2), "itself": model, "lookup": propose_prompt_lookup}[
-        drafter
-    ]
-    for choices in [*LISTS, ("abcabcaab" * 5,)]:
-        for prompt in ([1, 2], [0, 1, 2, 0, 1, 2, 0, 1]):
-            params = SamplingParams(60, choices=choices)
-            steps = generate_speculative(model, draft, prompt, params, 3, encoding=letters())
-            found = [token for step in steps for token in step.tokens]
-            expected = [token for (token,) in generate(model, [prompt], params, encoding=letters())]
-            assert found == expected
-
-
-def test_a_draft_model_knows_the_choices(tiny):
-    """So a model's own drafts are all accepted."""
-    model = small(tiny, seed=1)
-    for choice in ("abcabcaab", "ccaabb"):
-        params = SamplingParams(12, choices=(choice,))
-        steps = list(generate_speculative(model, model, [1, 2], params, 3, encoding=letters()))
-        assert all(step.accepted == len(step.drafts) for step in steps)
-        assert spelled([token for step in steps for token in step.tokens][:-1]) == choice
-
-
-def test_drafts_keep_the_distribution(tiny):
-    model = small(tiny, n_layer=1)
-    draft = small(tiny, n_layer=1, seed=3)
-    choices = ["ab", "abc", "abcab", "c"]
-    params = SamplingParams(30, temperature=1.0, choices=tuple(choices))
-    generator = seeded(0)
-    options = {"generator": generator, "encoding": letters()}
-    texts = []
-    accepted = 0
-    for _ in range(400):
-        steps = list(generate_speculative(model, draft, [1, 2], params, 2, **options))
-        texts.append([token for step in steps for token in step.tokens])
-        accepted += sum(step.accepted for step in steps)
-    expected = torch.tensor([chances(model, [1, 2], choices)[choice] for choice in choices])
-    assert accepted > 100
-    assert chi_square(counts_of(texts, choices), expected.double()) < 20
-
-
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma"])
 def test_a_first_blank_of_sentencepiece_is_written_as_it_stands(kind, tiny):
     """What infer.py and servers print of an output is the choice itself, with its blanks."""
-    from test_sentencepiece import FORMS, made
-
     encoding = Encoding("tokenizer.json", made(FORMS[kind]))
+    vocabulary = get_vocabulary(encoding, 640, (2,))
+    for text in ("", " the", "the end", '{"é🙂": 1}'):
+        pieces = [vocabulary.pieces[token] for token in vocabulary.tokenize(text)]
+        assert b"".join(pieces) == text.encode()
     model = tiny(vocab_size=640, eos_token_id=2)
     choices = ("the end", " the end", "é🙂", "\n")
     for seed in range(20):
@@ -215,7 +148,8 @@ WRONG = [
 
 @pytest.mark.parametrize("fields, message", WRONG, ids=str)
 def test_bad_values_are_named(fields, message):
-    assert message in refused(lambda: SamplingParams(**fields))
+    found = refused(lambda: SamplingParams(**fields))
+    assert message in found and len(found) < 700  # without a value that is too long
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is(tiny):
@@ -273,9 +207,3 @@ def test_a_text_that_its_limit_cuts_is_noted(cli, run_main):
 )
 def test_a_bad_option_is_one_line(cli, options, words):
     assert is_one_line(cli(*SAID, *options), *words)
-
-
-def test_a_value_that_is_too_long_does_not_come_back_in_its_error():
-    with pytest.raises(UserError) as caught:
-        SamplingParams(choices=("x" * 10**6,))
-    assert str(caught.value).startswith("choices ('xxx") and len(str(caught.value)) < 700
