@@ -80,42 +80,14 @@ def made(pre_tokenizer: dict) -> dict:
     return json.loads(tokenizer.to_str())
 
 
-@pytest.fixture(scope="module", params=FORMS)
-def form(request) -> dict:
-    return made(FORMS[request.param])
-
-
 @pytest.fixture(scope="module")
 def smol() -> dict:
     return made(FORMS["smollm2"])
 
 
-def test_ids_equal_those_of_tokenizers(form, tmp_path):
-    ours = load_from(tmp_path, form)
-    theirs = library(form)
-    for text in [*TEXTS, *RANDOM]:
-        assert ours.encode(text, allowed_special="all") == theirs.encode(text).ids
-
-
-def test_plain_text_has_no_control_token(form, tmp_path):
-    """The library without these added tokens; runs of blanks are tokens in both."""
-    ours = load_from(tmp_path, form)
-    blanks = [token for token in form["added_tokens"] if token["content"].isspace()]
-    theirs = library(form | {"added_tokens": blanks})
-    number = {token["content"]: token["id"] for token in blanks}
-    control = {ours.encode_single_token(token) for token in [*SPECIAL, TOOL]}
-    assert ours.special_tokens_set == {*SPECIAL, TOOL}
-    for text in [*TEXTS, *RANDOM]:
-        ids = ours.encode_ordinary(text)
-        expected = theirs.encode(text).ids
-        shown = [theirs.id_to_token(token) for token in expected]
-        assert ids == [number.get(text, token) for text, token in zip(shown, expected)]
-        assert not control & set(ids)
-
-
-def test_each_id_has_the_bytes_that_the_library_shows(form, tmp_path):
-    ours = load_from(tmp_path, form)
-    theirs = library(form)
+def test_each_id_has_the_bytes_that_the_library_shows(smol, tmp_path):
+    ours = load_from(tmp_path, smol)
+    theirs = library(smol)
     assert ours.n_vocab == theirs.get_vocab_size()
     for token in range(ours.n_vocab):
         data = ours.decode_single_token_bytes(token)
@@ -139,17 +111,14 @@ def test_a_control_token_that_plain_text_becomes_is_refused(smol, tmp_path, voca
 
 
 @pytest.mark.parametrize("kind", ["a merge", "a character", "whole"])
-def test_so_is_one_that_a_merge_or_a_character_makes(smol, tmp_path, kind):
-    """A word is control then, and each message with it would hold the token."""
+def test_an_added_token_that_is_a_word_of_the_vocabulary(smol, tmp_path, kind):
+    """A special one is refused, as each message with it would hold the token.
+
+    Another one is text: transformers finds it inside of words, too; it has no punctuation.
+    """
     name, other = with_a_word(smol, kind, special=True)
-    check_refused(
-        f"added token {name!r}: plain text must not become it", load_from, tmp_path, other
-    )
-
-
-@pytest.mark.parametrize("kind", ["a merge", "a character", "whole"])
-def test_a_word_that_is_not_special_is_text(smol, tmp_path, kind):
-    """transformers finds it in any text, inside of words too; it has no punctuation."""
+    words = f"added token {name!r}: plain text must not become it"
+    check_refused(words, load_from, tmp_path, other)
     name, other = with_a_word(smol, kind, special=False)
     ours = load_from(tmp_path, other)
     theirs = library(other)
@@ -184,51 +153,37 @@ def test_a_text_on_which_a_pattern_gives_up_is_one_line(smol, tmp_path):
             encode("a" * 60 + "c")
 
 
-def test_bytes_are_written_once(smol, tmp_path):
+def test_bytes_are_written_once_and_an_added_token_has_a_text(smol, tmp_path):
     words = "normalizer has a step ByteLevel; only pre_tokenizer may have one"
     check_refused(words, load_from, tmp_path, smol | {"normalizer": {"type": "ByteLevel"}})
+    other = with_values(smol, {"model.vocab": {"": 999} | smol["model"]["vocab"]})
+    other["added_tokens"] = [smol["added_tokens"][0] | {"id": 999, "content": ""}]
+    check_refused("added token '' is empty", load_from, tmp_path, other)
 
 
-def test_an_added_token_has_a_text(smol, tmp_path):
-    other = json.loads(json.dumps(smol))
-    other["model"]["vocab"] = {"": len(smol["model"]["vocab"]) + 50} | other["model"]["vocab"]
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    token = {"id": other["model"]["vocab"][""], "content": "", "special": True} | flags
-    check_refused("added token '' ", load_from, tmp_path, other | {"added_tokens": [token]})
-
-
-def test_what_would_cut_a_text_or_pad_it_does_nothing(smol, tmp_path):
+def test_what_would_cut_or_pad_a_text_or_stand_for_missing_bytes_does_nothing(smol, tmp_path):
     cut = {"max_length": 5, "stride": 0, "strategy": "LongestFirst", "direction": "Right"}
     pad = {"strategy": {"Fixed": 99}, "direction": "Right", "pad_to_multiple_of": None}
     pad |= {"pad_id": 0, "pad_type_id": 0, "pad_token": SPECIAL[0]}
-    ours = load_from(tmp_path, smol | {"truncation": cut, "padding": pad})
+    other = with_values(smol, {"model.unk_token": SPECIAL[0]})
+    ours = load_from(tmp_path, other | {"truncation": cut, "padding": pad})
     for text in TEXTS:
         assert ours.encode(text, allowed_special="all") == library(smol).encode(text).ids
+    missing = MISSING[:6].decode("latin-1")
+    assert library(other).encode(missing).ids
+    assert ours.encode_ordinary(missing) == ours.encode(missing) == []
+    assert ours.encode("a\ud800") == ours.encode("a\ufffd")  # a character that is none
 
 
-def test_what_stands_for_missing_bytes_is_never_a_control_token(smol, tmp_path):
-    other = with_values(smol, {"model.unk_token": SPECIAL[0]})
-    text = MISSING[:6].decode("latin-1")
-    assert library(other).encode(text).ids  # the library's is
-    ours = load_from(tmp_path, other)
-    assert ours.encode_ordinary(text) == ours.encode(text) == []
-
-
-def test_a_character_that_is_none_becomes_the_replacement_character(smol, tmp_path):
-    ours = load_from(tmp_path, smol)
-    assert ours.encode("a\ud800") == ours.encode("a\ufffd")
-
-
-def test_an_exported_file_names_its_split_or_there_is_none(smol, tiny, tmp_path):
-    load_from(tmp_path, smol)
-    words = "GGUF has no name for this pre_tokenizer"
+@pytest.mark.parametrize("kind", ["split", "normal form"])
+def test_an_exported_file_has_names_for_what_it_does_or_is_refused(smol, tiny, tmp_path, kind):
+    stories = json.loads((CHECKPOINTS / "stories" / "tokenizer.json").read_text())
+    words = {
+        "split": "GGUF has no name for this pre_tokenizer",
+        "normal form": "normalizer is {'type': 'Lowercase'}; supported is",
+    }
+    raw = {"split": smol, "normal form": stories | {"normalizer": {"type": "Lowercase"}}}
     file = tmp_path / "tokenizer.json"
-    check_refused(words, write_gguf, tiny(vocab_size=800), tmp_path / "model.gguf", "float32", file)
-
-
-def test_an_exported_file_has_no_other_normal_form(tiny, tmp_path):
-    raw = json.loads((CHECKPOINTS / "stories" / "tokenizer.json").read_text())
-    load_from(tmp_path, raw | {"normalizer": {"type": "Lowercase"}})
-    target = tmp_path / "model.gguf"
-    arguments = (tiny(vocab_size=4096), target, "float32", tmp_path / "tokenizer.json")
-    check_refused("normalizer is {'type': 'Lowercase'}; supported is", write_gguf, *arguments)
+    file.write_text(json.dumps(raw[kind]))
+    model = tiny(vocab_size=4096)
+    check_refused(words[kind], write_gguf, model, tmp_path / "m.gguf", "float32", file)

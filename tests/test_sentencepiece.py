@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_any_bpe import RANDOM
 from test_llama_3_tokenizer import TEXTS, load_from
-from test_tokenizer import MERGES, check_refused, library, tokenizer_json, with_values
+from test_tokenizer import check_refused, library, with_values
 
 from benchmarks.export_gguf import write_gguf
-from errors import UserError
 from text.chat import Chat
 from text.detokenizer import IncrementalDetokenizer
 from text.tokenizer import Encoding, load_encoding
@@ -76,44 +75,21 @@ def llama() -> dict:
     return made(FORMS["llama"])
 
 
-@pytest.fixture
-def loaded(tmp_path):
-    """A function that loads a tokenizer.json; it must be one that is read."""
-
-    def load(raw):
-        try:
-            return load_from(tmp_path, raw)
-        except UserError as error:
-            raise AssertionError(str(error)) from None
-
-    return load
-
-
-def test_ids_equal_those_of_tokenizers(form, loaded):
-    ours = loaded(form)
-    theirs = library(form)
-    plain = library(form | {"added_tokens": []})
+def test_each_id_has_its_bytes(llama, tmp_path):
+    ours = load_from(tmp_path, llama)
     assert ours.special_tokens_set == {*SPECIAL} and ours.missing_bytes == set()
-    for text in [*TEXTS, *RANDOM, "<s>a</s> b</s>c", " </s>", "<0x0A>"]:
-        assert ours.encode(text, allowed_special="all") == theirs.encode(text).ids
-        assert ours.encode_ordinary(text) == plain.encode(text).ids
-
-
-def test_each_id_has_its_bytes(llama, loaded):
-    ours = loaded(llama)
     for token, name in enumerate([*SPECIAL, *BYTES]):
         data = bytes([token - 3]) if token >= 3 else name.encode()
         assert ours.decode_single_token_bytes(token) == data
         assert ours.encode_single_token(data if token >= 0x83 else name) == token
-    newline = ours.encode_single_token(b"\n")
-    assert newline == 3 + 10 and ours.decode([newline]) == "\n"
+    assert ours.encode_single_token(b"\n") == 3 + 10
     the = llama["model"]["vocab"][f"{BLANK}the"]
     assert ours.decode_single_token_bytes(the) == b" the" and ours.decode([the]) == "the"
     assert ours.encode_single_token(b" the") == the
     with pytest.raises(KeyError):
         ours.encode_single_token(b"\xff\xff")
     vocabulary = {**llama["model"]["vocab"], "\ufffd": 640}
-    ours = loaded(with_values(llama, {"model.vocab": vocabulary}))
+    ours = load_from(tmp_path, with_values(llama, {"model.vocab": vocabulary}))
     assert ours.encode_single_token(b"\xff") == 3 + 0xFF  # and not U+FFFD, which stands for it
 
 
@@ -235,50 +211,44 @@ def test_all_ways_to_cut_a_token(llama, load):
         ({"decoder.decoders.3.start": 2}, "decoder must only undo byte_fallback"),
         ({"normalizer": None}, f"each space must become {BLANK}"),
         ({"normalizer": {"type": "Lowercase"}}, f"each space must become {BLANK}"),
-        (
-            {"pre_tokenizer": {"type": "Whitespace"}},
-            "pre_tokenizer.type is 'Whitespace'; supported",
-        ),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "pre_tokenizer.type is 'Whitespace'; supp"),
     ],
 )
 def test_other_forms_are_refused(llama, tmp_path, changes, words):
     check_refused(words, load_from, tmp_path, with_values(llama, changes))
 
 
-def test_each_byte_has_a_token(llama, tmp_path):
+def test_a_byte_without_a_token_and_an_export_are_refused(llama, tiny, tmp_path):
+    load_from(tmp_path, llama)
+    export = write_gguf, tiny(vocab_size=700), tmp_path / "m.gguf", "float32"
+    words = "model.byte_fallback is True; supported is None or False"
+    check_refused(words, *export, tmp_path / "tokenizer.json")
     other = with_values(llama, {})
     other["model"]["vocab"]["nothing"] = other["model"]["vocab"].pop("<0xC3>")
     words = "model.byte_fallback is True, but the vocabulary has no token <0xC3>"
     check_refused(words, load_from, tmp_path, other)
 
 
+RUNS = [letter * length for letter in "XYZ" for length in range(2, 500)]
+
+
 @pytest.mark.parametrize(
-    "keys, words",
+    "keys, more, words",
     [
-        ({"scores": None}, "tokenizer.ggml.scores must be a list of 640 numbers"),
-        ({"scores": [1.0]}, "tokenizer.ggml.scores must be a list of 640 numbers"),
-        ({"add_space_prefix": 3}, "tokenizer.ggml.add_space_prefix is 3; supported is None or"),
-        ({"bos_token_id": None}, "tokenizer.ggml.bos_token_id None: must be an id below 640"),
+        ({"scores": None}, [], "tokenizer.ggml.scores must be a list of 640 numbers"),
+        ({"scores": [1.0]}, [], "tokenizer.ggml.scores must be a list of 640 numbers"),
+        ({"add_space_prefix": 3}, [], "add_space_prefix is 3; supported is None or"),
+        ({"bos_token_id": None}, [], "bos_token_id is None; it must be an id below 640"),
+        ({}, ["a" * 513], "... is longer than 512 characters"),
+        # Runs that can be cut everywhere: a file of a megabyte would fill two gigabytes.
+        ({}, ["X", "Y", "Z", *RUNS], "the merges have more than 10,000,000 characters"),
     ],
 )
-def test_a_file_that_makes_no_sense_is_one_line(llama, load, keys, words):
-    assert words in refused(load, gguf_of(llama, **keys))
-
-
-def test_a_token_has_a_size_that_can_be_cut(llama, load):
-    metadata = gguf_of(llama)
-    metadata[f"{OWNER}.tokens"][-1] = "a" * 513
-    assert "... is longer than 512 characters" in refused(load, metadata)
-
-
-def test_runs_that_can_be_cut_everywhere_have_a_size(llama, load):
-    """Or a file of a megabyte would fill two gigabytes."""
-    runs = [letter * length for letter in "XYZ" for length in range(2, 500)]
+def test_a_gguf_file_that_makes_no_sense_is_one_line(llama, load, keys, more, words):
     raw = with_values(llama, {})
-    ids = raw["model"]["vocab"]
-    for token in ["X", "Y", "Z", *runs]:
-        ids.setdefault(token, len(ids))
-    assert "the merges have more than 10,000,000 characters" in refused(load, gguf_of(raw))
+    for token in more:
+        raw["model"]["vocab"].setdefault(token, len(raw["model"]["vocab"]))
+    assert words in refused(load, gguf_of(raw, **keys))
 
 
 @pytest.mark.parametrize("split", [None, "missing"])
@@ -292,15 +262,3 @@ def test_metaspace_may_leave_split_out(llama, tmp_path, split):
     inner = ours.encode_ordinary("the", at_start=False)
     assert inner == library(raw).encode("</s>the").ids[1:]
     assert inner != ours.encode_ordinary("the")
-
-
-def test_a_field_that_the_library_ignores_is_ignored(tmp_path):
-    raw = tokenizer_json(MERGES)
-    raw["decoder"]["decoders"] = 7
-    assert load_from(tmp_path, raw).strips_prefix_space is False
-
-
-def test_the_export_has_no_form_for_it(llama, tiny, tmp_path):
-    load_from(tmp_path, llama)
-    arguments = (tiny(vocab_size=700), tmp_path / "m.gguf", "float32", tmp_path / "tokenizer.json")
-    check_refused("model.byte_fallback is True; supported is None or False", write_gguf, *arguments)

@@ -1,10 +1,13 @@
-"""Added tokens in plain text, as Gemma 3's and Mistral's tekken tokenizers have them."""
+"""All forms of tokenizer.json and their added tokens, against the tokenizers library."""
 
+import functools
 import json
 import random
 
 import pytest
 from test_any_bpe import BYTES_ONLY, RANDOM, split, steps
+from test_any_bpe import FORMS as BYTE_LEVEL
+from test_any_bpe import made as made_byte_level
 from test_llama_3_tokenizer import TEXTS, load_from, trained
 from test_sentencepiece import FORMS, made
 from test_tokenizer import check_refused, library
@@ -39,7 +42,7 @@ def with_added(raw: dict, special: list[str], others: list[str], outside: int = 
     return raw
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def gemma() -> dict:
     """As Gemma 3's: runs of blanks, tags and reserved names are added tokens, and not special."""
     raw = made(FORMS["gemma"])
@@ -52,7 +55,7 @@ def gemma() -> dict:
     return with_added(raw, ["<unk>", "<bos>", *TURNS], RUNS + TAGS + RESERVED + WORDS)
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def tekken() -> dict:
     """As the converter of transformers writes it: merges are ignored, control tokens come first."""
     raw = json.loads(trained(PATTERNS["Tekken"]).to_str())
@@ -68,72 +71,63 @@ def texts_with(names: list[str]) -> list[str]:
     return [*TEXTS, *RANDOM[:300], *drawn]
 
 
-@pytest.mark.parametrize("name", ["gemma", "tekken"])
-def test_ids_equal_those_of_tokenizers(request, tmp_path, name):
-    raw = request.getfixturevalue(name)
+MADE = {
+    **{name: functools.partial(made_byte_level, step) for name, step in BYTE_LEVEL.items()},
+    **{name: functools.partial(made, parts) for name, parts in FORMS.items()},
+    "gemma 3": gemma,
+    "tekken": tekken,
+}
+
+
+@pytest.mark.parametrize("form", MADE)
+def test_ids_equal_those_of_tokenizers(tmp_path, form):
+    """Plain text has those of the library without the control tokens, and none of theirs."""
+    raw = MADE[form]()
     ours = load_from(tmp_path, raw)
     theirs = library(raw)
-    for text in texts_with([token["content"] for token in raw["added_tokens"]]):
-        ids = theirs.encode(text).ids
-        assert ours.encode(text, allowed_special="all") == ids
-
-
-def test_plain_text_becomes_what_controls_nothing(gemma, tmp_path):
-    """As in transformers, which finds runs of blanks, tags and words in any text."""
-    ours = load_from(tmp_path, gemma)
-    theirs = library(gemma)
-    names = RUNS + TAGS + WORDS
-    assert ours.special_tokens_set == {"<unk>", "<bos>", *TURNS, *RESERVED}
-    for text in texts_with(names):
-        if any(token in text for token in ours.special_tokens_set):
-            continue
-        assert ours.encode_ordinary(text) == theirs.encode(text, add_special_tokens=False).ids
-    for name in names:
-        (token,) = ours.encode_ordinary(name)
-        assert token == ours.added_token_ids[name]
-
-
-@pytest.mark.parametrize("name", ["gemma", "tekken"])
-def test_plain_text_has_no_control_token(request, tmp_path, name):
-    raw = request.getfixturevalue(name)
-    ours = load_from(tmp_path, raw)
-    control = {ours.added_token_ids[name] for name in ours.special_tokens_set}
+    added = [each for each in raw["added_tokens"] if each["content"] not in ours.special_tokens_set]
+    plain = library(raw | {"added_tokens": added})
+    number = {each["content"]: each["id"] for each in added}
+    control = {ours.encode_single_token(name) for name in ours.special_tokens_set}
     assert control
-    for text in texts_with([*ours.added_token_ids]):
+    for text in texts_with([each["content"] for each in raw["added_tokens"]]):
+        assert ours.encode(text, allowed_special="all") == theirs.encode(text).ids
         ids = ours.encode_ordinary(text)
+        expected = plain.encode(text, add_special_tokens=False).ids
+        assert ids == [number.get(plain.id_to_token(token), token) for token in expected]
         assert not control & {*ids}
-        shown = text.replace(BLANK, " ") if name == "gemma" else text
-        assert ours.decode(ids) == shown
 
 
-def test_special_are_those_the_file_calls_so(gemma, tmp_path):
-    ours = load_from(tmp_path, gemma)
-    assert ours.special_token_ids == {
-        name: ours.added_token_ids[name] for name in ("<unk>", "<bos>", *TURNS)
-    }
+def test_plain_text_becomes_what_controls_nothing(tmp_path):
+    """As in transformers, which finds runs of blanks, tags and words in any text."""
+    ours = load_from(tmp_path, gemma())
+    assert ours.special_tokens_set == {"<unk>", "<bos>", *TURNS, *RESERVED}
+    assert ours.special_token_ids.keys() == {"<unk>", "<bos>", *TURNS}
+    for name in RUNS + TAGS + WORDS:
+        assert ours.encode_ordinary(name) == [ours.added_token_ids[name]]
 
 
-def test_a_run_of_blanks_is_written_as_blanks(gemma, tmp_path):
+def test_a_run_of_blanks_is_written_as_blanks(tmp_path):
     """The token of `▁▁` is that of two blanks, whether a text has these or those."""
-    ours = load_from(tmp_path, gemma)
+    ours = load_from(tmp_path, gemma())
     for text in ("a  b", "a▁▁b"):
         ids = ours.encode_ordinary(text)
         assert ours.added_token_ids["▁▁"] in ids and ours.decode(ids) == "a  b"
 
 
 @pytest.mark.parametrize("around", ["", " "])
-def test_a_control_token_that_a_split_leaves_whole_is_refused(tekken, tmp_path, around):
+def test_a_control_token_that_a_split_leaves_whole_is_refused(tmp_path, around):
     """Whether it is made is asked of the library: here each piece between blanks is a token."""
     pattern = split({"Regex": rf"{around}\S+|\s+"})
-    raw = tekken | {"pre_tokenizer": steps(pattern, BYTES_ONLY)}
+    raw = tekken() | {"pre_tokenizer": steps(pattern, BYTES_ONLY)}
     check_refused("added token '<unk>': plain text must not become it", load_from, tmp_path, raw)
 
 
-def test_an_added_token_without_a_row_is_plain_text(gemma, tmp_path, capsys):
+def test_an_added_token_without_a_row_is_plain_text(tmp_path, capsys):
     """Gemma 3's file has one token more than the model has rows: `<image_soft_token>`."""
     image = "<image_soft_token>"
-    raw = with_added(gemma, [image], [], outside=1)
-    raw["added_tokens"] = [*gemma["added_tokens"], *raw["added_tokens"]]
+    raw = with_added(gemma(), [image], [], outside=1)
+    raw["added_tokens"] = [*gemma()["added_tokens"], *raw["added_tokens"]]
     size = raw["added_tokens"][-1]["id"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw), "utf-8")
     errors.warn_once.cache_clear()
@@ -143,16 +137,17 @@ def test_an_added_token_without_a_row_is_plain_text(gemma, tmp_path, capsys):
     assert ours.n_vocab == size and image not in ours.special_tokens_set
     assert ours.decode(ours.encode_ordinary(image)) == image
     for text in texts_with([*ours.added_token_ids]):
-        ids = library(gemma).encode(text).ids
+        ids = library(gemma()).encode(text).ids
         assert ours.encode(text, allowed_special="all") == ids
     whole = load_encoding(tmp_path, size + 1)
     assert whole.added_token_ids[image] == size and not capsys.readouterr().err
 
 
-def test_still_what_a_text_begins_with_needs_its_row(gemma, tmp_path):
+def test_tokens_that_cannot_be_dropped_need_their_row(tmp_path):
+    """One of the vocabulary, and one that each text begins with."""
     start = "<begin>"
-    raw = with_added(gemma, [start], [], outside=1)
-    raw["added_tokens"] = [*gemma["added_tokens"], *raw["added_tokens"]]
+    raw = with_added(gemma(), [start], [], outside=1)
+    raw["added_tokens"] = [*gemma()["added_tokens"], *raw["added_tokens"]]
     size = raw["added_tokens"][-1]["id"]
     single = [
         {"SpecialToken": {"id": start, "type_id": 0}},
@@ -160,17 +155,9 @@ def test_still_what_a_text_begins_with_needs_its_row(gemma, tmp_path):
     ]
     known = {start: {"id": start, "ids": [size], "tokens": [start]}}
     template = {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": known}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(raw | {"post_processor": template}))
-    with pytest.raises(
-        UserError, match=f"{size + 1} tokens, more than the model's vocab_size .{size}"
-    ):
-        load_encoding(tmp_path, size)
-
-
-def test_still_a_token_of_the_vocabulary_needs_its_row(gemma, tmp_path):
-    (tmp_path / "tokenizer.json").write_text(json.dumps(gemma), "utf-8")
-    size = len(gemma["model"]["vocab"])
-    with pytest.raises(
-        UserError, match=f"{size} tokens, more than the model's vocab_size .{size - 1}"
-    ):
-        load_encoding(tmp_path, size - 1)
+    own = len(gemma()["model"]["vocab"])
+    for form, rows in ((raw | {"post_processor": template}, size), (gemma(), own - 1)):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(form))
+        message = f"{rows + 1} tokens, more than the model's vocab_size .{rows}"
+        with pytest.raises(UserError, match=message):
+            load_encoding(tmp_path, rows)
