@@ -17,8 +17,22 @@ import hypothesis
 import pytest
 import torch
 
+import infer
+import infer_engine
+import sampling
+from engine.engine import Engine
+from errors import UserError
+from gemma import Gemma, GemmaConfig
+from infer import beam_search, generate
+from infer_speculative import generate_speculative
+from llama import ExpertsConfig, Llama, LlamaConfig
 from loading.load import load_model, save_model
 from model import GPT, GPTConfig
+from native import build as build_native
+from sampling import SamplingParams
+from text import tokenizer
+from text.chat import Chat
+from text.tokenizer import load_encoding
 
 # The same examples in each run, and no time limit: the first one may have to import torch.
 hypothesis.settings.register_profile("course", deadline=None, derandomize=True)
@@ -49,9 +63,6 @@ def run(model, prompts, *, generator=None, options=None, **params) -> list[list[
 
     options: its other keyword arguments. params: those of SamplingParams.
     """
-    from infer import generate
-    from sampling import SamplingParams
-
     given = {"generator": generator} if generator else {}
     return list(generate(model, prompts, SamplingParams(**params), **given, **(options or {})))
 
@@ -64,10 +75,6 @@ def run_rows(model, prompts, **arguments) -> list[list[int]]:
 
 def check_modes(model, draft, prompts: list[list[int]], max_new_tokens: int) -> None:
     """Ragged rows, the window, speculation and one beam give the text of a pass over all."""
-    from infer import beam_search
-    from infer_speculative import generate_speculative
-    from sampling import SamplingParams
-
     params = {"max_new_tokens": max_new_tokens, "ignore_eos": True}
     rows = run_rows(model, prompts, **params)
     for prompt, row in zip(prompts, rows):
@@ -80,8 +87,6 @@ def check_modes(model, draft, prompts: list[list[int]], max_new_tokens: int) -> 
 
 def check_command_line(cli, directory, kind: str, count: int, *options, **shape) -> None:
     """The command line writes `count` tokens as transformers' random model of this kind does."""
-    from text.tokenizer import load_encoding
-
     shape = {"vocab_size": 4096, "eos_token_id": 4095, "max_position_embeddings": 64} | shape
     theirs, model = random_peer(kind, directory, torch.float32, **shape)
     tokenizer = (CHECKPOINTS / "stories" / "tokenizer.json").read_bytes()
@@ -93,11 +98,6 @@ def check_command_line(cli, directory, kind: str, count: int, *options, **shape)
     code, out, err = cli(*arguments, "--ignore-eos", *options)
     assert (code, "torch computes instead" in err) == (0, False), err
     assert out == encoding.decode(prompt + row) + "\n"
-
-
-def slide(model, prompts, **params) -> list[list[int]]:
-    """The tokens of each row where the window moves by one token a step."""
-    return run_rows(model, prompts, options={"stride": 1}, **params)
 
 
 def passed_widths(model, shapes=False) -> tuple[GPT, list]:
@@ -126,14 +126,6 @@ def record(monkeypatch, owner, name: str, note) -> list:
 
     monkeypatch.setattr(owner, name, recorded)
     return seen
-
-
-def in_cache(model, cache, new: list[int]) -> torch.Tensor:
-    """The logits of new tokens of the only row of a cache, (1, T, vocab_size)."""
-    tokens, positions, _ = cache.prepare(cache.spans([new]))
-    hidden = model.hidden(tokens, positions, cache.attend)
-    cache.commit()
-    return model.head(hidden)
 
 
 def load(name, dtype=torch.float64):
@@ -177,19 +169,12 @@ def exact_gemma_norm(self, x):
 @pytest.fixture
 def peer(tmp_path, monkeypatch):
     """`random_peer` in the directory of this test, with exact norms."""
-    from transformers.models.gemma3 import modeling_gemma3
-    from transformers.models.llama import modeling_llama
-    from transformers.models.mistral import modeling_mistral
-    from transformers.models.qwen2 import modeling_qwen2
-    from transformers.models.qwen3 import modeling_qwen3
-    from transformers.models.qwen3_moe import modeling_qwen3_moe
-
-    monkeypatch.setattr(modeling_gemma3.Gemma3RMSNorm, "forward", exact_gemma_norm)
-    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", exact_norm)
-    monkeypatch.setattr(modeling_mistral.MistralRMSNorm, "forward", exact_norm)
-    monkeypatch.setattr(modeling_qwen2.Qwen2RMSNorm, "forward", exact_norm)
-    monkeypatch.setattr(modeling_qwen3.Qwen3RMSNorm, "forward", exact_norm)
-    monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeRMSNorm, "forward", exact_norm)
+    norms = {"llama": "Llama", "mistral": "Mistral", "gemma3": "Gemma3"}
+    norms |= {"qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+    for name, family in norms.items():
+        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        norm = exact_gemma_norm if family == "Gemma3" else exact_norm
+        monkeypatch.setattr(getattr(module, f"{family}RMSNorm"), "forward", norm)
     return lambda kind, **options: random_peer(kind, tmp_path, **options)
 
 
@@ -213,8 +198,6 @@ def module_with(name: str, *parts: str):
 
 def refused(function, *args) -> str:
     """The one line with which a call is refused."""
-    from errors import UserError
-
     with pytest.raises(UserError) as error:
         function(*args)
     message = str(error.value)
@@ -290,8 +273,6 @@ def tiny_llama():
     """
 
     def build(seed=0, dtype=torch.float64, eos_token_id=60, **shape):
-        from llama import Llama, LlamaConfig
-
         small = {"vocab_size": 61, "block_size": 16, "n_layer": 2, "n_embd": 16, "n_inner": 24}
         small |= {"n_head": 4, "n_kv_head": 2, "head_dim": 6, "tie_word_embeddings": False}
         small |= {"bos_token_id": 59, "eos_token_ids": (eos_token_id,)}
@@ -306,14 +287,8 @@ def tiny_experts(tiny_llama):
     """`tiny_llama` with 5 experts of 12, of which each token takes 2. sizes: other experts."""
 
     def build(seed=0, sizes=None, **shape):
-        from llama import ExpertsConfig
-
-        experts = {
-            "num_experts": 5,
-            "num_experts_per_tok": 2,
-            "n_inner": 12,
-            "norm_topk_prob": True,
-        } | (sizes or {})
+        experts = {"num_experts": 5, "num_experts_per_tok": 2, "n_inner": 12}
+        experts |= {"norm_topk_prob": True} | (sizes or {})
         return tiny_llama(seed, qk_norm=True, experts=ExpertsConfig(**experts), **shape)
 
     return build
@@ -335,16 +310,9 @@ def tiny_gemma():
     """A function that builds a random Gemma 3 with both kinds of layers."""
 
     def build(seed=0, dtype=torch.float64, eos_token_id=60, sliding_windows=(3, 8, None), **shape):
-        from gemma import Gemma, GemmaConfig
-
         small = {"vocab_size": 61, "block_size": 40, "n_layer": len(sliding_windows), "n_embd": 16}
-        small |= {
-            "n_inner": 24,
-            "n_head": 4,
-            "n_kv_head": 2,
-            "head_dim": 6,
-            "query_pre_attn_scalar": 5,
-        }
+        small |= {"n_inner": 24, "n_head": 4, "n_kv_head": 2, "head_dim": 6}
+        small |= {"query_pre_attn_scalar": 5}
         small |= {"bos_token_id": 59, "eos_token_ids": (eos_token_id,), "rope_linear_factor": 8.0}
         model = Gemma(GemmaConfig(sliding_windows=sliding_windows, **small | shape)).to(dtype)
         generator = torch.Generator().manual_seed(seed)
@@ -412,8 +380,6 @@ def start(tiny):
     """A function that starts a server of a tiny model, with options of the engine: a Client."""
     from serving import serving, small_encoding
 
-    from engine.engine import Engine
-
     with contextlib.ExitStack() as stack:
 
         def enter(model=None, app_options=None, **options):
@@ -428,47 +394,39 @@ def start(tiny):
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory, request):
     """Native code is compiled into a directory of this session and its workers, not the user's."""
-    from native import build
-
     base = tmp_path_factory.getbasetemp()
     cache = (base.parent if hasattr(request.config, "workerinput") else base) / "compiled"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
         patch.delenv("CC", raising=False)
-        build.load()
+        build_native.load()
         yield
 
 
 @pytest.fixture(params=TARGETS, ids=str)
 def library(request, compiled):
     """The code compiled for that processor."""
-    from native import build
-
-    return build.load(request.param)
+    return build_native.load(request.param)
 
 
 @pytest.fixture
 def target(library, monkeypatch):
     """All code in this test is compiled for that processor."""
-    from native import build
-
-    monkeypatch.setattr(build, "load", lambda *_: library)
+    monkeypatch.setattr(build_native, "load", lambda *_: library)
 
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
     """native.build, as in a process that has compiled nothing; an empty cache; and little code."""
-    from native import build
-
-    build.load.cache_clear()
+    build_native.load.cache_clear()
     for name in ("CC", "CFLAGS", "LDFLAGS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     source = tmp_path / "small.c"
     source.write_text('const char kernel[64] = "small"; int linear(void) { return 1; }\n')
-    monkeypatch.setattr(build, "SOURCE", source)
-    yield build
-    build.load.cache_clear()
+    monkeypatch.setattr(build_native, "SOURCE", source)
+    yield build_native
+    build_native.load.cache_clear()
 
 
 @pytest.fixture
@@ -517,8 +475,6 @@ def attended(monkeypatch) -> list:
 @pytest.fixture
 def torch_numbers(monkeypatch) -> list:
     """To this list each making of random numbers in torch adds how many there were."""
-    import sampling
-
     return record(monkeypatch, sampling, "exponential", lambda bits: bits.numel())
 
 
@@ -531,8 +487,6 @@ def run_main(capsys, monkeypatch, compiled):
 
     It returns the exit code, stdout and stderr.
     """
-    from text import tokenizer
-
     read = tokenizer.read_tokenizer_json
 
     def read_once(file):  # each time would be a tenth of all tests of the command line
@@ -592,8 +546,6 @@ def run_program(capfd, monkeypatch):
 @pytest.fixture
 def cli(run_main):
     """A function that runs `infer.py` with these arguments, as `run_main`."""
-    import infer
-
     return functools.partial(run_main, infer.main)
 
 
@@ -610,8 +562,6 @@ def chat_base(tiny, tmp_path_factory):
 @pytest.fixture(scope="session")
 def chat_encoding(chat_base):
     """Its encoding."""
-    from text.tokenizer import load_encoding
-
     return load_encoding(chat_base, 4104)
 
 
@@ -634,9 +584,6 @@ def chat_engine(tiny_llama, write_chat):
     """A function that makes an engine of a random model with the vocabulary of `write_chat`."""
     from chats import HERMES
 
-    from engine.engine import Engine
-    from text.tokenizer import load_encoding
-
     shape = {"vocab_size": 4104, "block_size": 1280, "bos_token_id": 4096, "eos_token_id": 4098}
     encoding = load_encoding(write_chat(HERMES), 4104)
     return lambda: Engine(tiny_llama(**shape), encoding=encoding)
@@ -650,8 +597,6 @@ def chat_pair(write_chat):
     def load(template):
         from transformers import PreTrainedTokenizerFast
 
-        from text.chat import Chat
-
         if template not in made:
             directory = write_chat(template)
             made[template] = Chat(directory), PreTrainedTokenizerFast.from_pretrained(directory)
@@ -663,16 +608,12 @@ def chat_pair(write_chat):
 @pytest.fixture
 def given_prompts(monkeypatch) -> list:
     """To this list each call of `generate` by the command line adds its prompts."""
-    import infer
-
     return record(monkeypatch, infer, "generate", lambda model, prompts, *_: prompts)
 
 
 @pytest.fixture
 def engine_cli(run_main):
     """A function that runs `infer_engine.py` with these arguments, as `run_main`."""
-    import infer_engine
-
     return functools.partial(run_main, infer_engine.main)
 
 

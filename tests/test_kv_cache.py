@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import in_cache, is_one_line, passed_widths, random_tokens, run, run_rows
+from conftest import is_one_line, passed_widths, random_tokens, run, run_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -83,6 +83,14 @@ def test_finished_rows_cost_nothing_but_their_last_position(tiny):
     assert passes == [(2, 16), (2, 1), (2, 1), (2, 1)]
 
 
+def run_pass(model, cache, new, rows) -> torch.Tensor:
+    """Return the logits at all positions of a pass, padded."""
+    tokens, positions, _ = cache.prepare(cache.spans(new, rows))
+    logits = model.head(model.hidden(tokens, positions, cache.attend))
+    cache.commit()
+    return logits
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 16), st.integers(1, 16)), min_size=1, max_size=6),
     st.integers(0, 99),
@@ -98,17 +106,9 @@ def test_logits_equal_recomputation_however_a_sequence_is_cut_and_cut_back(tiny,
         cache.truncate_to_prefix([tokens])
         known = len(cache.tokens[0])
         assert cache.tokens[0] == tokens[:known] and known < len(tokens)
-        logits = in_cache(model, cache, tokens[known:])
+        logits = run_pass(model, cache, [tokens[known:]], [0])
         full = model(torch.tensor([tokens]))
         torch.testing.assert_close(logits, full[:, known:], rtol=0, atol=1e-12)
-
-
-def run_pass(model, cache, new, rows) -> torch.Tensor:
-    """Return the logits at all positions of a pass, padded."""
-    tokens, positions, _ = cache.prepare(cache.spans(new, rows))
-    logits = model.head(model.hidden(tokens, positions, cache.attend))
-    cache.commit()
-    return logits
 
 
 @torch.inference_mode()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import load, run_rows, slide
+from conftest import load, run_rows
 from draws import random_logits, seeded
 from natives import check_strange_logits, in_c, in_torch, params_of
 from transformers import generation
@@ -276,7 +276,8 @@ def test_counts_go_past_256(tiny):
             parameter.zero_()
         model.ln_f.bias[0] = 1.0
         model.wte.weight[5, 0] = 0.6001
-    (row,) = slide(model, [[1]], max_new_tokens=302, ignore_eos=True, frequency_penalty=0.002)
+    fields = {"max_new_tokens": 302, "ignore_eos": True, "frequency_penalty": 0.002}
+    (row,) = run_rows(model, [[1]], options={"stride": 1}, **fields)
     assert row[:301] == [5] * 301 and row[301] != 5
 
 
