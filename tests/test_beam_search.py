@@ -119,7 +119,7 @@ def test_one_beam_is_greedy(tiny, stride):
             assert search(model, prompt, 1, 50, **options)[0] == greedy
 
 
-@pytest.mark.parametrize("length, stride", [(3, None), (16, 1), (30, 5), (1, 16)])
+@pytest.mark.parametrize("length, stride", [(3, None), (30, 5)])
 def test_the_cache_changes_nothing(tiny, length, stride):
     model = tiny(seed=6)
     prompt = random_tokens(length)

@@ -103,28 +103,6 @@ def test_a_prefix_is_cached_if_both_groups_have_its_pages(tiny_gemma):
     assert outputs == own_texts(model, [prompt, prompt + first.output, prompt], params * 3)
 
 
-def test_a_prefix_is_found_without_its_first_pages(tiny_windows):
-    model = kinds(tiny_windows, sliding_windows=(5, 9))
-    prompt = random_tokens(60)
-    params = request_params(3, max_new_tokens=30)
-    engine, (first,) = make_engine(model, [prompt], params[:1], page_size=4, num_pages=26)
-    finish(engine)
-    pool = engine.scheduler.pool
-    taken = []
-    assert pool.allocate(taken, 4 * (pool.num_pages - 12))  # the first ones were given back first
-    assert pool.find_cached(prompt[:-1], "") == []
-    assert [p is None for p in pool.find_cached(prompt[:-1], "", 9)] == [True] * 12 + [False] * 2
-    pool.free_tail(taken, 0)
-    before = engine.num_computed_tokens
-    second = engine.add(prompt, params[1])
-    third = engine.add(prompt + first.output[:8], params[2])
-    finish(engine)
-    assert engine.num_computed_tokens - before == (4 + 29) + (4 + 29)
-    prompts = [prompt, prompt, prompt + first.output[:8]]
-    outputs = [request.output for request in (first, second, third)]
-    assert outputs == own_texts(model, prompts, params)
-
-
 def test_find_cached_with_a_sliding_window():
     pool = PagePool(20, 4)
     tokens = list(range(40))

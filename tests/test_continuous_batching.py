@@ -5,7 +5,6 @@ import torch
 from conftest import passed_widths, random_tokens
 from engines import (
     alone,
-    check_pages,
     check_texts,
     events_of,
     finish,
@@ -221,26 +220,6 @@ def test_a_request_ends_once_and_in_its_own_engine(tiny):
             engine.abort(request)
     assert [event.request for event in events_of(engine)] == [last] * 2
     assert [len(request.output) for request in (running, waiting, last)] == [1, 0, 2]
-
-
-def test_pages_come_back_after_an_abort(tiny):
-    model = tiny()
-    engine, requests = make_engine(
-        model,
-        [random_tokens(13, seed=seed) for seed in range(3)],
-        greedy(4),
-        page_size=4,
-        num_pages=4,
-    )
-    engine.step()
-    engine.abort(requests[1])  # it waits, and has none
-    check_pages(engine)
-    assert len(requests[0].pages) == 4
-    engine.abort(requests[0])
-    check_pages(engine)
-    assert engine.scheduler.pool.num_free_pages == 4
-    assert letters(engine, requests) == ["C"] * 4
-    check_texts(model, requests)
 
 
 def test_pages_of_which_size_and_how_many(tiny_llama):

@@ -1,14 +1,11 @@
 """Lesson 134: attention in blocks of keys, with a running maximum; heads share what they read."""
 
-import copy
 import math
 
 import pytest
 import torch
 from conftest import TARGETS, random_tokens
-from natives import call, in_passes, in_pieces, native, random_numbers, threads, to_int8
-
-from cache import Span
+from natives import call, in_passes, native, random_numbers, threads
 
 pytestmark = pytest.mark.usefixtures("compiled")
 LENGTHS = 1, 31, 32, 33, 64, 65, 200
@@ -52,32 +49,6 @@ def test_attention_is_softmaxs_wherever_its_largest_score_lies(library, order, D
         assert torch.equal(attend(build.load(), q, keys, values, 16), y)
 
 
-@torch.inference_mode()
-@pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_room_for_a_pass_does_not_grow_with_the_text(tiny_llama, target, monkeypatch):
-    """One token needs as much behind 500 others as behind none."""
-    model = native(tiny_llama(dtype=torch.float32, block_size=512), target)
-    (text,) = torch.tensor([random_tokens(501)])[None]
-    sizes = []
-    empty = torch.empty
-
-    def recorded(*shape, **options):
-        sizes.append(shape)
-        return empty(*shape, **options)
-
-    monkeypatch.setattr(torch, "empty", recorded)
-    for start in (0, 500):
-        storage = torch.zeros(model.config.n_layer, 2, 1, *cache_shape(model))
-        sizes.append("pass")
-        model.runner.compute([storage], [Span([0], start, text[0, :1].tolist())], [1])
-    half = len(sizes) // 2
-    assert sizes[:half] == sizes[half:]
-
-
-def cache_shape(model) -> tuple[int, int, int]:
-    return model.config.n_kv_head, 512, model.config.head_dim
-
-
 FORMS = [
     {"sliding_windows": (40, None), "n_kv_head": 1},
     {"sliding_windows": (None, 33, 7), "n_head": 6, "n_kv_head": 2, "head_dim": 64},
@@ -102,11 +73,3 @@ def test_the_bits_of_a_query_depend_on_its_position_only(tiny_windows, target, f
             many = in_passes(model, texts, [[100, 60], [1, 1], [49, 89]], 16)
             one = in_passes(model, texts[:1], [[100], [1], [49]], 16)
         assert torch.equal(many, alone) and torch.equal(one, alone[:1])
-
-
-@torch.inference_mode()
-def test_int8_logits_of_long_texts_are_those_of_every_processor(tiny_windows):
-    model = to_int8(tiny_windows(dtype=torch.float32, block_size=150, sliding_windows=(40, None)))
-    text = torch.tensor([random_tokens(150)])
-    found = [in_pieces(native(copy.deepcopy(model), target), text, 50) for target in TARGETS]
-    assert all(torch.equal(logits, found[0]) for logits in found)

@@ -95,21 +95,6 @@ def test_pages_of_a_running_request_are_shared(tiny):
     finish(engine, [second])
 
 
-def test_requests_of_one_step_share_pages_after_it(tiny):
-    engine = engine_of(tiny())
-    first = add(engine, prompt_of(10), 6)
-    second = add(engine, prompt_of(10), 3)
-    step(engine)
-    assert (engine.num_computed_tokens, engine.scheduler.prefix_cache_hits) == (20, 0)
-    # Computed twice, kept once.
-    assert first.pages[:2] == second.pages[:2] and first.pages[2] != second.pages[2]
-    third = add(engine, prompt_of(10), 2)
-    finish(engine, [first, second, third])
-    assert engine.scheduler.prefix_cache_hits == 8
-    # Pages of the first or the second, whichever came before.
-    assert shared(engine, first.tokens[:13]) == 12
-
-
 def test_cache_salts_separate_prefixes(tiny):
     engine = engine_of(tiny())
     prompt = prompt_of(10)
@@ -142,14 +127,6 @@ def test_lru_eviction_takes_the_last_page_of_a_prefix_first(tiny):
     assert shared(engine, third) == 0  # takes the last pages of the first text
     assert shared(engine, first) == 4  # takes those of the second one again
     assert shared(engine, second) == 4
-
-
-def test_a_cache_hit_postpones_eviction(tiny):
-    engine = engine_of(tiny(), num_pages=5)
-    first, second, third = (prompt_of(*own) for own in ((9, 1), (9, 2), (5, 3)))
-    assert [shared(engine, prompt) for prompt in (first, second, first)] == [0, 0, 8]
-    assert shared(engine, third) == 0
-    assert [len(engine.scheduler.pool.find_cached(each, "")) for each in (first, second)] == [2, 1]
 
 
 def test_cached_pages_are_not_reallocated_to_the_same_request(tiny):

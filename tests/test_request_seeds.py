@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import sampling
 from infer import generate
-from sampling import SamplingParams, Sequence, exponential, sample, sample_batch, splitmix64
+from sampling import SamplingParams, exponential, sample, splitmix64
 
 LAST = 2**64 - 1  # the largest seed
 
@@ -98,21 +98,6 @@ def test_rows_at_the_edges(tiny):
     for count in (0, 1, 3):
         with pytest.raises(ValueError, match=f"^{count} params for 2 prompts$"):
             rows_of(tiny(), [[1], [2]], [{}] * count)
-
-
-def test_repetition_counts_prompts_and_the_other_penalties_do_not():
-    logits = torch.ones(3, 4)
-    logits[:, 2] = 1.5  # the most likely one, and in the prompts
-    texts = [[2, 2, 0, 1], [2, 2, 2, 1], [2, 2, 2, 1]]
-    for penalties, chosen in (
-        ({"presence_penalty": 2.0}, [2, 2, 0]),
-        ({"frequency_penalty": 0.3}, [2, 2, 0]),  # 1.5 - 2 * 0.3 in the last row
-        ({"frequency_penalty": 0.2}, [2, 2, 2]),
-        ({"repetition_penalty": 2.0}, [3, 0, 0]),
-    ):
-        params = SamplingParams(**penalties)
-        sequences = [Sequence(text, length, params) for text, length in zip(texts, [4, 3, 1])]
-        assert sample_batch(logits, sequences) == chosen
 
 
 @torch.inference_mode()

@@ -93,17 +93,6 @@ def test_c_draws_the_same_tokens_as_torch(library, fields):
     check_strange_logits(library, fields, math.nan)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("fields", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
-def test_rows_that_are_not_finite_give_an_id(fields, value):
-    """Their tokens are thrown away, but must not be an error of the batch."""
-    logits = random_logits("random", 3, 400)
-    logits[0, 7] = logits[1] = value
-    for rng_keys in ([(1, 1)] * 3, None):
-        tokens = sample(logits, sampled(fields), rng_keys=rng_keys)
-        assert all(0 <= token < 400 for token in tokens.tolist())
-
-
 PROBS = [0.15, 0.5, 0.05, 0.3]
 QUARTERS = [0.25] * 4
 SHARES = [0.1, 0.4, 0.2, 0.05, 0.25]

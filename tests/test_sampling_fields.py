@@ -7,7 +7,6 @@ import pytest
 import torch
 from conftest import edit_json, is_one_line, random_tokens, run, run_rows
 from drafting import knowing
-from draws import seeded
 from engines import finish, make_engine, outputs_of, own_texts
 from natives import params_of
 from serving import engine_alone, refusal, small_encoding
@@ -63,36 +62,6 @@ def test_a_finished_sequence_yields_none_and_leaves_the_others_alone(tiny, writt
     assert len({*map(len, alone)}) > 1 and len(steps) == max(map(len, alone))
     for row, tokens in enumerate(alone):
         assert [step[row] for step in steps] == tokens + [None] * (len(steps) - len(tokens))
-
-
-@pytest.mark.parametrize("in_c", [False, True])
-def test_no_draw_ends_a_sequence_before_min_tokens(tiny, compiled, in_c):
-    """Whatever is on, so that nothing makes a likely token of a banned one."""
-    model = tiny(seed=1, dtype=torch.float32, n_layer=1)
-    if in_c:
-        use_native(model)
-    stops = tuple(range(55))
-    others = [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"logit_bias": ((3, 100),)}]
-    others += [{"repetition_penalty": 2.0}, {"frequency_penalty": -2.0, "top_p": 0.9}]
-    for temperature in (0.0, 1.0, 1e300):
-        for own in others:
-            fields = {"max_new_tokens": 12, "min_tokens": 8, "stop_token_ids": stops} | own
-            each = params_of(fields | {"temperature": temperature}, 4)
-            rows = list(zip(*generate(model, [[1, 2, 3, 4, EOS]] * 4, each)))
-            for row in rows:
-                assert all(token in range(55, 60) for token in row[:8]), (temperature, own)
-            if temperature == 1 and not own:
-                assert {token for row in rows for token in row[8:]} & {*stops, EOS}
-
-
-def test_biases_ban_and_force_tokens(tiny):
-    model = tiny(seed=1)
-    hot = {"temperature": 2.0, "generator": seeded(0), **FREE}
-    banned = {token: -100 for token in range(61) if token not in (7, 9)}
-    rows = run_rows(model, [[1], [2, 3]], logit_bias=banned, **hot)
-    assert set(rows[0]) == set(rows[1]) == {7, 9}
-    forced = {"temperature": 1.0, "seed": 3, "max_new_tokens": 5, "logit_bias": {EOS: 100}}
-    assert run_rows(model, [[1]], **forced) == [[EOS]]
 
 
 # Speculation and the engine

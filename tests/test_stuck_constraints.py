@@ -1,4 +1,4 @@
-"""Constraints that never come to an end stop neither other texts nor the end of the server."""
+"""Constraints that never come to an end stop neither other requests nor a server's end."""
 
 import asyncio
 import itertools
@@ -24,12 +24,7 @@ from serving import (
 )
 
 from constraints import compiler
-from constraints.compiler import (
-    clear_constraint_cache,
-    compile_constraint,
-    compiled_bytes,
-    constraint_bytes,
-)
+from constraints.compiler import compile_constraint, compiled_bytes, constraint_bytes
 from constraints.grammar import GrammarMatcher
 from constraints.vocabulary import get_vocabulary
 from engine.engine import Engine
@@ -37,14 +32,7 @@ from errors import UserError
 from sampling import SamplingParams
 from server import engine_thread, structured_output
 from server.backend import GenerateInput
-from server.structured_output import (
-    FAIR_SECONDS,
-    MAX_TIMED_OUT,
-    Deadline,
-    MaskTimeBudget,
-    QueueFull,
-    TimedMatcher,
-)
+from server.structured_output import MAX_TIMED_OUT, Deadline, MaskTimeBudget, QueueFull
 
 BLOCKED = "a{3}b"  # the expression that `blocking` holds up
 
@@ -61,7 +49,7 @@ def gate():
 def impatient(monkeypatch, gate):
     """Deadlines of no seconds for what waits, and of a minute for all else."""
 
-    class Impatient(structured_output.Deadline):
+    class Impatient(Deadline):
         def call(self, function, *args):
             self.seconds = 0 if waits(function, args) else 60
             return super().call(function, *args)
@@ -102,14 +90,10 @@ def outputs(**fields) -> dict:
 BODY = outputs(regex="[ab]{9}") | {"max_tokens": 9, "logprobs": 0}  # a step for each token
 
 
-def error_of(client, body: dict, status: int) -> tuple[list, dict]:
-    """The events before the error that ends a text, and that. status: of a whole answer."""
-    if body["stream"]:
-        *events, last = client.events(PATH, body)
-        return events, last["error"]
-    answer = client.post(PATH, body)
-    assert answer[0] == status
-    return [], answer[1]["error"]
+def streamed_error(client, body: dict) -> tuple[list, dict]:
+    """Return the events before the error that ends a stream, and that."""
+    *events, last = client.events(PATH, body | {"stream": True})
+    return events, last["error"]
 
 
 def test_constraints_that_are_compiled_for_ever_stop_no_text(
@@ -138,10 +122,7 @@ def test_constraints_that_are_compiled_for_ever_stop_no_text(
         assert client.post(PATH, good)[0] == 200
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_mask_that_never_comes_ends_its_own_text(
-    tiny_llama, monkeypatch, impatient, gate, stream
-):
+def test_a_mask_that_never_comes_ends_its_own_request(tiny_llama, monkeypatch, impatient, gate):
     token_mask = GrammarMatcher.token_mask
 
     def blocking(matcher, output):
@@ -159,8 +140,8 @@ def test_a_mask_that_never_comes_ends_its_own_text(
     monkeypatch.setattr(GrammarMatcher, "token_mask", blocking)
     monkeypatch.setattr(GrammarMatcher, "__init__", watched)
     with serving(lambda: small_engine(tiny_llama)) as client:
-        events, error = error_of(client, BODY | {"stream": stream}, 400)
-        assert bool(events) == stream and "0 s" in error["message"]
+        events, error = streamed_error(client, BODY)
+        assert events and "0 s" in error["message"]
         assert (error["param"], error["code"]) == ("structured_outputs", "constraint_failed")
         assert client.post(PATH, {"max_tokens": 2})[0] == 200
 
@@ -169,7 +150,7 @@ def test_masks_of_a_request_share_a_budget():
     def matchers(seconds, count=2):
         now = itertools.count(0, seconds)
         budget = MaskTimeBudget(lambda: next(now))
-        return [TimedMatcher(constraint.matcher(), budget) for _ in range(count)]
+        return [structured_output.TimedMatcher(constraint.matcher(), budget) for _ in range(count)]
 
     vocabulary = get_vocabulary(small_encoding(), 4096, (4095,))
     constraint = compile_constraint(SamplingParams(regex="a+"), vocabulary)
@@ -180,7 +161,7 @@ def test_masks_of_a_request_share_a_budget():
         with pytest.raises(UserError, match="^regex: "):
             matcher.token_mask([])
         assert not matcher.busy
-    (fair,) = matchers(FAIR_SECONDS, 1)
+    (fair,) = matchers(structured_output.FAIR_SECONDS, 1)
     assert all(fair.token_mask([]).any() for _ in range(300))
 
 
@@ -189,36 +170,33 @@ def test_a_constraint_whose_masks_take_too_long_in_all_ends(tiny_llama, monkeypa
     budget = structured_output.MaskTimeBudget
     monkeypatch.setattr(engine_thread, "MaskTimeBudget", lambda: budget(lambda: next(now)))
     with serving(lambda: small_engine(tiny_llama)) as client:
-        events, error = error_of(client, BODY | {"stream": True, "n": 2}, 400)
+        events, error = streamed_error(client, BODY | {"n": 2})
         assert error["message"] == f"regex: {structured_output.TOO_SLOW}"
         assert (error["param"], error["code"]) == ("structured_outputs", "constraint_failed")
         assert events and round(next(now) / 0.3) == 8  # twice for each of four masks
         assert client.post(PATH, BODY | {"max_tokens": 3})[0] == 200
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_constraint_that_fails_in_mid_text_is_the_clients(tiny_llama, monkeypatch, stream):
+def test_a_constraint_that_fails_after_some_tokens_is_the_clients_fault(tiny_llama, monkeypatch):
     monkeypatch.setattr("constraints.grammar.MAX_ITEMS", 12)
-    body = outputs(grammar='start: "a" start | "a"') | {"max_tokens": 40, "stream": stream}
+    body = outputs(grammar='start: "a" start | "a"') | {"max_tokens": 40}
+    body |= {"logit_bias": {"4095": -100}}
     with serving(lambda: small_engine(tiny_llama)) as client:
-        events, error = error_of(client, body | {"logit_bias": {"4095": -100}}, 400)
+        events, error = streamed_error(client, body)
         texts = {letter for event in events for letter in event["choices"][0]["text"]}
-        assert texts == ({"a"} if stream else set())
-        assert (error["type"], error["code"]) == ("invalid_request_error", "constraint_failed")
-        assert error["param"] == "structured_outputs"
-        assert "grammar: " in error["message"] and "max is 12" in error["message"]
+        assert texts == {"a"} and "max is 12" in error["message"]
+        check_refused(
+            client.post(PATH, body), "structured_outputs", "grammar: 12", 400, "constraint_failed"
+        )
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_masks_of_others_that_are_late_are_no_fault_of_a_constraint(
-    tiny_llama, monkeypatch, stream
-):
-    masks = structured_output.Deadline(60)
+def test_masks_of_others_that_are_late_are_no_fault_of_a_constraint(tiny_llama, monkeypatch):
+    masks = Deadline(60)
     monkeypatch.setattr(structured_output, "MASKS", masks)
     masks.timed_out.update(Future() for _ in range(MAX_TIMED_OUT))
     with serving(lambda: small_engine(tiny_llama)) as client:
-        _, error = error_of(client, BODY | {"stream": stream}, 429)
-        assert error["code"] == "rate_limit_exceeded"
+        assert streamed_error(client, BODY)[1]["code"] == "rate_limit_exceeded"
+        assert client.post(PATH, BODY)[0] == 429
         masks.timed_out.clear()
         assert client.post(PATH, BODY)[0] == 200
 
@@ -254,7 +232,7 @@ def test_health_says_when_no_step_ends(tiny_llama, gate):
 
 def test_waiting_texts_hold_few_bytes_of_constraints(tiny_llama, monkeypatch, gate):
     """Each constraint of a text that waits is held, and texts of one constraint hold one."""
-    clear_constraint_cache()
+    compiler.clear_constraint_cache()
     monkeypatch.setattr(compiler, "compiled", weakref.WeakValueDictionary())
     sources = [f"[ab]{{{count}}}" for count in range(10, 14)]
     capacity = 3 * constraint_bytes(sources[0])

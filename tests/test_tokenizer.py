@@ -3,7 +3,6 @@
 import copy
 import json
 from functools import reduce
-from itertools import pairwise
 from operator import getitem
 
 import pytest
@@ -279,17 +278,6 @@ def test_what_is_no_tokenizer_is_named(load, tmp_path):
 def streamed(encoding, tokens) -> list[str]:
     stream = IncrementalDetokenizer(encoding)
     return [*(stream.add(token) for token in tokens), stream.end()]
-
-
-@given(data=st.binary(max_size=30), cuts=st.lists(st.integers(0, 30)))
-def test_a_stream_is_the_text_of_all_bytes(data, cuts):
-    """Whatever the bytes, and wherever tokens cut them."""
-    pieces = [data[a:b] for a, b in pairwise([0, *sorted(cuts), len(data)])]
-
-    class Pieces:
-        decode_single_token_bytes = staticmethod(pieces.__getitem__)
-
-    assert "".join(streamed(Pieces, range(len(pieces)))) == data.decode("utf-8", "replace")
 
 
 def test_bytes_are_held_back_until_a_character_is_whole():
