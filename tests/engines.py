@@ -100,21 +100,18 @@ def check_passes(cache, block_size: int = 16) -> list[list[int]]:
     prepare = cache.prepare
     passes = []
 
-    def check(storage, spans, tables):
-        num_pages, _, page_size = storage.shape[2:5]
-        slots = []
-        for span, pages in zip(spans, tables):
-            end = span.start + len(span.tokens)
-            assert 0 <= span.start < end <= min(block_size, len(pages) * page_size)
-            assert all(0 <= page < num_pages for page in pages)
-            for position in range(span.start, end):
-                slots.append((pages[position // page_size], position % page_size))
-        assert len(set(slots)) == len(slots)
-
     def checked(spans):
         tables = zip(*((span.pages, span.sliding_pages) for span in spans))
         for storage, own in zip(cache.storages, tables):
-            check(storage, spans, own)
+            num_pages, _, page_size = storage.shape[2:5]
+            slots = []
+            for span, pages in zip(spans, own):
+                end = span.start + len(span.tokens)
+                assert 0 <= span.start < end <= min(block_size, len(pages) * page_size)
+                assert all(0 <= page < num_pages for page in pages)
+                places = range(span.start, end)
+                slots += [(pages[place // page_size], place % page_size) for place in places]
+            assert len(set(slots)) == len(slots)
         passes.append([len(span.tokens) for span in spans])
         return prepare(spans)
 
@@ -127,33 +124,24 @@ def check_pages(engine) -> None:
     scheduler = engine.scheduler
     for number, (pool, sliding_window) in enumerate(scheduler.kv_cache_groups):
         held = collections.Counter()
+        size = pool.page_size
         for request in scheduler.running:
             pages = request.page_tables[number]
-            assert (
-                pool.page_count(request.num_computed_tokens)
-                <= len(pages)
-                <= pool.page_count(request.length)
-            )
-            unseen = (
-                first_visible_position(request.num_computed_tokens, sliding_window)
-                // pool.page_size
-            )
+            computed = request.num_computed_tokens
+            assert pool.page_count(computed) <= len(pages) <= pool.page_count(request.length)
+            unseen = first_visible_position(computed, sliding_window) // size
             assert pages[:unseen] == [None] * unseen
             table = pages[unseen:]
             assert None not in table and len(set(table)) == len(table)
             # Only full pages are cached, because others are still written.
-            assert (
-                not pool.page_to_hash.keys()
-                & pages[request.num_computed_tokens // pool.page_size :]
-            )
+            assert not pool.page_to_hash.keys() & pages[computed // size :]
             held.update(table)
         assert pool.ref_counts == held
         assert sorted([*held, *pool.free_pages]) == list(range(pool.first_unused))
         assert pool.num_free_pages + len(held) == pool.num_pages
-        assert pool.page_to_hash == {
-            page: page_hash for page_hash, page in pool.hash_to_page.items()
-        }
-        assert len(pool.page_to_hash) == len(pool.hash_to_page)
+        hashes = pool.hash_to_page.items()
+        assert pool.page_to_hash == {page: own for own, page in hashes}
+        assert len(pool.page_to_hash) == len(hashes)
     for request in scheduler.waiting:
         assert not (any(request.page_tables) or request.num_computed_tokens)
 
@@ -174,9 +162,8 @@ def finish(engine) -> list[list]:
     while engine.busy:
         steps.append(step(engine))
         assert len(steps) < 2000, "requests that never end"
-    assert all(
-        pool.num_free_pages == pool.num_pages for pool, _ in engine.scheduler.kv_cache_groups
-    )
+    for pool, _ in engine.scheduler.kv_cache_groups:
+        assert pool.num_free_pages == pool.num_pages
     return steps
 
 
@@ -220,7 +207,6 @@ def lettered(engine, requests, count=2000) -> list[tuple[int, str]]:
 
 
 def letters(engine, requests, count=2000) -> list[str]:
-    """Return the letters of at most `count` steps."""
     return [got for _, got in lettered(engine, requests, count)]
 
 

@@ -4,7 +4,6 @@ Each text must be that of `generate` alone. Some dozens of histories run; for mo
 HISTORIES=2000 pytest tests/hard/test_histories.py
 """
 
-import codecs
 import copy
 import functools
 import os
@@ -15,13 +14,10 @@ import pytest
 import torch
 from engines import alone, check_pages, check_passes, step
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import run_state_machine_as_test as run_machine
+from natives import to_int8
+from stops import characters, cut, encoding_of
 
 from cache import ContextWindow, KVCache
 from engine.drafter import PagedModelDrafter, PromptLookupDrafter
@@ -29,6 +25,7 @@ from engine.engine import Engine
 from infer import next_logits
 from llama import Llama, LlamaConfig
 from model import GPT, GPTConfig
+from native import use_native
 from sampling import SamplingParams
 
 BLOCK_SIZE = 12
@@ -55,29 +52,30 @@ PROMPTS = st.lists(TOKENS, max_size=14)
 STOPS = st.lists(st.text("abc\u00e9", min_size=1, max_size=3), max_size=2).map(tuple)
 
 
-class Letters:
-    """What tokens print: five letters, and the two bytes of a sixth one."""
-
-    def decode_single_token_bytes(self, token: int) -> bytes:
-        return [b"a", b"b", b"c", b"ab", b"cc", b"\xc3", b"\xa9"][token]
+PIECES = [
+    b"a",
+    b"b",
+    b"c",
+    b"ab",
+    b"cc",
+    b"\xc3",
+    b"\xa9",
+]  # five letters, and a sixth in two tokens
 
 
 def printed(tokens: list[int], params: dict) -> bytes:
-    """What tokens print; those that end a text print nothing."""
+    """Return what tokens print; those that end a sequence print nothing."""
     ends = params["stop_token_ids"] if params["ignore_eos"] else (6, *params["stop_token_ids"])
-    return b"".join(Letters().decode_single_token_bytes(t) for t in tokens if t not in ends)
+    return b"".join(PIECES[token] for token in tokens if token not in ends)
 
 
-def cut(tokens: list[int], stop: tuple[str, ...], params: dict) -> tuple[list[int], str]:
-    """The tokens up to the one that completes a stop string, and their text before it."""
-    first = printed(tokens[: params["min_tokens"]], params)  # no string counts that ends in it
-    first = len(codecs.utf_8_decode(first, "replace", False)[0])
+def stopped(tokens: list[int], stop: tuple[str, ...], params: dict) -> tuple[list[int], str]:
+    """Return the tokens up to the one that completes a stop string, and the text before it."""
+    after = len(characters(printed(tokens[: params["min_tokens"]], params)))
     for count in range(len(tokens) + 1):
-        text = printed(tokens[:count], params).decode(errors="replace")
-        for end in range(first + 1, len(text) + 1):
-            found = [string for string in stop if text[:end].endswith(string)]
-            if found:
-                return tokens[:count], text[: end - max(map(len, found))]
+        text, found = cut(printed(tokens[:count], params).decode(errors="replace"), stop, after)
+        if found:
+            return tokens[:count], text
     return tokens, text
 
 
@@ -129,7 +127,7 @@ class Histories(RuleBasedStateMachine):
             options["drafter"] = PagedModelDrafter(
                 made, self.model, self.max_num_seqs, options["page_size"]
             )
-        options["encoding"] = Letters()
+        options["encoding"] = encoding_of(PIECES)
         self.engine = Engine(self.model, stride=self.stride, **options)
         self.base = base
         self.prefix = data.draw(st.lists(TOKENS, max_size=10))
@@ -199,7 +197,7 @@ class Histories(RuleBasedStateMachine):
             params = {name: entry.params[name] for name in VALUES}
             options = {"stride": self.stride, "cache_dtype": self.cache_dtype}
             expected = alone(self.model, entry.prompt, **options, **params)
-            expected, text = cut(expected, entry.params["stop"], params)
+            expected, text = stopped(expected, entry.params["stop"], params)
             assert entry.tokens == request.output
             assert request.output == (expected[: len(request.output)] if aborted else expected)
             assert text.startswith(request.text) if aborted else text == request.text
@@ -216,10 +214,6 @@ TestHistories.settings = hypothesis.settings(
 @functools.cache
 def native_model(int8: bool, architecture: str, *shape):
     """The same random models in C, in float32 or int8."""
-    from natives import to_int8
-
-    from native import use_native
-
     made = copy.deepcopy(model(architecture, *shape)).float()
     if int8:
         to_int8(made)
@@ -243,4 +237,4 @@ class Int8Histories(NativeHistories):
 @pytest.mark.parametrize("histories", [NativeHistories, Int8Histories])
 def test_any_history_in_c(histories):
     """Bit for bit: the texts are those of native runs."""
-    run_state_machine_as_test(histories, settings=TestHistories.settings)
+    run_machine(histories, settings=TestHistories.settings)
