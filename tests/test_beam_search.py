@@ -241,9 +241,6 @@ def test_bad_values_are_named_with_their_range(tiny, name, values, allowed):
         assert str(error.value) == f"{name} is {value!r}; it must be {allowed}"
 
 
-# The command line
-
-
 @pytest.mark.parametrize("options", [{"stride": 7}, {"length_penalty": 0.5}], ids=str)
 def test_the_command_line_searches(cli, monkeypatch, tiny_checkpoint, options):
     text = "Tom " * 20

@@ -1,19 +1,15 @@
 """Constrained requests in the engine, beside free ones, against each one's run of `generate`."""
 
 import dataclasses
-import json
-import random
 
-import jsonschema
 import pytest
 import torch
-from constrained import END, letters, schema_of, spelled
+from constrained import END, letters, spelled
 from engines import finish
 from natives import random_numbers
-from serving import small_encoding, small_engine
 
 from constraints.choices import ChoiceMatcher
-from engine.drafter import AdaptiveSpeculation, PagedModelDrafter, PromptLookupDrafter
+from engine.drafter import PagedModelDrafter, PromptLookupDrafter
 from engine.engine import Engine
 from errors import UserError
 from infer import generate
@@ -166,48 +162,6 @@ def test_jump_forward_holds_no_other_request_up(model):
         assert len(other.output) == min(before[1] + 1, 20)
     assert forced.output == own_run(model, [1, 2], params) == [2] * 300
     assert engine.steps == 20
-
-
-def test_jump_forward_tokens_are_no_merit_of_drafts(model):
-    class Watched(AdaptiveSpeculation):
-        def record_step(self, scheduled, tokens):
-            noted.append(tokens)
-            assert 1 <= tokens <= sum(len(entry.drafts) + 1 for entry in scheduled)
-
-    noted = []
-    options = {"drafter": PromptLookupDrafter(), "adaptive_speculation": Watched()}
-    engine = Engine(model, encoding=letters(), **options)
-    grammar = 'start: ("cccc" ("a" | "b") "aa"){4}'
-    request = engine.add([1, 2], SamplingParams(40, grammar=grammar))
-    finish(engine)
-    assert sum(noted) == engine.num_sampled_tokens < len(request.output)
-
-
-def test_json_beside_other_requests(tiny_llama):
-    """With stop strings, too, which end an output before its constraint does."""
-    engine = small_engine(tiny_llama, page_size=4, num_pages=40, max_num_seqs=9)
-    source = random.Random(1)
-    schemas = [schema_of(source) for _ in range(12)] + [None] * 2
-    constraints = [{"json_schema": json.dumps(schema)} for schema in schemas[:12]]
-    constraints += [{}, {"regex": "[a-f]+"}]
-    requests = []
-    for seed, constraint in enumerate(constraints):
-        params = SamplingParams(60, temperature=1.2, seed=seed, **constraint)
-        prompt = [source.randrange(4095) for _ in range(1 + seed * 5)]
-        requests.append(engine.add(prompt, params))
-    params = SamplingParams(60, seed=1, json_schema='{"enum": ["one two three"]}', stop=("two",))
-    stopped = engine.add([5], params)
-    finish(engine)
-    whole = 0
-    for request, schema in zip(requests, schemas):
-        prompt = request.tokens[: request.prompt_length]
-        own = own_run(engine.model, prompt, request.params, None, small_encoding())
-        assert request.output == own
-        if schema is not None and request.finish_reason == "stop":
-            jsonschema.validate(json.loads(request.text), schema)
-            whole += 1
-    assert whole > 6
-    assert (stopped.text, stopped.finish_reason) == ('"one ', "stop")
 
 
 def test_masks_are_for_the_draws_in_c_too(library):

@@ -42,9 +42,6 @@ def mixture(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     ]
 
 
-# Requests
-
-
 @pytest.mark.parametrize("max_num_seqs, stride", [(1, 1), (4, None), (32, 16)])
 def test_requests_that_join_between_steps_equal_generate(build, max_num_seqs, stride):
     model = build(seed=4, eos_token_ids=ENDS)
@@ -114,9 +111,6 @@ def test_what_can_never_fit_is_refused(tiny, length, count, needed):
     check_texts(tiny(), [request])
 
 
-# Steps
-
-
 def test_a_finished_request_is_replaced_in_the_next_step(tiny):
     engine, requests = numbered(tiny(), [5, 2, 1, 4, 3, 1], max_num_seqs=2)
     steps = ["AB", "AB", "AC", "AD", "AD", "DE", "DE", "EF"]
@@ -174,9 +168,6 @@ def test_after_any_other_exception_the_next_step_repeats_the_pass(tiny, error, a
     assert [(request.tokens, request.finish_reason) for request in requests] == before
     finish(engine)
     check_texts(tiny(seed=4, eos_token_ids=ENDS), requests)
-
-
-# Events and ends
 
 
 def test_an_event_for_each_request_and_step(tiny):

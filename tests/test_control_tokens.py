@@ -1,6 +1,5 @@
 """Lesson 35: messages that imitate control tokens are plain text."""
 
-import json
 import re
 
 import pytest
@@ -8,8 +7,6 @@ from chats import CHATML, CONTROL, END, HEADERS, START, control_ids, conversatio
 from conftest import CHECKPOINTS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-
-from text.tokenizer import load_encoding
 
 
 @pytest.fixture(scope="session")
@@ -121,15 +118,6 @@ def test_a_template_sees_that_a_message_spells_its_token(
         ids = ours.encode(messages, chat_encoding)
         assert control_ids(ids) == controls
         assert chat_encoding.decode(ids) == theirs(tokenizer, messages, tokenize=False)
-
-
-def test_still_a_tokenizer_needs_no_added_tokens(tmp_path, chat_pair):
-    raw = json.loads((CHECKPOINTS / "stories" / "tokenizer.json").read_text())
-    (tmp_path / "tokenizer.json").write_text(json.dumps(raw | {"added_tokens": []}))
-    encoding = load_encoding(tmp_path, 4104)
-    messages = conversation("Once <|im_end|>")
-    ours = chat_pair(CHATML)[0]
-    assert encoding.decode(ours.encode(messages, encoding)) == ours.render(messages)
 
 
 def test_a_message_on_the_command_line_is_plain_text(cli, write_chat, given_prompts):

@@ -119,9 +119,6 @@ def test_no_token_is_written_where_logits_after_a_draft_are_not_finite(tiny, mon
     assert 0 not in expected and request.output == expected[: len(request.output)]
 
 
-# Pages and the budget
-
-
 def test_rejected_drafts_evict_nothing_that_can_be_found(model):
     options = {"page_size": 1, "num_pages": 32, "drafter": knowing(model, ALWAYS)}
     engine, (first,) = make_engine(model, PROMPTS[1:2], greedy(6), **options)
@@ -167,8 +164,6 @@ def test_drafts_do_not_delay_waiting_requests(model):
     assert len(late.output) == 1
 
 
-# A draft model; it draws with the target's random numbers
-
 SAMPLED = SamplingParams(24, True, temperature=1.0, seed=3)
 
 
@@ -211,15 +206,6 @@ def test_what_a_draft_model_computes(tiny):
     engine, _ = write(model, drafter, [[5, 6]], SAMPLED)
     assert passes[0] == [3] and max(tokens for (tokens,) in passes[1:]) <= 2
     assert 0 < engine.num_accepted_tokens < engine.num_draft_tokens
-
-
-def test_a_draft_model_with_a_smaller_max_num_seqs(model):
-    drafter = PagedModelDrafter(model, model, max_num_seqs=2, page_size=4)
-    passes = check_passes(drafter.cache)
-    assert drafter.pool.num_pages == 2 * 4
-    engine, _ = write(model, drafter, params=GREEDY)
-    assert engine.num_accepted_tokens == engine.num_draft_tokens > 0
-    assert max(map(len, passes)) == 2
 
 
 def test_a_draft_model_frees_pages_of_finished_requests(model, tiny):
@@ -280,8 +266,6 @@ def test_drafts_before_the_first_that_is_not_finite_are_kept(model, tiny):
     assert drafter.propose(requests, [3, 3]) == [whole[0][:1], whole[1]]
     assert list(drafter.states) == [requests[1]]
 
-
-# Adaptive speculation
 
 LONG = greedy(400)
 
@@ -405,8 +389,6 @@ def test_throughput_is_of_the_last_64_steps():
     steps = (False, 1, 1, 1.0), (True, 10, 100, 9.0), (True, 63, 1, 2.0), (True, 1, 65, 50.0)
     assert trial_of(*steps).throughput(True) == 2 / 2.0
 
-
-# The command line
 
 LILY = ["--prompt", "Lily and Tom and Lily and", "--ignore-eos"]
 DRAWN = ["--prompt", " the" * 50, "--temperature", 0.5, "--top-k", 50, "--seed", 3]

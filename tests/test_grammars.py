@@ -7,7 +7,7 @@ import weakref
 
 import llguidance
 import pytest
-from conftest import CHECKPOINTS, is_one_line, refused
+from conftest import CHECKPOINTS, refused
 from constrained import drawn, letters, texts_of
 from serving import small_encoding
 
@@ -60,8 +60,6 @@ def test_outputs_are_of_the_grammar(speaking):
     assert len(found) > 3
     assert all(set(text) <= set("0123456789+()") and eval(text) > 0 for text in found)
 
-
-# What is refused
 
 PARAMETRIC = "parametric rules (::)"
 REFUSED = [  # fields, words of the error
@@ -136,9 +134,6 @@ def test_what_a_vocabulary_cannot_write_ends_the_output_with_a_reason(tiny):
         assert message.startswith("no token may follow after ") and "vocabulary" in message
 
 
-# Limits
-
-
 def steps_of(kind, source, text: str) -> tuple[int, str]:
     """Return how many characters, one by one, until no token may follow, and why none may."""
     matcher = compiled(kind, source).matcher()
@@ -193,7 +188,17 @@ def test_terminals_that_double_each_other_are_bounded():
         assert "too many expressions" in refused(compiled, kind, source)
 
 
+INTEGERS = {"type": "array", "items": {"type": "integer"}}
+CHAIN = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(900)} | {"a900": {"type": "null"}}
 LARGE = [
+    {"json_schema": INTEGERS | {"maxItems": 10**9}},
+    {"json_schema": INTEGERS | {"minItems": 10**9}},
+    {"json_schema": {"type": "string", "minLength": 10**9}},
+    {"json_schema": {"$defs": CHAIN, "$ref": "#/$defs/a0"}},
+    {"json_schema": {"enum": [f"word {i}" for i in range(3000)]}},
+    {"json_schema": {"properties": {f"p{i}": {} for i in range(900)}, "type": "object"}},
+    {"json_schema": {"type": "string", "pattern": "^(.*a){30}$"}},
+    {"json_schema": {"type": "object", "properties": {"next": {"$ref": "#"}}}},
     {"regex": "(.*a){1000}"},
     {"regex": "(a|b)*a(a|b){30}"},
     {"grammar": "start: start start | /a/"},
@@ -201,8 +206,11 @@ LARGE = [
 ]
 
 
-@pytest.mark.parametrize("constraint", LARGE, ids=str)
+@pytest.mark.parametrize("constraint", LARGE, ids=lambda value: str(value)[:50])
 def test_a_large_constraint_costs_little_or_ends_with_a_reason(constraint, speaking):
+    constraint = {
+        name: v if isinstance(v, str) else json.dumps(v) for name, v in constraint.items()
+    }
     try:
         texts_of(speaking, drawn(1, limit=8, **constraint))
     except UserError as error:
@@ -293,27 +301,3 @@ def test_ctrl_c_ends_a_script_in_native_code(monkeypatch):
         assert len(seen) > count and set(seen[count:]) == {signal.SIG_IGN}
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-# The command line
-
-
-def test_the_command_line(cli, tmp_path):
-    grammar = tmp_path / "grammar.lark"
-    grammar.write_text('start: " dog" | " cat"')
-    assert cli(*SAID, "--grammar", grammar)[1] in (SAID[3] + " dog\n", SAID[3] + " cat\n")
-    assert cli(*SAID, "--regex", " (x|z) ?")[1].startswith(SAID[3] + " ")
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (["--grammar", CHECKPOINTS], ["--grammar", "Is a directory"]),
-        (["--regex", "["], ["regex: ", "unclosed character class"]),
-        (["--regex", "a", "--choice", "b"], ["choices conflicts with regex"]),
-        (["--regex", "a", "--num-beams", 2], ["omit --regex"]),
-    ],
-    ids=str,
-)
-def test_a_bad_option_is_one_line(cli, options, words):
-    assert is_one_line(cli(*SAID, *options), *words)

@@ -168,7 +168,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tiny):
 SAID = ["--model", DRAFT, "--prompt", "Lily saw a big"]
 
 
-def test_the_command_line_writes_one_of_them(cli, run_main):
+def test_the_command_line_writes_one_of_them(cli, run_main, tmp_path):
     assert "--choice TEXT" in cli("--help")[1] and "()" not in cli("--help")[1]
     choices = ["--choice", " dog", "--choice", " dog.", "--choice", " elephant"]
     code, out, err = cli(*SAID, *choices)
@@ -176,8 +176,11 @@ def test_the_command_line_writes_one_of_them(cli, run_main):
     assert out.removeprefix(SAID[3]).strip("\n") in (" dog", " dog.", " elephant")
     drafted = ["--target", DRAFT, "--draft", "lookup", *SAID[2:], *choices]
     assert run_main(infer_speculative.main, *drafted)[:2] == (0, out)
-    code, out, _ = cli(*SAID, "--choice", "")
-    assert (code, out) == (0, SAID[3] + "\n")
+    assert cli(*SAID, "--choice", "")[:2] == (0, SAID[3] + "\n")
+    grammar = tmp_path / "grammar.lark"
+    grammar.write_text('start: " dog" | " cat"')
+    assert cli(*SAID, "--grammar", grammar)[1] in (SAID[3] + " dog\n", SAID[3] + " cat\n")
+    assert cli(*SAID, "--regex", " (x|z) ?")[1].startswith(SAID[3] + " ")
 
 
 def test_an_output_that_its_limit_cuts_is_noted(cli):
@@ -199,6 +202,11 @@ def test_an_output_that_its_limit_cuts_is_noted(cli):
         (["--choice", "a", "--num-beams", 2], ["--num-beams", "omit --choice\n"]),
         (["--choice"], ["--choice", "expected one argument"]),
         (["--choice", "\udcff"], ["--choice '\\udcff': not UTF-8 text\n"]),
+        (["--json-schema", "/missing.json"], ["--json-schema", "No such file"]),
+        (["--grammar", CHECKPOINTS], ["--grammar", "Is a directory"]),
+        (["--regex", "["], ["regex: ", "unclosed character class"]),
+        (["--regex", "a", "--choice", "b"], ["choices conflicts with regex"]),
+        (["--regex", "a", "--num-beams", 2], ["omit --regex"]),
     ],
     ids=str,
 )

@@ -54,9 +54,6 @@ def test_a_stride_out_of_range_is_refused(tiny, stride):
         write(tiny(), [[1]], 1, stride=stride)
 
 
-# What a pass computes
-
-
 @pytest.mark.parametrize(
     "lengths, count, options, passes",
     [
@@ -132,9 +129,6 @@ def test_a_pass_mixes_rows_of_any_past_and_any_number_of_new_tokens(tiny):
             assert cache.tokens[row] == tokens[row][:end]
 
 
-# Storage
-
-
 @pytest.fixture
 def caches(monkeypatch):
     """The caches that `generate` makes from here on."""
@@ -201,9 +195,6 @@ def test_what_does_not_fit_in_memory_says_its_bytes(tiny):
     assert "a cache of 512,000,000,000,000 bytes does not fit" in said
     factors = "1 sequences x 2 layers x keys and values x 2 heads x 1000000000000 positions x"
     assert factors in said
-
-
-# The command line
 
 
 def test_the_command_line_takes_a_stride_and_needs_no_cache(cli, tiny_checkpoint, caches):

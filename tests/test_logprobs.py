@@ -2,23 +2,20 @@
 
 import dataclasses
 import itertools
-import math
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import CHECKPOINTS, random_tokens
-from engines import check_texts, finish, make_engine, request_params, step
+from engines import check_texts, finish, make_engine, request_params
 from serving import PATH, check_refused, results_of, serving, small_encoding, small_engine, writing
 
 from cache import ContextWindow
-from engine import engine as module
 from engine.request import Request
 from infer import next_logits
 from infer_engine import print_logprobs
 from loading.load import load_model
-from model import GPT
 from sampling import SamplingParams, TokenLogprob, token_logprob
 from text.tokenizer import load_encoding
 
@@ -64,35 +61,6 @@ def test_logprobs_are_of_unprocessed_logits(build):
         check(model, request, 20)
 
 
-@pytest.mark.parametrize("error", [MemoryError("full"), IndexError("x"), KeyboardInterrupt()])
-def test_an_error_in_logprobs_fails_its_request_only(tiny, monkeypatch, error):
-    model = tiny()
-    calls = []
-    real = module.token_logprob
-    params = logged(1, request_params(2, max_new_tokens=6))
-    engine, requests = make_engine(model, [[0], [1]], params)
-    engine.step()
-
-    def broken(*args):
-        calls.append(args)
-        if len(calls) == 2:
-            raise error
-        return real(*args)
-
-    monkeypatch.setattr(module, "token_logprob", broken)
-    if isinstance(error, KeyboardInterrupt):
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
-    else:
-        errors = [event.error for event in step(engine)]
-        assert errors == [None, f"{type(error).__name__}: {error}"]
-        assert requests[1].finish_reason == "error"
-    finish(engine)
-    check_texts(model, requests)
-    for request in requests:
-        check(model, request, 1)
-
-
 @pytest.mark.parametrize("count", range(1, 8))
 def test_ties_are_broken_by_token_id(count):
     for logits in itertools.permutations([5.0, 2.0, 2.0, 2.0, 0.0]):
@@ -112,9 +80,6 @@ def test_extreme_logits(dtype):
     gap = (logits[0].double() - logits[1].double()).item()
     logprob, top = token_logprob(logits, 1, 3)
     assert logprob == -gap and top[0] == (0, 0.0) and top[2] == (1, -gap)
-
-
-# The command line
 
 
 def test_the_command_line_shows_each_token_with_the_best(engine_cli):
@@ -144,24 +109,6 @@ def test_the_command_line_shows_each_token_with_the_best(engine_cli):
     assert "'<|endoftext|>'" in lines[-1]
 
 
-def test_logprobs_are_shown_beside_failed_requests(engine_cli, monkeypatch):
-    head = GPT.head
-
-    def first_fails(self, x):
-        logits = head(self, x)
-        if len(x) == 2:
-            logits[0] = math.nan
-        return logits
-
-    monkeypatch.setattr(GPT, "head", first_fails)
-    args = [*STORY, "--prompt", "One", "--max-new-tokens", 2, "--logprobs", 0]
-    args += ["--backend", "torch"]
-    code, _, err = engine_cli(*args)
-    lines = err.splitlines()[2:]
-    assert code == 2 and lines[:2] == ["sequence 1", "sequence 2"] and len(lines) == 5
-    assert " error: sequence 1: the model returned logits that are NaN" in lines[4]
-
-
 def test_a_token_is_one_line_whatever_it_prints(capsys):
     pieces = [text.encode() for text in ("\n", "\u2028", "\x85", "\x9b", "\x7f", "'", "é")]
     pieces.append(pieces[-1][:1])
@@ -175,9 +122,6 @@ def test_a_token_is_one_line_whatever_it_prints(capsys):
     assert [[cell.strip() for cell in line if cell] for line in shown] == [
         ["-1.500", text, "'é' -0.250"] for text in texts
     ]
-
-
-# The server
 
 
 def name(token: int) -> str:

@@ -16,8 +16,6 @@ from engine.pages import PagePool, page_count
 BAD = 60  # a token that is in none of them
 TEXTS = [random_tokens(16, BAD, seed=seed) for seed in range(4)]
 
-# The pool
-
 
 @given(
     page_size=st.integers(1, 4),
@@ -58,9 +56,6 @@ def test_ten_million_pages_take_no_memory_before_they_are_used():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 10**7 and pool.num_free_pages == 10**7 - 9
-
-
-# The logits
 
 
 def new_cache(model):
@@ -151,8 +146,6 @@ def test_nan_stays_in_its_sequence_and_leaves_its_pages_when_they_are_reused(bui
     check(model, cache, [(1, 1, 3), (0, 10, 16)])
 
 
-# Batches of attention
-
 LENGTHS = (1, 3, 4, 5, 9, 16, 17, 30, 31, 60, 63, 64)
 
 
@@ -188,16 +181,3 @@ def test_spans_of_equal_length_attend_together(tiny, attended):
     # Sequences, new tokens, positions that they may see.
     calls = [(len(q), q.shape[2], k.shape[2]) for q, k, _ in attended]
     assert calls == [(3, 1, 12), (1, 3, 12)]
-
-
-@torch.inference_mode()
-def test_the_scratch_buffer_is_reused(build):
-    model = build(block_size=64)
-    cache = PagedCache(model, 200, 4)
-    places = []
-    for lengths in ([3], [40, 41], [9], [40, 38], [64, 1], [64] * 2, [3, 40]):
-        logits_of(model, cache, spans_of(lengths))
-        places.append((cache.scratch.data_ptr(), cache.scratch.numel()))
-    assert places[1] == places[2] == places[3] and places[5] == places[6]
-    config = model.config
-    assert places[5][1] == 2 * (2 * 64) * config.n_kv_head * config.head_dim > places[1][1]

@@ -30,9 +30,6 @@ def alone(model, prompt, fields, **options) -> list[int]:
     return own_text(model, prompt, **options, **fields)
 
 
-# Each row
-
-
 anything = st.fixed_dictionaries(
     {
         "max_new_tokens": st.integers(0, 16),
@@ -116,9 +113,6 @@ def test_each_draw_is_that_of_the_definition(build):
         text = text + [token]
 
 
-# Rows without a seed
-
-
 @torch.inference_mode()
 def test_rows_without_a_seed_draw_from_the_generator_alone(tiny):
     params = SamplingParams(max_new_tokens=8, temperature=1.0, top_p=0.9, ignore_eos=True)
@@ -142,9 +136,6 @@ def test_a_row_with_a_seed_takes_nothing_from_the_generator(tiny):
         params = [common if row else common | {"seed": 1} for row in order]
         outputs = rows_of(tiny(), [prompts[row] for row in order], params, generator=seeded(7))
         assert [outputs[order.index(row)] for row in range(3)] == [own, *plain]
-
-
-# The random numbers
 
 
 def number(seed: int, position: int, token: int) -> float:
@@ -190,9 +181,6 @@ def test_noise_is_finite_and_above_zero_whatever_the_bits():
     assert most == pytest.approx(53 * math.log(2), rel=1e-9)
     assert half == pytest.approx(math.log(2), rel=1e-9)
     assert exponential(torch.tensor([-1])).float().item() > 0
-
-
-# The race under top-p
 
 
 def check_race(logits, p, seed=0):
@@ -260,9 +248,6 @@ def test_rounds_are_few_and_bounded(monkeypatch):
     tokens = sample(torch.zeros(100, 4000), SamplingParams(1, True, 1.0, top_p=1e-6), seeded(1))
     assert tokens.tolist() == [0] * 100
     assert 0 < len(sizes) < 100 and set(sizes) == {(4000,)}
-
-
-# The command line
 
 
 @pytest.mark.parametrize("first", [1, LAST - 1])

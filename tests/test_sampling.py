@@ -175,9 +175,6 @@ def test_a_threshold_settles_a_draw_from_few_tokens(sampled_from_vocabulary, tor
     assert torch_numbers == [2 * 256, 2 * 600]
 
 
-# Logits processors
-
-
 BIASES = ((0, -2.5), (5, 3.0), (17, -100.0), (60, 1.0))
 PROCESSED = [  # fields that change logits before the temperature
     {},

@@ -35,9 +35,6 @@ def written(tiny):
     return model, tokens
 
 
-# Ends of sequences
-
-
 def test_eos_and_stop_tokens_end_a_sequence_and_belong_to_it(tiny, written):
     model, tokens = written
     for stop in (tokens[0], tokens[4], tokens[9]):
@@ -63,8 +60,6 @@ def test_a_finished_sequence_yields_none_and_leaves_the_others_alone(tiny, writt
     for row, tokens in enumerate(alone):
         assert [step[row] for step in steps] == tokens + [None] * (len(steps) - len(tokens))
 
-
-# Speculation and the engine
 
 SPECULATED = [
     {"logit_bias": BIASES},
@@ -120,9 +115,6 @@ def test_the_engine_equals_generate_for_rows_of_all_fields(tiny, compiled, in_c,
         ends = request.params.stop_token_ids + (() if request.params.ignore_eos else (EOS,))
         assert request.finish_reason == ("stop" if request.output[-1] in ends else "length")
     assert len(requests[0].output) <= 7 and requests[3].finish_reason == "length"
-
-
-# What is refused
 
 
 def test_params_stay_plain_data():
@@ -194,8 +186,6 @@ def test_what_a_model_cannot_do_is_refused(tiny, bad, message):
         assert str(error.value) == message
         assert call(SamplingParams(5, min_tokens=5, **allowed))
 
-
-# Scripts
 
 ARGS = ("--prompt", "One day", "--max-new-tokens", 20)
 
@@ -297,9 +287,6 @@ def test_a_run_without_a_seed_can_be_repeated_from_its_report(cli, tiny_checkpoi
 def test_bad_options_are_one_line(cli, tiny_checkpoint, option, words):
     result = cli("--model", tiny_checkpoint, "--prompt", "a", *option.split())
     assert is_one_line(result, words)
-
-
-# The server
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,6 @@ from command_line import output
 from engine.engine import Engine
 from sampling import SamplingParams
 
-# Token budget
-
 
 @pytest.mark.parametrize(
     "lengths, count, budget, max_num_seqs, steps",
@@ -101,9 +99,6 @@ def test_the_default_budget_is_512(tiny):
     assert lettered(engine, requests) == [(512, ""), (88, "A")]
 
 
-# Preemption
-
-
 def test_the_youngest_request_is_preempted_and_recomputed(tiny):
     engine, requests = make_greedy(tiny(), [4, 4], 5, num_pages=3, page_size=4)
     _, b = requests
@@ -115,14 +110,6 @@ def test_the_youngest_request_is_preempted_and_recomputed(tiny):
     assert letters(engine, requests) == ["A"] * 3 + ["B"] * 4
     # Twice 4, 4 times 1 for each, and the 4 of b again, or found where they were.
     assert engine.num_computed_tokens + engine.scheduler.prefix_cache_hits == 8 + 8 + 4
-
-
-def test_two_in_one_step_wait_in_their_order(tiny):
-    engine, requests = make_greedy(tiny(), [2, 2, 2, 2], 4, num_pages=8, page_size=1)
-    # All need a page. The first two have those of the fourth, and the third then has none but
-    # its own to give.
-    assert letters(engine, requests, 2) == ["ABCD", "AB"]
-    assert list(engine.scheduler.waiting) == requests[2:] and engine.scheduler.num_preemptions == 2
 
 
 def test_in_every_step_the_oldest_gets_a_token_and_none_overtakes(tiny):
@@ -151,19 +138,6 @@ def test_a_preempted_request_is_the_first_to_run_again(tiny):
     # b needs three pages, and two are free. One of them would do for c.
     assert engine.scheduler.pool.num_free_pages == 2
     assert letters(engine, requests) == ["A", "A", "BC", "BC", "BC", "C", "C"]
-
-
-def test_a_context_shift_frees_pages(tiny):
-    engine, requests = make_greedy(tiny(), [14], 12, num_pages=8, page_size=2)
-    held = []
-    while len(requests[0].output) < 11:
-        step(engine)
-        held.append(len(requests[0].pages))
-    # Lengths 14, 15, 16, which is cut at once; 9, 10, ...
-    assert held == [7, 8, 0, 5, 5, 6, 6, 7, 7, 8, 0]
-
-
-# The command line
 
 
 def test_the_command_line_counts_preemptions_and_has_the_same_output(

@@ -1,15 +1,10 @@
 """Special tokens in texts: the server leaves them out, as OpenAI's API and vLLM do."""
 
-from types import SimpleNamespace
-
 import pytest
 from chats import CONTROL, END, EOS, START, WITH_TOOLS, tool
-from gguf_files import CONTROL as CONTROL_TYPE
-from gguf_files import NORMAL, USER_DEFINED
-from serving import serving, writing
+from serving import check_refused, serving, writing
 
 from engine.engine import Engine
-from loading.gguf_tokenizer import tokenizer_json
 from text.chat import Chat
 
 PATH = "/v1/completions"
@@ -66,6 +61,7 @@ def test_false_shows_them(client, written, chat_encoding):
     assert texts_of(client, show) == {whole.removesuffix(END)}
     ignoring = {"ignore_eos": True, "max_tokens": len(written)}
     assert texts_of(client, show | ignoring) == {whole}
+    check_refused(client.post(PATH, {"skip_special_tokens": "no"}), "skip_special_tokens")
 
 
 @pytest.mark.parametrize(
@@ -112,18 +108,3 @@ def test_what_a_call_is_found_by_is_not_left_out(tiny, write_chat, chat_encoding
     message = answer["choices"][0]["message"]
     assert message["content"] == "Wait."
     assert [each["function"]["name"] for each in message["tool_calls"]] == ["look"]
-
-
-def test_a_bad_value_is_refused(client):
-    status, answer = client.post(PATH, {"skip_special_tokens": "no"})
-    assert status == 400 and answer["error"]["param"] == "skip_special_tokens"
-
-
-def test_a_gguf_file_says_which_tokens_are_special():
-    kinds = {"a": NORMAL, "<|im_end|>": CONTROL_TYPE, "<think>": USER_DEFINED, "<unk>": 2}
-    owner = "tokenizer.ggml"
-    metadata = {f"{owner}.model": "gpt2", f"{owner}.merges": [], f"{owner}.tokens": [*kinds]}
-    metadata |= {f"{owner}.token_type": [*kinds.values()], f"{owner}.pre": "gpt-2"}
-    made = tokenizer_json(SimpleNamespace(file="x.gguf", metadata=metadata))
-    marked = {token["content"]: token["special"] for token in made["added_tokens"]}
-    assert marked == {"<|im_end|>": True, "<think>": False, "<unk>": True}

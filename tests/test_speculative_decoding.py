@@ -37,9 +37,6 @@ def tokens(steps) -> list[int]:
     return [token for step in steps for token in step.tokens]
 
 
-# Acceptance
-
-
 def distributions(size):
     weight = st.one_of(st.just(0.0), st.floats(0.01, 1.0))
     weights = st.lists(weight, min_size=size, max_size=size).filter(any)
@@ -68,9 +65,6 @@ def test_drafts_are_accepted_from_the_left_up_to_the_first_rejection():
     assert verify(never[None], p[:0], []) == (0, 2)
 
 
-# Prompt lookup
-
-
 def lookup_by_hand(text, count, max_ngram_size, min_ngram_size):
     """Find all earlier places of each n-gram, the longest first: what follows the last of them."""
     for size in range(min_ngram_size, max_ngram_size + 1)[::-1]:
@@ -93,9 +87,6 @@ def test_lookup_finds_what_a_search_by_hand_finds(text, count, sizes):
     assert prompt_lookup(text, count) == expected
     sequence = Sequence(text, len(text), SamplingParams())
     assert propose_prompt_lookup(sequence, count) == (expected, None)  # q is one-hot
-
-
-# Greedy: token for token
 
 
 PENALTIES = [{}, {"presence_penalty": 1.5}, {"repetition_penalty": 1.4, "frequency_penalty": 0.3}]
@@ -165,9 +156,6 @@ def test_a_pass_computes_its_drafts_and_one_position_more(tiny):
     assert sum(step.accepted < len(step.drafts) for step in steps) > 5
 
 
-# Sampled: in distribution
-
-
 def p_value(observed, probs):
     """Return the chance of counts this far from their expectation, or farther (chi-square).
 
@@ -226,8 +214,6 @@ def test_hundreds_of_outputs_follow_the_targets_probabilities(tiny, kind, params
     assert p_value(torch.tensor(list(counts.values())), torch.tensor(list(probs.values()))) > 0.001
     assert torch.equal(torch.get_rng_state(), state)  # all draws are the generator's
 
-
-# The embedded model, and the command line
 
 AGAIN = "Once upon a time, there was a little girl named Lily. She loved to play with her toys"
 AGAIN += " and eat yummy food. One day, she found a big, red ball in her room."

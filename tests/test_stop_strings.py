@@ -24,8 +24,6 @@ from text.chat import Chat
 from text.detokenizer import StopStringDetokenizer
 from text.tokenizer import load_encoding
 
-# The stream
-
 CUTS = st.lists(st.integers(0, 24), max_size=24)
 FEW = st.text("ab", min_size=1, max_size=4)
 MANY = st.text("aé🙂\ufffd\n", min_size=1, max_size=3)
@@ -233,8 +231,6 @@ def test_stop_strings_need_an_engine_with_an_encoding(model):
         with pytest.raises(UserError, match=f"^{said}$"):
             next(run)
 
-
-# The command line, with an embedded model
 
 DRAFT = CHECKPOINTS / "stories-draft"
 STORY = ["--model", DRAFT, "--prompt", "Once upon a time", "--max-new-tokens", 60]
