@@ -45,8 +45,9 @@ torch.set_num_threads(1)
 
 PLAIN = ("-O1",)  # what to compile for, instead of this processor; -O3 takes four times as long
 AVX2 = ("-O1", "-mavx2", "-mfma", "-mf16c")
-HAS_AVX2 = torch.backends.cpu.get_cpu_capability().startswith(("AVX2", "AVX512"))
-TARGETS = [None, PLAIN, *([AVX2] if HAS_AVX2 else [])]
+TARGETS = [None, PLAIN]
+if torch.backends.cpu.get_cpu_capability().startswith(("AVX2", "AVX512")):
+    TARGETS.append(AVX2)
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "checkpoints"
@@ -59,10 +60,7 @@ def random_tokens(length: int, vocab_size: int = 61, seed: int = 0) -> list[int]
 
 
 def run(model, prompts, *, generator=None, options=None, **params) -> list[list[int | None]]:
-    """All steps of `generate`.
-
-    options: its other keyword arguments. params: those of SamplingParams.
-    """
+    """All steps of `generate`. options: its other arguments. params: those of SamplingParams."""
     given = {"generator": generator} if generator else {}
     return list(generate(model, prompts, SamplingParams(**params), **given, **(options or {})))
 
@@ -101,10 +99,7 @@ def check_command_line(cli, directory, kind: str, count: int, *options, **shape)
 
 
 def passed_widths(model, shapes=False) -> tuple[GPT, list]:
-    """The model, and a list to which each of its passes adds its number of positions.
-
-    shapes: the shape of its tokens instead.
-    """
+    """The model, and a list to which its passes add how many positions (or shapes) they have."""
     seen = []
 
     def note(module, args):
@@ -129,7 +124,6 @@ def record(monkeypatch, owner, name: str, note) -> list:
 
 
 def load(name, dtype=torch.float64):
-    """A model of any architecture."""
     return load_model(name, dtype)
 
 
@@ -179,7 +173,6 @@ def peer(tmp_path, monkeypatch):
 
 
 def their_rows(theirs, prompts: list[list[int]], max_new_tokens: int, **options) -> list:
-    """What transformers writes after prompts of one length, greedy; no token ends a text."""
     theirs.generation_config.eos_token_id = None
     tokens = torch.tensor(prompts)
     options |= {"do_sample": False, "max_new_tokens": max_new_tokens, "pad_token_id": 0}
@@ -197,7 +190,6 @@ def module_with(name: str, *parts: str):
 
 
 def refused(function, *args) -> str:
-    """The one line with which a call is refused."""
     with pytest.raises(UserError) as error:
         function(*args)
     message = str(error.value)
@@ -213,15 +205,11 @@ def is_one_line(result: tuple, *words: str) -> bool:
 
 
 def edit_json(file: Path, changes: dict) -> None:
-    """Write a JSON file again, with other values."""
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def random_peer(kind: str, directory, saved_as=torch.float64, shard_size="1GB", **shape) -> tuple:
-    """A random model of transformers, in float64, and where it is saved.
-
-    kind: Llama, Mistral, Qwen2, Qwen3, Qwen3Moe or Gemma3.
-    """
+    """A random model of transformers, in float64, and where it is saved. kind: such as Qwen3Moe."""
     import transformers
 
     small = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -252,10 +240,7 @@ def stories() -> GPT:
 
 @pytest.fixture(scope="session")
 def tiny():
-    """A function that builds a random model.
-
-    Its std makes greedy text wander; float64 keeps rounding out of it.
-    """
+    """A function that builds a random model, whose greedy output wanders, without rounding."""
 
     def build(seed=0, dtype=torch.float64, eos_token_id=60, **shape) -> GPT:
         small = {"vocab_size": 61, "block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 16}
@@ -267,10 +252,7 @@ def tiny():
 
 @pytest.fixture(scope="session")
 def tiny_llama():
-    """A function that builds a random Llama, as `tiny` does a GPT-2.
-
-    Two queries share a key, and a head is no fraction of the width.
-    """
+    """`tiny` for a Llama: two queries share a key, and a head is no fraction of the width."""
 
     def build(seed=0, dtype=torch.float64, eos_token_id=60, **shape):
         small = {"vocab_size": 61, "block_size": 16, "n_layer": 2, "n_embd": 16, "n_inner": 24}
@@ -405,7 +387,6 @@ def compiled(tmp_path_factory, request):
 
 @pytest.fixture(params=TARGETS, ids=str)
 def library(request, compiled):
-    """The code compiled for that processor."""
     return build_native.load(request.param)
 
 
@@ -483,10 +464,7 @@ ENCODINGS = {}  # what was read from a tokenizer.json of these bytes
 
 @pytest.fixture
 def run_main(capsys, monkeypatch, compiled):
-    """A function that runs a script's `main` with these arguments, in this process.
-
-    It returns the exit code, stdout and stderr.
-    """
+    """A function that runs a script's `main` in this process: exit code, stdout, stderr."""
     read = tokenizer.read_tokenizer_json
 
     def read_once(file):  # each time would be a tenth of all tests of the command line
@@ -545,7 +523,6 @@ def run_program(capfd, monkeypatch):
 
 @pytest.fixture
 def cli(run_main):
-    """A function that runs `infer.py` with these arguments, as `run_main`."""
     return functools.partial(run_main, infer.main)
 
 
@@ -561,7 +538,6 @@ def chat_base(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def chat_encoding(chat_base):
-    """Its encoding."""
     return load_encoding(chat_base, 4104)
 
 
@@ -613,7 +589,6 @@ def given_prompts(monkeypatch) -> list:
 
 @pytest.fixture
 def engine_cli(run_main):
-    """A function that runs `infer_engine.py` with these arguments, as `run_main`."""
     return functools.partial(run_main, infer_engine.main)
 
 

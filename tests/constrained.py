@@ -28,7 +28,6 @@ def letters():
 
 
 def spelled(tokens) -> str | None:
-    """The text of tokens; None for one that is no text."""
     if any(token >= len(PIECES) for token in tokens):
         return None
     return "".join(PIECES[token] for token in tokens)
@@ -64,7 +63,6 @@ def chances(model, prompt, choices) -> dict[str, float]:
 
 
 def write(model, choices, count, temperature=1.0, **fields) -> list[list[int]]:
-    """This many texts in one batch, each with a seed of its own."""
     options = {"choices": tuple(choices), "temperature": temperature, "max_new_tokens": 30}
     each = [SamplingParams(**{"seed": seed} | options | fields) for seed in range(count)]
     steps = list(generate(model, [[1, 2]] * count, each, encoding=letters()))
@@ -72,7 +70,6 @@ def write(model, choices, count, temperature=1.0, **fields) -> list[list[int]]:
 
 
 def counts_of(texts, choices) -> torch.Tensor:
-    """How often each choice was written; nothing else may be."""
     found = [spelled(text[:-1]) for text in texts]
     assert set(found) <= set(choices) and all(text[-1] == END for text in texts)
     return torch.tensor([found.count(choice) for choice in choices]).double()
@@ -136,7 +133,6 @@ def random_schema(random, depth: int = 0) -> dict:
 
 
 def schema_of(random) -> dict:
-    """A random schema with a recursive definition."""
     node = {
         "type": "object",
         "properties": {"v": {"type": "boolean"}, "next": {"$ref": "#/$defs/node"}},

@@ -64,7 +64,6 @@ def greedy(count: int, **fields) -> SamplingParams:
 
 
 def request_params(count: int, **fields) -> list[SamplingParams]:
-    """Return parameters for `count` requests with different seeds."""
     return [SamplingParams(ignore_eos=True, seed=100 + row, **fields) for row in range(count)]
 
 
@@ -80,7 +79,6 @@ def make_engine(model, prompts, params, **options) -> tuple:
 
 
 def numbered(model, counts, **options) -> tuple:
-    """Return an engine with greedy requests. counts: max_new_tokens of each."""
     prompts = [[row + 1] for row in range(len(counts))]
     return make_engine(model, prompts, [greedy(count) for count in counts], **options)
 
@@ -182,12 +180,10 @@ def check_own_runs(model, lengths, max_new_tokens: int, **options) -> None:
 
 
 def events_of(engine) -> list:
-    """Return the events of all remaining steps, flattened."""
     return [event for events in finish(engine) for event in events]
 
 
 def outputs_of(engine, prompts, params) -> list[list[int]]:
-    """Return the outputs for these prompts. params: for all of them, or one for each."""
     requests = [engine.add(*pair) for pair in zip(prompts, params_per_prompt(params, len(prompts)))]
     assert not any(event.error for event in events_of(engine))
     return [request.output for request in requests]

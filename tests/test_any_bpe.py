@@ -40,7 +40,6 @@ FORMS = {
 
 
 def random_texts(count: int) -> list[str]:
-    """Letters of many scripts, digits, blanks, emoji, combining marks, control characters, code."""
     ranges = [(0x20, 0x7F), (0x30, 0x3A), (0, 0x20), (0xA0, 0x250), (0x300, 0x370), (0x370, 0x530)]
     ranges += [(0x5D0, 0x660), (0x660, 0x66A), (0x900, 0xE80), (0x1100, 0x1200), (0x1E00, 0x2070)]
     ranges += [(0x20A0, 0x2C00), (0x3000, 0x3100), (0x4E00, 0x9FFF), (0xAC00, 0xD7A4)]
@@ -131,7 +130,6 @@ def test_an_added_token_that_is_a_word_of_the_vocabulary(smol, tmp_path, kind):
 
 
 def with_a_word(smol, kind, special) -> tuple[str, dict]:
-    """An added token that is a word of the vocabulary, and the tokenizer.json with it."""
     vocabulary = smol["model"]["vocab"]
     pairs = (token for token in vocabulary if len(token) == 2 and token.isascii())
     made = next(pair for pair in pairs if pair.isalpha())

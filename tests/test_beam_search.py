@@ -18,7 +18,6 @@ from text.tokenizer import load_encoding
 
 
 def search(model, prompt, num_beams, max_new_tokens, **options):
-    """Return the tokens of outputs that beam search finds, and their scores."""
     beams = beam_search(model, prompt, num_beams, max_new_tokens, **options)
     scores = pytest.approx([beam.score for beam in beams], rel=1e-6, abs=1e-6)
     return [beam.tokens for beam in beams], scores
@@ -26,7 +25,6 @@ def search(model, prompt, num_beams, max_new_tokens, **options):
 
 @torch.inference_mode()
 def all_outputs(model, prompt, longest, ends):
-    """Return each output that can be finished, with its sum of log-probabilities."""
     finished = []
     running = [([], 0.0)]
     for length in range(1, longest + 1):
@@ -85,7 +83,6 @@ def test_with_room_for_all_outputs_it_ranks_them_all(tiny, ends, penalty):
 
 @PENALTIES
 def test_equals_transformers(tiny, tmp_path, penalty):
-    """Where none of the greedy output's tokens, one, or several end a sequence."""
     model = tiny(seed=5)
     save_model(model, tmp_path)
     peer = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
@@ -200,7 +197,6 @@ def test_a_limit_that_no_run_reaches_overflows_nothing(max_new_tokens):
 @torch.inference_mode()
 @pytest.mark.parametrize("rows", [[1, 0], [2, 1, 1], [1, 2, 0], [0, 0, 1, 2]])
 def test_rows_of_unequal_lengths_are_reordered_whole(tiny, rows):
-    """A copy has all positions of its source, also those that the row it replaces lacked."""
     model = tiny()
     cache = KVCache(model, 3, max_len=14)
     windows = [random_tokens(length, seed=length) for length in (2, 12, 7)]

@@ -28,7 +28,6 @@ def ids_of(prompt: str) -> list[int]:
 
 
 def alone(tiny_llama, prompts, seeds, **params) -> list[tuple]:
-    """Text and finish reason of the engine alone: of each prompt with each seed."""
     pairs = itertools.product(prompts, seeds)
     return [engine_alone(tiny_llama, prompt, seed=seed, **params)[1::2] for prompt, seed in pairs]
 

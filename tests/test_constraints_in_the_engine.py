@@ -26,7 +26,6 @@ def own_run(model, prompt, params, stride=None, encoding=None) -> list[int]:
 
 
 def pairs(count: int = 15) -> list[tuple]:
-    """Return prompts and parameters with and without choices."""
     return [
         (
             [1, 2, 0, seed % 6] * (1 + seed % 3),
@@ -44,7 +43,6 @@ def pairs(count: int = 15) -> list[tuple]:
 
 
 def check(engine) -> None:
-    """Run all requests; each has the output of its own run, and a choice as its text."""
     requests = [engine.add(*pair) for pair in pairs()]
     finish(engine)
     for request in requests:

@@ -24,7 +24,6 @@ def model(tiny):
 
 
 def tokens_of(steps) -> list[list[int]]:
-    """Return how many tokens each event of each step brought."""
     return [[len(event.tokens) for event in events] for events in steps]
 
 
@@ -169,7 +168,6 @@ SAMPLED = SamplingParams(24, True, temperature=1.0, seed=3)
 
 @pytest.mark.parametrize("kind", ["llama", "short window", "long window"])
 def test_a_draft_model_drafts_its_own_output(model, tiny, tiny_llama, kind):
-    """And it keeps what it computed."""
     sizes = {"short window": 7, "long window": 64}
     draft = tiny_llama(2) if kind == "llama" else tiny(1, block_size=sizes[kind])
     drafter = PagedModelDrafter(draft, model, page_size=4)
@@ -312,8 +310,6 @@ def slower(rows, drafting) -> float:
 
 @pytest.fixture
 def trials_engine(tiny):
-    """A function that makes an engine of requests with these parameters, which tries drafts."""
-
     def make(drafter, *params, rows=1, **options) -> Engine:
         model = tiny(n_layer=1, block_size=512)
         options |= {"max_num_seqs": rows, "adaptive_speculation": AdaptiveSpeculation()}
@@ -358,7 +354,6 @@ def test_only_steps_that_decode_count(trials_engine, monkeypatch):
 
 
 def trial_of(*steps) -> SpeculationTrial:
-    """Return a trial that has recorded (drafts, count, tokens, seconds) of steps."""
     trial = SpeculationTrial()
     for drafts, count, tokens, seconds in steps:
         for _ in range(count):

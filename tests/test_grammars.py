@@ -25,7 +25,6 @@ SAID = ["--model", CHECKPOINTS / "stories-draft", "--prompt", "Lily saw a big"]
 
 @pytest.fixture(scope="module")
 def speaking(tiny):
-    """A random model with the vocabulary of an embedded one."""
     return tiny(vocab_size=4096, block_size=64, n_layer=1, eos_token_id=4095)
 
 
@@ -38,7 +37,6 @@ def compiled(kind, source):
 
 
 def allows(kind, source, text: str) -> bool:
-    """Ask token by token whether a constraint has this text."""
     matcher = compiled(kind, source).matcher()
     tokens = vocabulary().tokenize(text)
     steps = [matcher.token_mask(tokens[:count])[token] for count, token in enumerate(tokens)]

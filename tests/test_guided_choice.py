@@ -63,7 +63,6 @@ class Spelled:
 
 
 def test_a_vocabulary_leaves_out_what_is_no_text():
-    """And every token that ends a text may end it."""
     vocabulary = Vocabulary(Spelled(), 6, (5, 1000, 0))
     assert vocabulary.pieces == [None, b"a", None, None, b"a", None]
     matcher = ChoiceTrie(("a", "aa"), vocabulary).matcher()

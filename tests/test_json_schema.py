@@ -29,7 +29,6 @@ PERSON = {
 
 @pytest.fixture(scope="module")
 def speaking(tiny):
-    """A random model with the vocabulary of an embedded one."""
     return tiny(vocab_size=4096, block_size=64, n_layer=1, eos_token_id=4095)
 
 
@@ -67,7 +66,6 @@ def test_batches_drafts_and_context_shifts_change_no_output(speaking, tiny):
 
 
 def allows(schema, text: str) -> bool:
-    """Ask token by token whether a schema has this text."""
     vocabulary = get_vocabulary(small_encoding(), 4096, (4095,))
     matcher = Grammar("json_schema", json.dumps(schema), vocabulary).matcher()
     tokens = vocabulary.tokenize(text)

@@ -19,7 +19,6 @@ def write(model, prompts, max_new_tokens, **options):
 
 @torch.inference_mode()
 def by_hand(model, prompt, max_new_tokens, stride):
-    """Choose each token by a pass of its own over its context window."""
     tokens = list(prompt)
     for _ in range(max_new_tokens):
         start = math.ceil(max(0, len(tokens) - model.config.block_size) / stride) * stride
@@ -34,7 +33,6 @@ def by_hand(model, prompt, max_new_tokens, stride):
 )
 @settings(max_examples=12)
 def test_each_row_equals_recomputing_its_window(build, lengths, stride, use_cache):
-    """At windows that differ in each row, with two context shifts or more."""
     model = build(seed=6)
     prompts = [random_tokens(length, seed=row) for row, length in enumerate(lengths)]
     expected = [by_hand(model, prompt, 34, stride) for prompt in prompts]
@@ -81,7 +79,6 @@ def test_finished_rows_cost_nothing_but_their_last_position(tiny):
 
 
 def run_pass(model, cache, new, rows) -> torch.Tensor:
-    """Return the logits at all positions of a pass, padded."""
     tokens, positions, _ = cache.prepare(cache.spans(new, rows))
     logits = model.head(model.hidden(tokens, positions, cache.attend))
     cache.commit()
@@ -110,7 +107,6 @@ def test_logits_equal_recomputation_however_a_sequence_is_cut_and_cut_back(tiny,
 
 @torch.inference_mode()
 def test_a_pass_mixes_rows_of_any_past_and_any_number_of_new_tokens(tiny):
-    """The longest past and most new tokens are in two rows."""
     model = tiny()
     tokens = [random_tokens(16, seed=row) for row in range(4)]
     pasts = [12, 1, 7, 3]
@@ -131,7 +127,6 @@ def test_a_pass_mixes_rows_of_any_past_and_any_number_of_new_tokens(tiny):
 
 @pytest.fixture
 def caches(monkeypatch):
-    """The caches that `generate` makes from here on."""
     made = []
 
     def make(*args):

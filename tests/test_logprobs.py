@@ -24,7 +24,6 @@ STORY = ["--model", DRAFT, "--prompt", "Once upon a time"]
 
 
 def by_hand(model, tokens, prompt_length) -> list[torch.Tensor]:
-    """The log-probabilities of all tokens at each place of the output, each by a pass."""
     context_window = ContextWindow(model.config.block_size)
     found = []
     for length in range(prompt_length, len(tokens)):
@@ -160,7 +159,6 @@ def test_log_probabilities_are_those_of_the_engine(client, tiny_llama, count):
 
 
 def choice_of(tiny_llama, text: str, **fields) -> tuple[dict, int]:
-    """What a server answers that writes this text, whatever its model thinks, and its tokens."""
     ids = small_encoding().encode(text, allowed_special="all")
     with serving(lambda: writing(small_engine(tiny_llama), ids)) as client:
         body = {"prompt": "x", "max_tokens": len(ids)} | fields

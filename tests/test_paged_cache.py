@@ -59,7 +59,6 @@ def test_ten_million_pages_take_no_memory_before_they_are_used():
 
 
 def new_cache(model):
-    """Return a cache with room for four sequences."""
     return PagedCache(model, 17, page_size=4)
 
 
@@ -82,7 +81,6 @@ def logits_of(model, cache, spans):
 
 
 def check(model, cache, parts):
-    """Pass parts (text, start, end) together, and compare each with a pass over its text alone."""
     found = logits_of(model, cache, [part(*each) for each in parts])
     for (text, start, end), ours in zip(parts, found):
         alone = model(torch.tensor([TEXTS[text][:end]]))[0, start:]
@@ -150,7 +148,6 @@ LENGTHS = (1, 3, 4, 5, 9, 16, 17, 30, 31, 60, 63, 64)
 
 
 def spans_of(lengths) -> list:
-    """Return the newest token of sequences of these lengths, each on pages of its own."""
     first = 0
     spans = []
     for length in lengths:

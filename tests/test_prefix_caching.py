@@ -24,7 +24,6 @@ def add(engine, prompt, max_new_tokens=1, cache_salt="", **params):
 
 
 def finish(engine, requests):
-    """Step to the end: the pages are right after each step, and the texts are."""
     finish_engine(engine)
     check_texts(engine.model, requests)
 

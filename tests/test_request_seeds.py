@@ -19,7 +19,6 @@ LAST = 2**64 - 1  # the largest seed
 
 
 def rows_of(model, prompts, params, **options) -> list[list[int]]:
-    """Return the output of each row of a batch. params: for each row, fields of SamplingParams."""
     steps = list(
         generate(model, prompts, [SamplingParams(**fields) for fields in params], **options)
     )
@@ -139,7 +138,6 @@ def test_a_row_with_a_seed_takes_nothing_from_the_generator(tiny):
 
 
 def number(seed: int, position: int, token: int) -> float:
-    """Return the exponential random number of a token, from its definition."""
     return -math.log(((bits(bits(seed, position), token) >> 12) + 0.5) / 2**52)
 
 
@@ -165,7 +163,6 @@ def test_noise_of_each_seed_position_and_token(device, size):
 
 
 def test_noise_of_filtered_tokens_is_not_computed(torch_numbers):
-    """The tokens that are left keep the numbers that they have without the filter."""
     logits = torch.randn(3, 1000)
     rng_keys = [(1, 5), (LAST, 6), (7, 2**40)]
     whole = sampling.exponential_noise(logits, rng_keys)
@@ -184,7 +181,6 @@ def test_noise_is_finite_and_above_zero_whatever_the_bits():
 
 
 def check_race(logits, p, seed=0):
-    """Check that the race has the tokens of the filter and torch.multinomial, of the same noise."""
     noise = torch.empty_like(logits).exponential_(generator=seeded(seed))
     probs = sampling.top_p_filter(logits, p).softmax(dim=-1)
     expected = torch.multinomial(probs, 1, generator=seeded(seed))[:, 0]
@@ -252,7 +248,6 @@ def test_rounds_are_few_and_bounded(monkeypatch):
 
 @pytest.mark.parametrize("first", [1, LAST - 1])
 def test_sample_k_is_the_output_of_seed_plus_k(cli, tiny_checkpoint, first):
-    """After the largest seed comes 0."""
     args = ("--model", tiny_checkpoint, "--max-new-tokens", 12, "--temperature", 1)
     args += ("--prompt", "One day", "--seed")
     _, out, err = cli(*args, first, "--num-samples", 3)

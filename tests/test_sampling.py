@@ -38,7 +38,6 @@ KINDS = ["random", "peaked", "flat", "infinite"]
 
 
 def warped(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """Return what transformers leaves of logits, in its order."""
     warpers = [generation.TemperatureLogitsWarper(temperature)]
     if top_k:
         warpers.append(generation.TopKLogitsWarper(top_k))
@@ -54,7 +53,6 @@ def sampled(fields) -> SamplingParams:
 
 
 def drawn(logits, fields, rng_keys):
-    """Return the winners of the race among the tokens that transformers leaves."""
     noise = sampling.exponential_noise(torch.zeros_like(logits), rng_keys)
     return (warped(logits.double(), **fields).softmax(dim=-1) / noise).argmax(dim=-1)
 
@@ -146,7 +144,6 @@ def test_extreme_temperatures_keep_the_order():
 
 @pytest.fixture
 def sampled_from_vocabulary(monkeypatch) -> list[int]:
-    """To this list each call of `sample_from_vocabulary` adds its number of rows."""
     seen = []
     old = sampling.sample_from_vocabulary
 

@@ -35,7 +35,6 @@ def test_a_budget_is_used_up_while_there_is_work(tiny, lengths, count, budget, m
 
 @pytest.mark.parametrize("budget, steps", [(8, 12), (512, 1)])
 def test_decode_does_not_wait_for_a_long_prompt(tiny, budget, steps):
-    """Three sequences get a token in every step; 60 others come in what they leave."""
     model = tiny(block_size=64)
     engine, requests = make_greedy(model, [2, 1, 2], 20, max_num_batched_tokens=budget)
     engine.step()
@@ -113,7 +112,6 @@ def test_the_youngest_request_is_preempted_and_recomputed(tiny):
 
 
 def test_in_every_step_the_oldest_gets_a_token_and_none_overtakes(tiny):
-    """However often one is preempted, running and waiting ones are in order of arrival."""
     for num_pages in (8, 10, 13):
         engine, requests = make_greedy(
             tiny(), [3, 11, 1, 20, 6, 2], 12, max_num_seqs=4, num_pages=num_pages, page_size=2

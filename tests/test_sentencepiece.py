@@ -50,7 +50,6 @@ FORMS = {  # of the parts of a tokenizer.json
 
 
 def made(form: dict) -> dict:
-    """A small tokenizer.json of this form, in which many characters are no tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE(byte_fallback=True))
@@ -152,7 +151,6 @@ def reference(scores: dict[str, float], ids: dict[str, int], text: str) -> list[
 
 
 def gguf_of(raw: dict, **keys) -> dict:
-    """Metadata of a GGUF file with this vocabulary: scores, and no merges."""
     vocabulary = raw["model"]["vocab"]
     tokens = sorted(vocabulary, key=vocabulary.get)
     kinds = dict.fromkeys(BYTES, BYTE) | dict.fromkeys(SPECIAL, CONTROL) | {"<unk>": UNKNOWN}
@@ -166,7 +164,6 @@ def gguf_of(raw: dict, **keys) -> dict:
 
 @pytest.fixture
 def load(tmp_path):
-    """A function that loads the encoding of a file with this metadata."""
     return lambda metadata: load_encoding(written(tmp_path / "model.gguf", metadata), 5000)
 
 
@@ -191,7 +188,6 @@ BEST = ["aab", "ab", "abab", "aa", "aaa", "ba", "aba", "aaaa"]
 
 
 def test_all_ways_to_cut_a_token(llama, load):
-    """Tokens of runs, which two tokens make in several ways."""
     names = [BLANK, "a", "b", "aa", "aaa", "aaaa", "ab", "aab", "ba", "aba", "abab"]
     ids = {token: id for id, token in enumerate([*SPECIAL, *BYTES, *names])}
     raw = with_values(llama, {"model.vocab": ids})
@@ -253,7 +249,6 @@ def test_a_gguf_file_that_makes_no_sense_is_one_line(llama, load, keys, more, wo
 
 @pytest.mark.parametrize("split", [None, "missing"])
 def test_metaspace_may_leave_split_out(llama, tmp_path, split):
-    """What the library reads is what counts."""
     step = metaspace("first")["pre_tokenizer"] | {"split": split}
     if split == "missing":
         del step["split"]

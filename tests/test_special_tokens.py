@@ -32,7 +32,6 @@ def client(tiny, write_chat, chat_encoding, written):
 
 
 def texts_of(client, fields: dict) -> set[str]:
-    """The text of both APIs, whole and in events."""
     found = set()
     for path, asked in ((PATH, {"prompt": "Tom"}), (CHAT, {"messages": MESSAGES})):
         status, answer = client.post(path, {"max_tokens": 64} | asked | fields)

@@ -23,7 +23,6 @@ from infer_speculative import (
 )
 from loading.load import save_model
 from sampling import SamplingParams, Sequence, sampling_probs
-from text.tokenizer import load_encoding
 
 DRAFT = CHECKPOINTS / "stories-draft"
 
@@ -66,7 +65,6 @@ def test_drafts_are_accepted_from_the_left_up_to_the_first_rejection():
 
 
 def lookup_by_hand(text, count, max_ngram_size, min_ngram_size):
-    """Find all earlier places of each n-gram, the longest first: what follows the last of them."""
     for size in range(min_ngram_size, max_ngram_size + 1)[::-1]:
         newest = text[len(text) - size :]
         ends = [end for end in range(size, len(text)) if text[end - size : end] == newest]
@@ -218,13 +216,6 @@ def test_hundreds_of_outputs_follow_the_targets_probabilities(tiny, kind, params
 AGAIN = "Once upon a time, there was a little girl named Lily. She loved to play with her toys"
 AGAIN += " and eat yummy food. One day, she found a big, red ball in her room."
 AGAIN += "<|endoftext|>Once upon a time"  # the beginning of that story once more
-
-
-def test_the_embedded_model_takes_fewer_passes_for_a_story_it_has_seen(stories):
-    again = load_encoding(CHECKPOINTS / "stories", 4096).encode(AGAIN, allowed_special="all")
-    steps = passes(stories, propose_prompt_lookup, again, max_new_tokens=20)
-    assert tokens(steps) == alone(stories, again, max_new_tokens=20)
-    assert len(steps) <= 8 and max(step.accepted for step in steps) == 3
 
 
 def test_lookup_is_no_directory_unless_its_path_says_so(run_main, cli, tiny, tmp_path, monkeypatch):

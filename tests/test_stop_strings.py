@@ -12,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from stops import beginning, characters, cut, encoding_of
 
-import infer_engine
 from engine.drafter import PagedModelDrafter
 from engine.engine import Engine
 from errors import UserError
@@ -33,7 +32,6 @@ BYTES = st.lists(
 
 
 def streamed(pieces, stops, skip=(), min_tokens=0) -> tuple[list[str], bool]:
-    """Return what is released after each token and at the end, and whether it has stopped."""
     stream = StopStringDetokenizer(encoding_of(pieces), skip, tuple(stops), min_tokens)
     released = [stream.add(token) for token in range(len(pieces))]
     stopped = stream.stopped
@@ -155,7 +153,6 @@ def test_nothing_after_the_stop_string_is_computed(model):
 
 @pytest.mark.parametrize("error", [MemoryError("too much"), None])
 def test_held_back_text_is_shown_when_a_request_fails(model, error):
-    """Without memory, and with logits that are not finite."""
     text = printed(alone(model, [5], **LONG)[:4])
     request = add(engine := make(model), [5], [text + "never"], **LONG)
     while len(request.output) < 4:
@@ -238,7 +235,6 @@ STORY = ["--model", DRAFT, "--prompt", "Once upon a time", "--max-new-tokens", 6
 
 @pytest.fixture(scope="module")
 def story():
-    """What each token of the model's story prints."""
     encoding = load_encoding(DRAFT, 4096)
     tokens = alone(load_model(DRAFT), encoding.encode("Once upon a time"), max_new_tokens=60)
     return [encoding.decode_single_token_bytes(token).decode() for token in tokens]
@@ -254,24 +250,6 @@ def test_statistics_count_all_tokens_that_were_generated(engine_cli, story, draf
     assert (code, out) == (0, kept) and 20 < count < 60
     steps = int(err.splitlines()[1].split()[0])
     assert err.startswith(f"{count} tokens, ") and (steps < count if drafts else steps == count)
-
-
-def test_text_is_shown_as_it_comes_as_far_as_it_is_certain(monkeypatch, story):
-    """After each step, without a character too many: a terminal cannot take it back."""
-    stops = ["s to be careful", "mom told him"]
-    shown = []
-
-    class Terminal(io.StringIO):
-        def flush(self):
-            shown.append(self.getvalue())
-
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    infer_engine.main(["--device", "cpu", *map(str, STORY), *(f"--stop={stop}" for stop in stops)])
-    for count, text in enumerate(itertools.accumulate(story)):
-        if cut(text, stops)[1]:
-            break
-        assert shown[count] == "Once upon a time" + text.removesuffix(beginning(text, stops))
-    assert count > 20 and shown[-1] == "Once upon a time" + cut(text, stops)[0] + "\n"
 
 
 def test_held_back_text_is_shown_after_ctrl_c(engine_cli, monkeypatch, story):

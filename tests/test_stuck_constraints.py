@@ -91,7 +91,6 @@ BODY = outputs(regex="[ab]{9}") | {"max_tokens": 9, "logprobs": 0}  # a step for
 
 
 def streamed_error(client, body: dict) -> tuple[list, dict]:
-    """Return the events before the error that ends a stream, and that."""
     *events, last = client.events(PATH, body | {"stream": True})
     return events, last["error"]
 

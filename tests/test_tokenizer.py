@@ -69,7 +69,6 @@ def test_the_vocabulary_of_a_model_may_be_padded_but_not_cut():
 
 
 def tokenizer_json(merges: list, special: tuple[str, ...] = (EOT,)) -> dict:
-    """A small byte-level BPE in the form of the tokenizers library."""
     tokens = [*unicode_to_bytes(), *(a + b for a, b in merges), *special]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -109,7 +108,6 @@ def load(tmp_path):
 
 
 def library(raw: dict):
-    """The tokenizer of the library."""
     from tokenizers import Tokenizer
 
     return Tokenizer.from_str(json.dumps(raw))
@@ -122,7 +120,6 @@ def same_ids(encoding, raw, texts) -> None:
 
 
 def check_refused(words: str, load, *args) -> None:
-    """Loading is refused with these words, in one short line that names the file."""
     with pytest.raises(UserError) as error:
         load(*args)
     message = str(error.value)
@@ -209,7 +206,6 @@ def renumbered(number, token="hello") -> dict:
 
 
 def with_two_added(ids: tuple[int, int], in_vocabulary: dict) -> dict:
-    """Two added tokens with these ids, in that order; the vocabulary has these besides its own."""
     tokens = tokenizer_json(MERGES, ("<a>", "<b>"))["added_tokens"]
     return with_changes(
         added_tokens=[token | {"id": number} for token, number in zip(tokens, ids)],

@@ -99,7 +99,6 @@ def test_ids_equal_those_of_tokenizers(tmp_path, form):
 
 
 def test_plain_text_becomes_what_controls_nothing(tmp_path):
-    """As in transformers, which finds runs of blanks, tags and words in any text."""
     ours = load_from(tmp_path, gemma())
     assert ours.special_tokens_set == {"<unk>", "<bos>", *TURNS, *RESERVED}
     assert ours.special_token_ids.keys() == {"<unk>", "<bos>", *TURNS}
@@ -117,7 +116,6 @@ def test_a_run_of_blanks_is_written_as_blanks(tmp_path):
 
 @pytest.mark.parametrize("around", ["", " "])
 def test_a_control_token_that_a_split_leaves_whole_is_refused(tmp_path, around):
-    """Whether it is made is asked of the library: here each piece between blanks is a token."""
     pattern = split({"Regex": rf"{around}\S+|\s+"})
     raw = tekken() | {"pre_tokenizer": steps(pattern, BYTES_ONLY)}
     check_refused("added token '<unk>': plain text must not become it", load_from, tmp_path, raw)
@@ -144,7 +142,6 @@ def test_an_added_token_without_a_row_is_plain_text(tmp_path, capsys):
 
 
 def test_tokens_that_cannot_be_dropped_need_their_row(tmp_path):
-    """One of the vocabulary, and one that each text begins with."""
     start = "<begin>"
     raw = with_added(gemma(), [start], [], outside=1)
     raw["added_tokens"] = [*gemma()["added_tokens"], *raw["added_tokens"]]

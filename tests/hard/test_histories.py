@@ -64,7 +64,6 @@ PIECES = [
 
 
 def printed(tokens: list[int], params: dict) -> bytes:
-    """Return what tokens print; those that end a sequence print nothing."""
     ends = params["stop_token_ids"] if params["ignore_eos"] else (6, *params["stop_token_ids"])
     return b"".join(PIECES[token] for token in tokens if token not in ends)
 
@@ -81,7 +80,6 @@ def stopped(tokens: list[int], stop: tuple[str, ...], params: dict) -> tuple[lis
 
 @functools.cache
 def model(architecture: str, n_layer: int = 2, block_size: int = BLOCK_SIZE, seed: int = 0):
-    """A random model in float64; token 6 ends a text."""
     shape = {"vocab_size": 7, "block_size": block_size, "n_layer": n_layer}
     shape |= {"n_head": 4, "n_embd": 16, "eos_token_ids": (6,)}
     if architecture == "GPT-2":
@@ -94,8 +92,6 @@ def model(architecture: str, n_layer: int = 2, block_size: int = BLOCK_SIZE, see
 
 @dataclass
 class Entry:
-    """A request of a history."""
-
     request: object
     prompt: list[int]
     params: dict
@@ -174,7 +170,6 @@ class Histories(RuleBasedStateMachine):
         return next_logits(self.model, [window], cache)[0, 0]
 
     def check_logprobs(self, request):
-        """Those of a request are those of whole passes over its windows."""
         count = request.params.logprobs
         assert len(request.logprobs) == (0 if count is None else len(request.output))
         for length, (logprob, top) in enumerate(request.logprobs, request.prompt_length):
@@ -213,7 +208,6 @@ TestHistories.settings = hypothesis.settings(
 
 @functools.cache
 def native_model(int8: bool, architecture: str, *shape):
-    """The same random models in C, in float32 or int8."""
     made = copy.deepcopy(model(architecture, *shape)).float()
     if int8:
         to_int8(made)
@@ -236,5 +230,4 @@ class Int8Histories(NativeHistories):
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("histories", [NativeHistories, Int8Histories])
 def test_any_history_in_c(histories):
-    """Bit for bit: the texts are those of native runs."""
     run_machine(histories, settings=TestHistories.settings)
