@@ -36,11 +36,8 @@ def spelled(tokens) -> str | None:
 def may_follow(tokens, choices) -> set[int]:
     """The tokens after which a text is a beginning of a choice, and the end after a whole one."""
     text = spelled(tokens)
-    found = {
-        token
-        for token, piece in enumerate(PIECES)
-        if any(choice.startswith(text + piece) for choice in choices)
-    }
+    longer = [text + piece for piece in PIECES]
+    found = {i for i in range(6) if any(choice.startswith(longer[i]) for choice in choices)}
     return found | ({END} if text in choices else set())
 
 
@@ -86,9 +83,8 @@ def texts_of(model, params, encoding=None, **options) -> list[str | None]:
 
 
 def drawn(count: int, limit: int = 300, **constraint) -> list[SamplingParams]:
-    return [
-        SamplingParams(limit, temperature=1.0, seed=seed, **constraint) for seed in range(count)
-    ]
+    fields = {"max_new_tokens": limit, "temperature": 1.0} | constraint
+    return [SamplingParams(seed=seed, **fields) for seed in range(count)]
 
 
 def random_schema(random, depth: int = 0) -> dict:
@@ -112,9 +108,7 @@ def random_schema(random, depth: int = 0) -> dict:
         return {"type": "string", "pattern": random.choice(patterns)}
     if kind in ("enum", "const"):
         values = ["a", "a b", "é🙂", '\n"\\', 1, -2.5, True, None, [1, "x"], {"k": [None]}]
-        return (
-            {kind: random.choice(values)} if kind == "const" else {kind: random.sample(values, 4)}
-        )
+        return {kind: random.choice(values) if kind == "const" else random.sample(values, 4)}
     if kind == "object":
         names = random.sample(["name", "a b", "é", "n", "x1", "last", "$ref", "type"], 3)
         found = {"type": kind, "properties": {n: random_schema(random, depth + 1) for n in names}}
@@ -133,9 +127,7 @@ def random_schema(random, depth: int = 0) -> dict:
 
 
 def schema_of(random) -> dict:
-    node = {
-        "type": "object",
-        "properties": {"v": {"type": "boolean"}, "next": {"$ref": "#/$defs/node"}},
-    }
+    properties = {"v": {"type": "boolean"}, "next": {"$ref": "#/$defs/node"}}
+    node = {"type": "object", "properties": properties}
     node |= {"required": ["v"], "additionalProperties": False}
     return random_schema(random) | {"$defs": {"node": node}}

@@ -96,19 +96,6 @@ def test_each_id_has_the_bytes_that_the_library_shows(smol, tmp_path):
             ours.decode_single_token_bytes(token)
 
 
-@pytest.mark.parametrize("vocabulary", [True, False])
-def test_a_control_token_that_plain_text_becomes_is_refused(smol, tmp_path, vocabulary):
-    other = json.loads(json.dumps(smol))
-    other["model"]["ignore_merges"] = True
-    other["pre_tokenizer"] = BYTES_ONLY
-    if vocabulary:
-        words = f"added token {SPECIAL[0]!r}: plain text must not become it"
-        check_refused(words, load_from, tmp_path, other)
-    else:  # the others, which are not in it, are no trouble
-        other["added_tokens"] = other["added_tokens"][len(SPECIAL) :]
-        assert load_from(tmp_path, other).encode_ordinary(TOOL)
-
-
 @pytest.mark.parametrize("kind", ["a merge", "a character", "whole"])
 def test_an_added_token_that_is_a_word_of_the_vocabulary(smol, tmp_path, kind):
     """A special one is refused, as each message with it would hold the token.

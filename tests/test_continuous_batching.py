@@ -188,15 +188,6 @@ def test_an_event_for_each_request_and_step(tiny):
     assert {request.finish_reason for request in added} == {"stop", "length"}
 
 
-def test_eos_as_the_last_token_is_a_stop(tiny):
-    (first,) = alone(tiny(), [1], greedy(1))
-    for ignore, reason in ((False, "stop"), (True, "length")):
-        model = tiny(eos_token_ids=(60, first))
-        engine, _ = make_engine(model, [[1]], SamplingParams(1, ignore_eos=ignore))
-        (event,) = events_of(engine)
-        assert (event.tokens, event.finish_reason) == ([first], reason)
-
-
 def test_a_request_ends_once_and_in_its_own_engine(tiny):
     engine, (running, waiting, last) = numbered(tiny(), [3, 3, 2], max_num_seqs=1)
     none = engine.add([1, 2], greedy(0))

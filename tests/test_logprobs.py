@@ -51,9 +51,8 @@ def test_logprobs_are_of_unprocessed_logits(build):
     model = build(seed=3)
     prompts = [random_tokens(length, seed=length) for length in (1, 14, 30)]
     fields = {"temperature": 0.7, "top_k": 3, "repetition_penalty": 1.5, "logit_bias": ((9, 5.0),)}
-    engine, requests = make_engine(
-        model, prompts, logged(20, request_params(3, max_new_tokens=20, **fields))
-    )
+    params = logged(20, request_params(3, max_new_tokens=20, **fields))
+    engine, requests = make_engine(model, prompts, params)
     finish(engine)
     check_texts(model, requests)
     for request in requests:
@@ -144,9 +143,8 @@ def test_log_probabilities_are_those_of_the_engine(client, tiny_llama, count):
     for token, shown in zip(tokens, found["tokens"], strict=True):
         assert shown == name(token) or name(token) == "mixed"
     sizes = set()
-    for token, own, entry, shown in zip(
-        tokens, found["tokens"], logprobs, found["top_logprobs"], strict=True
-    ):
+    columns = found["tokens"], logprobs, found["top_logprobs"]
+    for token, own, entry, shown in zip(tokens, *columns, strict=True):
         best = dict(entry.top)
         assert list(shown.values()) == list((best | {token: entry.logprob}).values())
         assert shown[own] == entry.logprob

@@ -204,22 +204,6 @@ def test_a_failed_request_caches_no_page(tiny):
     assert shared(engine, prompt_of(9, 1)) == 8
 
 
-def test_the_command_line_counts_cache_hits(cli, engine_cli, tiny_checkpoint):
-    prompts = [  # of 9, 8, 6, 5 and 1 tokens
-        "Once upon a time there was a big dog",
-        "Once upon a time there was a cat",  # 7 are those of the first
-        "Once upon a time, Tom",  # 4
-        "Once upon a time there",  # all
-        "Tom",
-    ]
-    args = ["--model", tiny_checkpoint, "--ignore-eos", "--max-new-tokens", 1]
-    for prompt in prompts:
-        args += ["--prompt", prompt]
-    code, out, err = engine_cli(*args, "--page-size", 2, "--max-num-seqs", 1)
-    assert (code, out) == (0, cli(*args)[1])
-    assert "5 steps, 15 positions computed, 14 shared, 0 preemptions\n" in err
-
-
 def test_a_salt_is_a_string(tiny):
     engine = engine_of(tiny())
     with pytest.raises(UserError, match="cache_salt None: must be a string"):

@@ -142,36 +142,6 @@ def test_extreme_temperatures_keep_the_order():
     assert sampling_probs(torch.tensor([9.0, 9.0, 0.0]), SamplingParams()).tolist() == [1, 0, 0]
 
 
-@pytest.fixture
-def sampled_from_vocabulary(monkeypatch) -> list[int]:
-    seen = []
-    old = sampling.sample_from_vocabulary
-
-    def recorded(logits, *args):
-        seen.append(len(logits))
-        return old(logits, *args)
-
-    monkeypatch.setattr(sampling, "sample_from_vocabulary", recorded)
-    return seen
-
-
-def test_a_threshold_settles_a_draw_from_few_tokens(sampled_from_vocabulary, torch_numbers):
-    # The first 256 tokens hold 0.986, and the next one has 0.014 of the largest probability.
-    steep = torch.arange(1000.0) / -60
-    rng_keys = [(7, row) for row in range(3)]
-    logits = torch.stack([steep, torch.zeros(1000), steep])
-    fields = {"min_p": 0.015}
-    ours = sample(logits, sampled(fields), rng_keys=rng_keys)
-    assert sampled_from_vocabulary == [1]
-    assert torch.equal(ours, drawn(logits, fields, rng_keys))
-    # Tokens below the threshold take no random numbers: 600 of 3,000 may win.
-    torch_numbers.clear()
-    logits = torch.full((2, 3000), -20.0)
-    logits[:, ::5] = 0
-    assert (sample(logits, sampled({"min_p": 0.1}), rng_keys=[(7, 1), (7, 2)]) % 5 == 0).all()
-    assert torch_numbers == [2 * 256, 2 * 600]
-
-
 BIASES = ((0, -2.5), (5, 3.0), (17, -100.0), (60, 1.0))
 PROCESSED = [  # fields that change logits before the temperature
     {},

@@ -104,9 +104,8 @@ def test_the_engine_equals_generate_for_rows_of_all_fields(tiny, compiled, in_c,
     params = [params_of(FREE | own, 12)[row] for row, own in enumerate(fields)]
     drafters = {"knowing": knowing(model, wrong=(4, 9)), "itself": PagedModelDrafter(model, model)}
     options = {"max_num_seqs": 4, "page_size": 4, "num_pages": 12, "max_num_batched_tokens": 9}
-    engine, requests = make_engine(
-        model, prompts, params, drafter=drafters[draft], gamma=5, **options
-    )
+    options |= {"drafter": drafters[draft], "gamma": 5}
+    engine, requests = make_engine(model, prompts, params, **options)
     finish(engine)
     assert [request.output for request in requests] == own_texts(model, prompts, params)
     accepted = engine.num_accepted_tokens

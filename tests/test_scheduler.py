@@ -58,9 +58,8 @@ def test_a_context_shift_leaves_each_younger_request_a_token(tiny):
 def test_no_token_is_sampled_after_a_chunk(tiny):
     """The logits after a chunk say what would follow there; here each of them says EOS."""
     model = tiny(eos_token_ids=tuple(range(61)))
-    engine, requests = make_engine(
-        model, [random_tokens(9)], SamplingParams(5), max_num_batched_tokens=2
-    )
+    prompts = [random_tokens(9)]
+    engine, requests = make_engine(model, prompts, SamplingParams(5), max_num_batched_tokens=2)
     assert lettered(engine, requests) == [(2, "")] * 4 + [(1, "A")]
     assert requests[0].finish_reason == "stop" and len(requests[0].tokens) == 10
 
@@ -113,9 +112,8 @@ def test_the_youngest_request_is_preempted_and_recomputed(tiny):
 
 def test_in_every_step_the_oldest_gets_a_token_and_none_overtakes(tiny):
     for num_pages in (8, 10, 13):
-        engine, requests = make_greedy(
-            tiny(), [3, 11, 1, 20, 6, 2], 12, max_num_seqs=4, num_pages=num_pages, page_size=2
-        )
+        options = {"max_num_seqs": 4, "num_pages": num_pages, "page_size": 2}
+        engine, requests = make_greedy(tiny(), [3, 11, 1, 20, 6, 2], 12, **options)
         while engine.busy:
             left = [request for request in requests if request.finish_reason is None]
             got = [event.request for event in step(engine)]
@@ -124,18 +122,6 @@ def test_in_every_step_the_oldest_gets_a_token_and_none_overtakes(tiny):
             assert [*engine.scheduler.running, *engine.scheduler.waiting] == left
         assert engine.scheduler.num_preemptions > 2
         check_texts(engine.model, requests)
-
-
-def test_a_preempted_request_is_the_first_to_run_again(tiny):
-    engine, requests = make_greedy(tiny(), [4, 7, 1], 5, max_num_seqs=2, num_pages=4, page_size=4)
-    a, b, c = requests
-    letters(engine, requests, 2)  # 4 + 1 positions, and 7 + 1: all four pages
-    assert list(engine.scheduler.running) == [a, b] and list(engine.scheduler.waiting) == [c]
-    assert letters(engine, requests, 1) == ["A"]
-    assert list(engine.scheduler.waiting) == [b, c]
-    # b needs three pages, and two are free. One of them would do for c.
-    assert engine.scheduler.pool.num_free_pages == 2
-    assert letters(engine, requests) == ["A", "A", "BC", "BC", "BC", "C", "C"]
 
 
 def test_the_command_line_counts_preemptions_and_has_the_same_output(

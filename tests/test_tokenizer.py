@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from errors import UserError
 from loading.byte_level import unicode_to_bytes
-from text.detokenizer import IncrementalDetokenizer
 from text.tokenizer import EOT, Encoding, load_encoding
 
 TEXTS = [
@@ -269,25 +268,3 @@ def test_what_is_no_tokenizer_is_named(load, tmp_path):
     words = "the tokenizer has 1000000001 tokens, more than the model's vocab_size .5000"
     with pytest.raises(UserError, match=words):
         load(renumbered(10**9))
-
-
-def streamed(encoding, tokens) -> list[str]:
-    stream = IncrementalDetokenizer(encoding)
-    return [*(stream.add(token) for token in tokens), stream.end()]
-
-
-def test_bytes_are_held_back_until_a_character_is_whole():
-    encoding = load_encoding("random:gpt2", 50257)
-    assert streamed(encoding, "aé🙂".encode()) == ["a", "", "é", "", "", "", "🙂", ""]
-    assert streamed(encoding, "a🙂".encode()[:-1]) == ["a", "", "", "", "\ufffd"]
-    assert streamed(encoding, [0xFF, 65]) == ["\ufffd", "A", ""]
-    assert streamed(encoding, []) == [""]
-
-
-@pytest.mark.parametrize("token", [4096, 4223])
-def test_an_id_without_text_prints_as_the_replacement_character(token):
-    encoding = load_encoding(CHECKPOINTS / "stories", 4224)
-    (a,) = encoding.encode("a")
-    half = encoding.encode_single_token(b"\xc3")
-    assert streamed(encoding, [a, token, a]) == ["a", "\ufffd", "a", ""]
-    assert "".join(streamed(encoding, [half, token])) == "\ufffd\ufffd"

@@ -165,8 +165,8 @@ class Histories(RuleBasedStateMachine):
         check_pages(self.engine)
 
     def logits(self, window: list[int]) -> torch.Tensor:
-        """What follows a window, from a whole pass over it."""
-        cache = KVCache(self.model, 1, None, self.cache_dtype) if self.cache_dtype else None
+        """Return the logits after a window, from a whole pass over it."""
+        cache = KVCache(self.model, 1, None, self.cache_dtype)
         return next_logits(self.model, [window], cache)[0, 0]
 
     def check_logprobs(self, request):
@@ -217,10 +217,6 @@ def native_model(int8: bool, architecture: str, *shape):
 
 class NativeHistories(Histories):
     make = staticmethod(functools.partial(native_model, False))
-
-    def logits(self, window):
-        cache = KVCache(self.model, 1, None, self.cache_dtype)
-        return next_logits(self.model, [window], cache)[0, 0]
 
 
 class Int8Histories(NativeHistories):
