@@ -25,21 +25,14 @@ def own_run(model, prompt, params, stride=None, encoding=None) -> list[int]:
     return [token for (token,) in generate(model, [list(prompt)], params, **options)]
 
 
-def pairs(count: int = 15) -> list[tuple]:
-    return [
-        (
-            [1, 2, 0, seed % 6] * (1 + seed % 3),
-            SamplingParams(
-                choices=CHOICES[seed % len(CHOICES)],
-                max_new_tokens=[30, 2][seed % 7 == 6],
-                temperature=[1.0, 0.0, 2.5][seed % 3],
-                top_k=[0, 2][seed % 2],
-                repetition_penalty=[1.0, 1.5][seed % 4 == 3],
-                seed=seed,
-            ),
-        )
-        for seed in range(count)
-    ]
+def pairs() -> list[tuple]:
+    made = []
+    for seed in range(15):
+        fields = {"choices": CHOICES[seed % 5], "max_new_tokens": [30, 2][seed % 7 == 6]}
+        fields |= {"temperature": [1.0, 0.0, 2.5][seed % 3], "top_k": [0, 2][seed % 2]}
+        fields |= {"repetition_penalty": [1.0, 1.5][seed % 4 == 3], "seed": seed}
+        made.append(([1, 2, 0, seed % 6] * (1 + seed % 3), SamplingParams(**fields)))
+    return made
 
 
 def check(engine) -> None:

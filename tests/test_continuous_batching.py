@@ -131,28 +131,6 @@ def test_a_step_is_one_pass_over_uncomputed_tokens(tiny):
     assert engine.step() == [] and engine.steps == 4 and not engine.busy
 
 
-class Queue(list):
-    """Waiting requests, of which a step may look at the first one alone."""
-
-    popleft = property(lambda self: lambda: self.pop(0))
-
-    def __iter__(self):
-        raise AssertionError("a step goes through the queue")
-
-    def __contains__(self, request):
-        raise AssertionError("a step searches the queue")
-
-
-def test_no_step_looks_at_2000_waiting_requests(tiny):
-    """They are no requests: each use would be an error."""
-    engine, requests = numbered(tiny(), [20, 3, 30], max_num_seqs=2)
-    engine.scheduler.waiting = Queue([*engine.scheduler.waiting, *[object()] * 2000])
-    for _ in range(19):
-        engine.step()
-    assert [len(request.output) for request in requests] == [19, 3, 16]
-    assert len(engine.scheduler.waiting) == 2000
-
-
 @pytest.mark.parametrize(
     "error, after", [(KeyboardInterrupt, 0), (RuntimeError, 1), (KeyboardInterrupt, 14)]
 )

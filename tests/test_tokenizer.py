@@ -204,14 +204,6 @@ def renumbered(number, token="hello") -> dict:
     return with_changes(model__vocab=VOCABULARY | {token: number})
 
 
-def with_two_added(ids: tuple[int, int], in_vocabulary: dict) -> dict:
-    tokens = tokenizer_json(MERGES, ("<a>", "<b>"))["added_tokens"]
-    return with_changes(
-        added_tokens=[token | {"id": number} for token, number in zip(tokens, ids)],
-        model__vocab=VOCABULARY | in_vocabulary,
-    )
-
-
 FLAGS = ("lstrip", "rstrip", "single_word")
 FOREIGN = "not a Hugging Face tokenizer: "
 BYTES = "pre_tokenizer must have a step ByteLevel"
@@ -242,7 +234,6 @@ IN_LIBRARY = "added token '<|endoftext|>' has the id {}, but 262 in the"
         (added(content=""), "added token '' has the id 262, but None in the"),
         (added(content=7), FOREIGN),
         (with_changes(added_tokens=[THE_END, THE_END | {"id": 263}]), IN_LIBRARY.format(263)),
-        (with_two_added((263, 262), {"<a>": 262, "<b>": 263}), "'<a>' has the id 263, but 262 in"),
         (with_changes(added_tokens=7), FOREIGN),
         # ids
         *[(renumbered(id), FOREIGN) for id in (None, -1, True)],
