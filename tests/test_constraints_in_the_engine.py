@@ -130,6 +130,7 @@ def test_jump_forward_tokens_need_no_step(model):
         request = engine.add([1, 2], params)
         events = [event for events in finish(engine) for event in events]
         steps.append(engine.steps)
+        assert engine.num_sampled_tokens == engine.steps
         outputs.append(request.output)
         assert [token for event in events for token in event.tokens] == request.output
         assert len(request.logprobs) == (0 if logprobs is None else len(request.output))

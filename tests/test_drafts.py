@@ -41,6 +41,12 @@ def test_drafts_are_counted_and_save_steps_if_they_are_right(model):
     assert engine.drafter.counts == [[], *([count] for count in (3, 3, 3, 3, 2, 1, 0))]
 
 
+def test_excess_drafts_are_cut(tiny):
+    model = tiny(block_size=64)
+    _, steps = write(model, knowing(model, more=20), params=greedy(9), gamma=3)
+    assert {event.finish_reason for events in steps for event in events} == {None, "length"}
+
+
 def test_no_more_drafts_are_asked_for_than_can_be_used(model):
     drafter = knowing(model, wrong=ALWAYS)
     write(model, drafter, [random_tokens(12)], greedy(12), gamma=5)

@@ -166,6 +166,8 @@ BESIDE = "more than 8 schemas intersected with another"
 ESCAPES = r"\b, \f, \n, \r and \t"
 REFUSED = [  # schema, words of the error
     ("{", "not JSON: Expecting property name"),
+    ("[]", "it must be an object"),
+    ({"properties": [1]}, "properties is [1]; it must be an object"),
     ({"foo": 1}, "the keyword 'foo' is not supported"),
     ({"properties": {"x": {"patternz": "a"}}}, "the keyword 'properties.x.patternz' is not"),
     ({"x-guidance": {"whitespace_flexible": True}}, "the keyword 'x-guidance' is not supported"),
@@ -200,6 +202,7 @@ REFUSED = [  # schema, words of the error
     ({"type": "string", "pattern": "a?" * 2049}, "more than 4,096 characters in patterns"),
     # llguidance would take seconds for these, and minutes for a little more.
     ({"allOf": [{"multipleOf": number} for number in (83, 89, 97)]}, REMAINDERS),
+    ({"anyOf": [{"multipleOf": 89}], "multipleOf": 8.3}, REMAINDERS),
     ({"multipleOf": 123_457}, REMAINDERS),
     ({"properties": {f"p{i}": {"multipleOf": 997 - i} for i in range(900)}}, REMAINDERS),
     ({"allOf": [{"pattern": f".*{letter}.{{30}}$"} for letter in "abcdefghij"]}, BESIDE),

@@ -113,13 +113,13 @@ def test_a_token_is_one_line_whatever_it_prints(capsys):
     encoding = SimpleNamespace(decode_single_token_bytes=dict(enumerate(pieces)).__getitem__)
     logprobs = [TokenLogprob(-1.5, [(6, -0.25)])] * 9
     request = Request(list(range(9)), 0, SamplingParams(), logprobs=logprobs)
-    print_logprobs(encoding, [request])
+    print_logprobs(encoding, [request, Request([], 0, SamplingParams())])
     shown = [line.split("  ") for line in capsys.readouterr().err.splitlines()]
     texts = [r"'\n'", r"'\u2028'", r"'\x85'", r"'\x9b'", r"'\x7f'", '"\'"', "'é'", r"b'\xc3'"]
     texts.append("id 8")
-    assert [[cell.strip() for cell in line if cell] for line in shown] == [
-        ["-1.500", text, "'é' -0.250"] for text in texts
-    ]
+    expected = [["-1.500", text, "'é' -0.250"] for text in texts]
+    expected = [["sequence 1"], *expected, ["sequence 2"]]
+    assert [[cell.strip() for cell in line if cell] for line in shown] == expected
 
 
 def name(token: int) -> str:

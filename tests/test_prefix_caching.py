@@ -94,6 +94,16 @@ def test_pages_of_a_running_request_are_shared(tiny):
     finish(engine, [second])
 
 
+def test_requests_of_one_step_share_pages_after_it(tiny):
+    engine = engine_of(tiny())
+    first, second = (add(engine, prompt_of(10), count) for count in (6, 3))
+    step(engine)
+    assert (engine.num_computed_tokens, engine.scheduler.prefix_cache_hits) == (20, 0)
+    # Computed twice, kept once.
+    assert first.pages[:2] == second.pages[:2] and first.pages[2] != second.pages[2]
+    finish(engine, [first, second])
+
+
 def test_cache_salts_separate_prefixes(tiny):
     engine = engine_of(tiny())
     prompt = prompt_of(10)

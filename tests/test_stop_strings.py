@@ -63,37 +63,10 @@ def test_any_split_into_tokens_gives_the_cut_of_the_whole_text(data, stops, cuts
     assert "".join(released) == cut(data.decode("utf-8", "replace"), stops, after)[0]
 
 
-LETTERS = [bytes([byte]) for byte in "a🙂é!".encode()]
-
-
-@pytest.mark.parametrize(
-    "tokens, stops, released",
-    [
-        ([b"ab", b"cd", b"e"], ["bc"], ["a", "", "", ""]),
-        # What was held is shown, but only as far as it cannot grow into a stop string.
-        ([b"ab", b"bd", b"e"], ["bc"], ["a", "bbd", "e", ""]),
-        ([b"a", b"a", b"a", b"b"], ["aab"], ["", "", "a", "", ""]),
-        # The one that is complete first, and the longest of two that end together.
-        ([b"xabcx"], ["abc", "b"], ["xa", ""]),
-        ([b"xabx"], ["b", "ab"], ["x", ""]),
-        # What begins one may begin another one later on.
-        ([b"ab", b"a"], ["abc", "bac"], ["", "a", "ba"]),
-        ([b"x", b"ab"], ["abc"], ["x", "", "ab"]),
-        ([b"a.b"], ["a*b", "a[.]b", "."], ["a", ""]),  # a string, not a pattern
-        (LETTERS, ["🙂é"], ["a"] + [""] * 8),
-        (LETTERS, ["🙃"], ["a", "", "", "", "🙂", "", "é", "!", ""]),  # three bytes in common
-        (["é".encode() + b"\xc3", b"\xa9"], ["éé"], ["", "", ""]),
-        ([b"a", b"b\xc3"], ["abc", "\ufffdd"], ["", "", "ab\ufffd"]),
-        ([b"a\xc3"], ["a"], ["", ""]),  # half a character, too
-        ([b"a", b"b", None, b"c"], ["b\ufffdc"], ["a", "", "", "", ""]),  # an id without text
-    ],
-)
-def test_streams_that_one_can_read(tokens, stops, released):
-    assert streamed(tokens, stops)[0] == released
-
-
-def test_a_stop_string_goes_across_skipped_tokens():
-    assert streamed([b"a", b"<end>", b"b"], ["ab"], skip=(1,)) == ([""] * 4, True)
+def test_a_stop_string_goes_across_skipped_tokens_and_ids_without_text():
+    pieces = [b"a", b"<end>", None, b"b"]
+    assert streamed(pieces, ["a\ufffdb"], skip=(1,)) == ([""] * 5, True)
+    assert streamed(pieces, [r"a.*"], skip=(1,)) == (["", "", "a\ufffd", "b", ""], False)
 
 
 def test_a_stream_can_be_copied_and_ended_twice():
