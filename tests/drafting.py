@@ -8,36 +8,27 @@ from engines import alone, check_texts, finish, make_engine
 
 from sampling import SamplingParams
 
-LENGTHS = (3, 9, 1, 14, 5)
-PROMPTS = [random_tokens(length, seed=seed) for seed, length in enumerate(LENGTHS)]
+PROMPTS = [random_tokens(length, seed=seed) for seed, length in enumerate((3, 9, 1, 14, 5))]
 FILTERED = {"temperature": 0.8, "top_k": 20, "repetition_penalty": 1.3, "seed": 2}
 NUCLEUS = {"temperature": 1.2, "top_p": 0.7, "presence_penalty": 1.0, "seed": 2**64 - 1}
-MIXED = [
-    SamplingParams(24, ignore_eos=True),  # longer than a window of 16: texts hop
-    SamplingParams(24, temperature=1.0, seed=1),
-    SamplingParams(20, ignore_eos=True, **FILTERED),
-    SamplingParams(24, ignore_eos=True, **NUCLEUS),
-    SamplingParams(17, ignore_eos=True, frequency_penalty=1.5),
-]
+OTHERS = [{}, FILTERED, NUCLEUS, {"frequency_penalty": 1.5}]
+MIXED = [SamplingParams(24, ignore_eos=True, **fields) for fields in OTHERS]  # contexts shift
+MIXED.append(SamplingParams(24, temperature=1.0, seed=1))
 GREEDY = MIXED[0]
 ALWAYS = range(10**9)
 
 
-def write(model, drafter, prompts=PROMPTS, params=MIXED, stride=None, **options) -> tuple:
+def write(model, drafter, prompts=PROMPTS, params=MIXED, **options) -> tuple:
     """An engine with this drafter, which has written the texts of `generate`, and its steps."""
-    options |= {"drafter": drafter, "stride": stride}
-    engine, requests = make_engine(model, prompts, params, **options)
+    engine, requests = make_engine(model, prompts, params, drafter=drafter, **options)
     steps = finish(engine)
-    check_texts(model, requests, stride, options.get("cache_dtype"))
+    check_texts(model, requests, None, options.get("cache_dtype"))
     assert "error" not in {request.finish_reason for request in requests}
     return engine, steps
 
 
 class Scripted:
-    """A drafter that calls a function: (request, count) to drafts.
-
-    counts: how many it was asked for, a list a step.
-    """
+    """A drafter that calls (request, count) -> drafts. counts: of each step, those asked for."""
 
     def __init__(self, function):
         self.function = function
@@ -49,10 +40,7 @@ class Scripted:
 
 
 def knowing(model, wrong=(), more=0) -> Scripted:
-    """Drafts what `generate` writes next, also after an EOS: `more` tokens than asked for.
-
-    wrong: indices of the output at which it drafts another token.
-    """
+    """Draft what `generate` writes next and `more`, with other tokens at the indices `wrong`."""
 
     def propose(request, count):
         length = request.params.max_new_tokens + more

@@ -49,10 +49,7 @@ def own_texts(model, prompts, params, stride=None, cache_dtype=None) -> list[lis
 
 
 def check_texts(model, requests, *options) -> None:
-    """Check that outputs equal `generate`; one that ended early is a prefix of it.
-
-    options: stride and cache_dtype of `alone`.
-    """
+    """Check that outputs equal `generate`, or begin it. options: stride and cache_dtype."""
     for request in requests:
         text = alone(model, request.tokens[: request.prompt_length], request.params, *options)
         early = request.finish_reason in ("abort", "error")
@@ -68,10 +65,7 @@ def request_params(count: int, **fields) -> list[SamplingParams]:
 
 
 def make_engine(model, prompts, params, **options) -> tuple:
-    """Return an engine that checks each pass, and its requests. params: for all, or one for each.
-
-    Its attribute `passes` lists the number of tokens of each span of each pass.
-    """
+    """Return an engine that lists its `passes`, and its requests. params: for all or each."""
     engine = Engine(model, **options)
     engine.passes = check_passes(engine.cache, model.config.block_size)
     each = params_per_prompt(params, len(prompts))
@@ -91,10 +85,7 @@ def make_greedy(model, lengths, max_new_tokens: int, **options) -> tuple:
 
 
 def check_passes(cache, block_size: int = 16) -> list[list[int]]:
-    """Check that each later pass stays in its page tables and writes no slot twice.
-
-    Returns a list to which each pass appends the number of tokens of each span.
-    """
+    """Check the slots of each later pass; it adds its span lengths to the list returned."""
     prepare = cache.prepare
     passes = []
 
@@ -166,10 +157,7 @@ def finish(engine) -> list[list]:
 
 
 def check_own_runs(model, lengths, max_new_tokens: int, **options) -> None:
-    """Check that outputs of an engine with small limits equal `generate`.
-
-    lengths: of the prompts. options: of the engine.
-    """
+    """Check that outputs of an engine with small limits equal `generate`."""
     prompts = [random_tokens(length, seed=length) for length in lengths]
     params = request_params(len(prompts), max_new_tokens=max_new_tokens, temperature=0.8)
     options = {"max_num_seqs": 4, "page_size": 4, "max_num_batched_tokens": 7} | options
@@ -190,10 +178,7 @@ def outputs_of(engine, prompts, params) -> list[list[int]]:
 
 
 def lettered(engine, requests, count=2000) -> list[tuple[int, str]]:
-    """Return (positions computed, letters of the requests that got a token) of each step.
-
-    A is the first request.
-    """
+    """Return (positions computed, letters of the requests that got a token) of each step."""
     steps = []
     while engine.busy and len(steps) < count:
         before = engine.num_computed_tokens

@@ -5,10 +5,7 @@ from types import SimpleNamespace
 
 
 def cut(text, stops, after: int = 0) -> tuple[str, bool]:
-    """Cut a text before the first stop string, and say whether there is one.
-
-    after: only stop strings that end after so many characters count.
-    """
+    """Cut a text before the first stop string that ends after so many characters, if any."""
     for end in range(after + 1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:

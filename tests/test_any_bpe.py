@@ -98,10 +98,7 @@ def test_each_id_has_the_bytes_that_the_library_shows(smol, tmp_path):
 
 @pytest.mark.parametrize("kind", ["a merge", "a character", "whole"])
 def test_an_added_token_that_is_a_word_of_the_vocabulary(smol, tmp_path, kind):
-    """A special one is refused, as each message with it would hold the token.
-
-    Another one is text: transformers finds it inside of words, too; it has no punctuation.
-    """
+    """A special one is refused, as each message with it would hold it. Another one is text."""
     name, other = with_a_word(smol, kind, special=True)
     words = f"added token {name!r}: plain text must not become it"
     check_refused(words, load_from, tmp_path, other)

@@ -42,10 +42,7 @@ def all_outputs(model, prompt, longest, ends):
 
 
 class Chain:
-    """A model whose next token depends on the last one only.
-
-    rows: the probabilities after each token; 0 is EOS.
-    """
+    """A model whose next token depends on the last one. rows: the probabilities; 0 is EOS."""
 
     device = "cpu"
     causal_attention = None  # it attends to nothing

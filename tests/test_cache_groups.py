@@ -148,10 +148,7 @@ MODELS = {}
 def test_outputs_equal_generate(
     tiny_windows, compiled, backend, requests, sliding_windows, sizes, drafts, aborted
 ):
-    """With prefix caching, preemption, chunks, drafts and context shifts.
-
-    Pages of the sliding-window group never run out.
-    """
+    """Pages of the sliding-window group never run out."""
     if (backend, sliding_windows) not in MODELS:
         shape = {"sliding_windows": sliding_windows, "block_size": 40}
         made = [kinds(tiny_windows, backend, seed=seed, **shape) for seed in (0, 1)]

@@ -11,7 +11,6 @@ from natives import random_numbers
 from constraints.choices import ChoiceMatcher
 from engine.drafter import PagedModelDrafter, PromptLookupDrafter
 from engine.engine import Engine
-from errors import UserError
 from infer import generate
 from native import use_native
 from native.draw import draw
@@ -174,10 +173,3 @@ def test_masks_are_for_the_draws_in_c_too(library):
         assert all(mask is None or mask[token] for mask, token in zip(masks, found))
     with pytest.raises(ValueError, match="bool"):
         draw(library, logits, each, [3] * 24, [masks[1].float()] * 24)
-
-
-def test_a_constraint_needs_an_encoding(model):
-    engine = Engine(model)
-    with pytest.raises(UserError, match="needs? an encoding"):
-        engine.add(*pairs()[0])
-    assert not engine.busy

@@ -275,10 +275,7 @@ LONG = greedy(400)
 
 
 class Timed:
-    """A drafter whose steps, and the engine's others, take as long as a function says.
-
-    seconds: (rows, drafting) to the seconds of a step. asked: of each step, whether it drafted.
-    """
+    """A drafter. seconds: (rows, drafting) to the time of a step. asked: whether steps drafted."""
 
     def __init__(self, monkeypatch, seconds, propose=lambda request, count: []):
         self.seconds = seconds

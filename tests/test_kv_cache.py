@@ -69,15 +69,6 @@ def test_a_pass_computes_new_positions_only(tiny, lengths, count, options, passe
     assert seen == passes
 
 
-def test_finished_rows_cost_nothing_but_their_last_position(tiny):
-    prompt = random_tokens(16)
-    ((eos,),) = write(tiny(), [prompt], 1)  # it would not fit into the window
-    model, passes = passed_widths(tiny(eos_token_id=eos), shapes=True)
-    rows = run_rows(model, [prompt, [1, 2]], max_new_tokens=4)
-    assert (rows[0], len(rows[1])) == ([eos], 4)
-    assert passes == [(2, 16), (2, 1), (2, 1), (2, 1)]
-
-
 def run_pass(model, cache, new, rows) -> torch.Tensor:
     tokens, positions, _ = cache.prepare(cache.spans(new, rows))
     logits = model.head(model.hidden(tokens, positions, cache.attend))

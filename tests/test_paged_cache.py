@@ -63,10 +63,7 @@ def new_cache(model):
 
 
 def part(text, start, end, bad=None):
-    """Return the span of positions start to end of one of TEXTS, with BAD as token `bad`.
-
-    Its four pages are neither in order nor side by side.
-    """
+    """Return a span of one of TEXTS on pages in no order, with BAD as token `bad`."""
     tokens = TEXTS[text][start:end]
     if bad is not None:
         tokens[bad] = BAD
@@ -119,18 +116,6 @@ def test_last_logits_are_in_the_order_of_the_spans_and_float32(build, keep):
     assert logits.dtype == torch.float32
     alone = [model(torch.tensor([span.tokens]))[0, -count:] for span, count in zip(spans, keep)]
     torch.testing.assert_close(logits, torch.cat(alone).float(), rtol=0, atol=1e-6)
-
-
-@torch.inference_mode()
-def test_only_new_tokens_are_passed_and_only_last_ones_reach_the_head(tiny):
-    model = tiny()
-    widths = []
-    model.wte.register_forward_pre_hook(lambda module, args: widths.append(args[0].shape))
-    model.lm_head.register_forward_pre_hook(lambda module, args: widths.append(args[0].shape[:-1]))
-    cache = new_cache(model)
-    model.runner.logits(model, cache, [part(0, 0, 9), part(1, 0, 4), part(2, 0, 9)], [1, 1, 1])
-    model.runner.logits(model, cache, [part(1, 4, 6), part(0, 9, 10)], [1, 1])
-    assert widths == [(9 + 4 + 9,), (3,), (2 + 1,), (2,)]
 
 
 @torch.inference_mode()

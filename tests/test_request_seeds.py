@@ -97,10 +97,7 @@ def test_rows_at_the_edges(tiny):
 
 @torch.inference_mode()
 def test_each_draw_is_that_of_the_definition(build):
-    """The softmax of logits over the temperature, divided by the random number of each token.
-
-    The number is of seed, id and the length of the sequence, also past the context window.
-    """
+    """A probability over the number of seed, id and length, also past the context window."""
     model = build()
     text = [5, 6, 7]
     fields = {"max_new_tokens": 25, "temperature": 0.8, "seed": 11, "ignore_eos": True}

@@ -179,9 +179,7 @@ def processed(logits, tokens, prompt_length, params):
 def by_hand(model, prompt, params) -> list[int]:
     tokens = list(prompt)
     output = []
-    while len(output) < params.max_new_tokens and output[-1:] not in [
-        [token] for token in params.stop_token_ids
-    ]:
+    while len(output) < params.max_new_tokens and not {*output[-1:]} & {*params.stop_token_ids}:
         logits = model(torch.tensor([tokens[-model.config.block_size :]]))[:, -1]
         tokens.append(processed(logits, tokens, len(prompt), params).argmax().item())
         output = tokens[len(prompt) :]

@@ -126,19 +126,23 @@ def test_params_stay_plain_data():
 
 IDS = "a tuple of token ids >= 0"
 PAIRS = "pairs of a distinct token id >= 0 and a bias in [-100, 100]"
-SEEDS = "None or an integer from 0 to 2**64 - 1"
 BAD_PAIRS = [None, [(1, 2.0)], (1, 2.0), ((1,),), ((1, 2.0, 3.0),), ((1, 2.0), (1, 3.0))]
 BAD_PAIRS += [((token, 2.0),) for token in (-1, True, 1.0, "1", [1])]
 BAD_PAIRS += [((1, bias),) for bias in (True, "2", 100.5, float("nan"))]
 REFUSED = [  # field, bad values, what is allowed
+    ("max_new_tokens", [-1, 2.0], "an integer >= 0"),
+    ("temperature", [-0.1, float("inf"), float("nan"), True, "1"], "a finite number >= 0"),
+    ("top_k", [-1, 1.5], "an integer >= 0"),
+    ("top_p", [0, 1.01, -1], "a number in (0, 1]"),
+    ("logprobs", [-1, 21, True], "None or an integer from 0 to 20"),
     ("logit_bias", BAD_PAIRS, PAIRS),
-    ("seed", [-1, 2**64, 1.0, True, "1"], SEEDS),
+    ("seed", [-1, 2**64, 1.0, True, "1"], "None or an integer from 0 to 2**64 - 1"),
     ("stop", ["", "a", ["a"], ("a", ""), (1,), (b"a",)], "a tuple of nonempty strings"),
     ("stop_token_ids", [[3], 3, (-1,), (True,), ("3",)], IDS),
     ("min_tokens", [-1, 1.0, True], "an integer >= 0"),
     ("min_tokens", [6], "at most max_new_tokens, 5"),
-    ("presence_penalty", [-2.5], "a number in [-2, 2]"),
-    ("frequency_penalty", [3.0], "a number in [-2, 2]"),
+    ("presence_penalty", [-2.5, 2.5], "a number in [-2, 2]"),
+    ("frequency_penalty", [-2.5, 3.0], "a number in [-2, 2]"),
     ("repetition_penalty", [0.0, float("inf")], "a finite number > 0"),
     ("min_p", [-0.1, 1.5, float("nan")], "a number in [0, 1]"),
 ]
@@ -148,31 +152,33 @@ REFUSED = [  # field, bad values, what is allowed
 def test_bad_values_are_named_with_what_is_allowed(name, values, allowed):
     for value in values:
         with pytest.raises(UserError) as error:
-            SamplingParams(5, **{name: value})
+            SamplingParams(**{"max_new_tokens": 5, name: value})
         assert str(error.value) == f"{name} is {value!r}; it must be {allowed}"
-    assert [SamplingParams(seed=good).seed for good in (None, 0, 2**64 - 1)] == [None, 0, 2**64 - 1]
+    for seed in (None, 0, 2**64 - 1):  # the largest and smallest that are allowed
+        edges = {"temperature": 0, "top_p": 1, "min_p": 1, "presence_penalty": -2, "logprobs": 20}
+        assert SamplingParams(0, seed=seed, frequency_penalty=2, **edges).seed == seed
 
 
-ID_OF_MODEL = "{} has the id {}; ids of this model are integers from 0 to {}"
+def lacks(name: str, token: int, last: int = 4095) -> str:
+    return f"{name} has the id {token}; ids of this model are integers from 0 to {last}"
+
+
 ALL_END = "min_tokens is {}; it must be 0, as every token of this model ends the output"
 
 
 @pytest.mark.parametrize(
     "bad, message",
     [
-        ({"stop_token_ids": (3, 61)}, ID_OF_MODEL.format("stop_token_ids", 61, 60)),
-        ({"logit_bias": {3: 1.0, 61: 1.0}}, ID_OF_MODEL.format("logit_bias", 61, 60)),
+        ({"stop_token_ids": (3, 61)}, lacks("stop_token_ids", 61, 60)),
+        ({"logit_bias": {3: 1.0, 61: 1.0}}, lacks("logit_bias", 61, 60)),
         ({"stop_token_ids": tuple(range(60)), "min_tokens": 1}, ALL_END.format(1)),
-        (
-            {"stop_token_ids": (*range(61), 5), "min_tokens": 2, "ignore_eos": True},
-            ALL_END.format(2),
-        ),
+        ({"stop_token_ids": (*range(61), 5), "min_tokens": 2} | FREE, ALL_END.format(2)),
     ],
     ids=["stop", "bias", "all", "all twice"],
 )
 def test_what_a_model_cannot_do_is_refused(tiny, bad, message):
     model = tiny()
-    params = SamplingParams(3, **bad)
+    params = SamplingParams(**bad)
     calls = [
         lambda params: list(generate(model, [[1]], params)),
         lambda params: list(generate_speculative(model, model, [1], params)),
@@ -268,7 +274,7 @@ def test_a_run_without_a_seed_can_be_repeated_from_its_report(cli, tiny_checkpoi
     [
         ("--stop-token-id=x", "--stop-token-id: invalid int value"),
         ("--stop-token-id=-1", f"stop_token_ids is (-1,); it must be {IDS}"),
-        ("--stop-token-id=4096", ID_OF_MODEL.format("stop_token_ids", 4096, 4095)),
+        ("--stop-token-id=4096", lacks("stop_token_ids", 4096)),
         ("--min-tokens=221", "min_tokens is 221; it must be at most max_new_tokens, 220"),
         ("--frequency-penalty=-3", "frequency_penalty is -3.0; it must be a number in [-2, 2]"),
         *(
@@ -276,7 +282,7 @@ def test_a_run_without_a_seed_can_be_repeated_from_its_report(cli, tiny_checkpoi
             for text in ("5", "=5", "-1=5", "1_0=5", "5=much", "\u0665=1")
         ),
         ("--logit-bias=5=101", f"logit_bias is ((5, 101.0),); it must be {PAIRS}"),
-        ("--logit-bias=4096=1", ID_OF_MODEL.format("logit_bias", 4096, 4095)),
+        ("--logit-bias=4096=1", lacks("logit_bias", 4096)),
         ("--num-beams=2 --stop-token-id=3 --min-tokens=1", "omit --stop-token-id, --min-tokens\n"),
     ],
 )
@@ -313,7 +319,8 @@ def test_the_server_has_the_output_of_the_engine(client, tiny_llama, body):
 
 
 NO_IDS = "stop_token_ids: it must be a list of up to 128 token ids"
-NO_BIASES = "logit_bias: it must be an object of up to 1024 token ids, each with a number in"
+NO_BIASES = "logit_bias: it must be an object of up to 1024 token ids, each with a number"
+NO_BIASES += " in [-100, 100]"
 WRONG = [{"05": 1}, {"-5": 1}, {"5.0": 1}, {"": 1}, {"\u0665": 1}, {"9" * 5000: 1}, [5], 5]
 WRONG += [{"5": 100.1}, {"5": "1"}, {"5": None}, {"5": True}, {"5": float("nan")}]
 WRONG += [{str(token): 1 for token in range(1025)}]
@@ -323,16 +330,11 @@ WRONG += [{str(token): 1 for token in range(1025)}]
     "field, good, bad, message",
     [
         ("stop_token_ids", [[], None], [3, [-1], ["3"], [True], [3] * 129], NO_IDS),
-        ("stop_token_ids", [[4095]], [[3, 4096]], ID_OF_MODEL.format("stop_token_ids", 4096, 4095)),
+        ("stop_token_ids", [[4095]], [[3, 4096]], lacks("stop_token_ids", 4096)),
         ("min_tokens", [0], [-1], "min_tokens: min_tokens is -1; it must be an integer >= 0"),
         ("min_tokens", [2], [17], "min_tokens is 17; it must be at most max_tokens, 2"),
-        (
-            "logit_bias",
-            [None, {}, {str(token): 1 for token in range(1024)}],
-            WRONG,
-            f"{NO_BIASES} [-100, 100]",
-        ),
-        ("logit_bias", [], [{"4096": 1}], ID_OF_MODEL.format("logit_bias", 4096, 4095)),
+        ("logit_bias", [None, {}, dict.fromkeys(map(str, range(1024)), 1)], WRONG, NO_BIASES),
+        ("logit_bias", [], [{"4096": 1}], lacks("logit_bias", 4096)),
         ("min_p", [None, 0, 1, 0.5], [1.5], "min_p: min_p is 1.5; it must be a number in [0, 1]"),
     ],
     ids=["ids", "id", "least", "most", "biases", "bias", "min_p"],

@@ -92,11 +92,6 @@ def test_nan_in_a_chunk_ends_its_own_request_at_once(tiny):
     check_texts(model, [a, c])
 
 
-def test_the_default_budget_is_512(tiny):
-    engine, requests = make_greedy(tiny(block_size=600), [600], 1, max_num_seqs=2)
-    assert lettered(engine, requests) == [(512, ""), (88, "A")]
-
-
 def test_the_youngest_request_is_preempted_and_recomputed(tiny):
     engine, requests = make_greedy(tiny(), [4, 4], 5, num_pages=3, page_size=4)
     _, b = requests

@@ -155,10 +155,7 @@ def test_a_pass_computes_its_drafts_and_one_position_more(tiny):
 
 
 def p_value(observed, probs):
-    """Return the chance of counts this far from their expectation, or farther (chi-square).
-
-    Rare ones are pooled.
-    """
+    """Return the chance of counts this far from their expectation (chi-square), or farther."""
     expected = observed.sum() * probs.double()
     rare = expected < 5
     if rare.any():

@@ -49,11 +49,6 @@ def test_special_text_is_one_token_or_refused(pair):
     assert 4095 not in pair[0].encode_ordinary("a<|endoftext|>b")
 
 
-def test_a_million_blanks_are_a_text(pair):
-    text = f"a{' ' * 1_000_000}b"
-    assert pair[0].encode_ordinary(text) == pair[1].encode(text).ids
-
-
 def test_random_models_read_bytes_and_print_numbers():
     encoding = load_encoding("random:gpt2", 50257)
     assert encoding.encode("Hi") == [72, 105]
