@@ -251,6 +251,12 @@ def tiny():
 
 
 @pytest.fixture(scope="session")
+def story_model(tiny):
+    """A random model with the vocabulary of an embedded one."""
+    return tiny(vocab_size=4096, block_size=64, n_layer=1, eos_token_id=4095)
+
+
+@pytest.fixture(scope="session")
 def tiny_llama():
     """`tiny` for a Llama: two queries share a key, and a head is no fraction of the width."""
 

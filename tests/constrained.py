@@ -1,10 +1,13 @@
 """A vocabulary of eight tokens, and what texts it can write, by hand."""
 
 import functools
+import json
 
 import torch
 from serving import small_encoding
 
+from constraints.grammar import Grammar
+from constraints.vocabulary import get_vocabulary
 from infer import generate
 from sampling import SamplingParams
 from text.tokenizer import Encoding
@@ -85,6 +88,22 @@ def texts_of(model, params, encoding=None, **options) -> list[str | None]:
 def drawn(count: int, limit: int = 300, **constraint) -> list[SamplingParams]:
     fields = {"max_new_tokens": limit, "temperature": 1.0} | constraint
     return [SamplingParams(seed=seed, **fields) for seed in range(count)]
+
+
+def vocabulary():
+    return get_vocabulary(small_encoding(), 4096, (4095,))
+
+
+def compiled(kind, source):
+    return Grammar(kind, source if isinstance(source, str) else json.dumps(source), vocabulary())
+
+
+def allows(kind, source, text: str) -> bool:
+    """Ask token by token whether a constraint has this text."""
+    matcher = compiled(kind, source).matcher()
+    tokens = vocabulary().tokenize(text)
+    steps = [matcher.token_mask(tokens[:count])[token] for count, token in enumerate(tokens)]
+    return all(steps) and bool(matcher.token_mask(tokens)[4095])
 
 
 def random_schema(random, depth: int = 0) -> dict:

@@ -7,53 +7,31 @@ import weakref
 
 import llguidance
 import pytest
-from conftest import CHECKPOINTS, refused
-from constrained import drawn, letters, texts_of
+from conftest import refused
+from constrained import allows, compiled, drawn, letters, texts_of, vocabulary
 from serving import small_encoding
 
 from constraints import compiler
 from constraints.compiler import compile_constraint, compiled_bytes, constraint_bytes
 from constraints.grammar import Grammar
-from constraints.vocabulary import Vocabulary, get_vocabulary
+from constraints.vocabulary import Vocabulary
 from errors import UserError
 from infer import generate
 from infer_speculative import generate_speculative
 from sampling import SamplingParams
 
-SAID = ["--model", CHECKPOINTS / "stories-draft", "--prompt", "Lily saw a big"]
-
-
-@pytest.fixture(scope="module")
-def speaking(tiny):
-    return tiny(vocab_size=4096, block_size=64, n_layer=1, eos_token_id=4095)
-
-
-def vocabulary():
-    return get_vocabulary(small_encoding(), 4096, (4095,))
-
-
-def compiled(kind, source):
-    return Grammar(kind, source if isinstance(source, str) else json.dumps(source), vocabulary())
-
-
-def allows(kind, source, text: str) -> bool:
-    matcher = compiled(kind, source).matcher()
-    tokens = vocabulary().tokenize(text)
-    steps = [matcher.token_mask(tokens[:count])[token] for count, token in enumerate(tokens)]
-    return all(steps) and bool(matcher.token_mask(tokens)[4095])
-
 
 @pytest.mark.parametrize(
     "regex", [r"", r"[a-c]{2,5}", r"(x|yy)*z", r"\d{3}-\d", r"é+🙂?", r"[^ab]", r" a|b "]
 )
-def test_outputs_match_the_expression(regex, speaking):
-    found = [text for text in texts_of(speaking, drawn(8, 80, regex=regex)) if text is not None]
+def test_outputs_match_the_expression(regex, story_model):
+    found = [text for text in texts_of(story_model, drawn(8, 80, regex=regex)) if text is not None]
     assert found and all(re.fullmatch(regex, text) for text in found)
 
 
-def test_outputs_are_of_the_grammar(speaking):
+def test_outputs_are_of_the_grammar(story_model):
     grammar = 'start: sum\nsum: num ("+" num)*\nnum: /[1-9][0-9]?/ | "(" sum ")"\n'
-    found = texts_of(speaking, drawn(12, 60, grammar=grammar))
+    found = texts_of(story_model, drawn(12, 60, grammar=grammar))
     found = [text for text in found if text is not None]
     assert len(found) > 3
     assert all(set(text) <= set("0123456789+()") and eval(text) > 0 for text in found)
@@ -97,8 +75,8 @@ REFUSED = [  # fields, words of the error
 
 
 @pytest.mark.parametrize("constraint, words", REFUSED, ids=lambda value: str(value)[:40])
-def test_constraints_are_refused_by_name_in_one_line(constraint, words, speaking):
-    found = refused(lambda: texts_of(speaking, [SamplingParams(20, **constraint)]))
+def test_constraints_are_refused_by_name_in_one_line(constraint, words, story_model):
+    found = refused(lambda: texts_of(story_model, [SamplingParams(20, **constraint)]))
     assert words in found and found.startswith(("grammar", "regex", "ignore_eos", "json_schema"))
 
 
@@ -205,12 +183,12 @@ LARGE = [
 
 
 @pytest.mark.parametrize("constraint", LARGE, ids=lambda value: str(value)[:50])
-def test_a_large_constraint_costs_little_or_ends_with_a_reason(constraint, speaking):
+def test_a_large_constraint_costs_little_or_ends_with_a_reason(constraint, story_model):
     constraint = {
         name: v if isinstance(v, str) else json.dumps(v) for name, v in constraint.items()
     }
     try:
-        texts_of(speaking, drawn(1, limit=8, **constraint))
+        texts_of(story_model, drawn(1, limit=8, **constraint))
     except UserError as error:
         assert str(error).startswith((*constraint, "no token may follow"))
 
