@@ -1,6 +1,5 @@
 """The log-probability of each token and of the most likely ones, in the engine and the APIs."""
 
-import dataclasses
 import itertools
 import re
 from types import SimpleNamespace
@@ -43,15 +42,11 @@ def check(model, request, count):
         assert [value for _, value in top] == pytest.approx(best.values.tolist(), abs=2e-6)
 
 
-def logged(count: int, params) -> list[SamplingParams]:
-    return [dataclasses.replace(own, logprobs=count) for own in params]
-
-
 def test_logprobs_are_of_unprocessed_logits(build):
     model = build(seed=3)
     prompts = [random_tokens(length, seed=length) for length in (1, 14, 30)]
     fields = {"temperature": 0.7, "top_k": 3, "repetition_penalty": 1.5, "logit_bias": ((9, 5.0),)}
-    params = logged(20, request_params(3, max_new_tokens=20, **fields))
+    params = request_params(3, max_new_tokens=20, logprobs=20, **fields)
     engine, requests = make_engine(model, prompts, params)
     finish(engine)
     check_texts(model, requests)

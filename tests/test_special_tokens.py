@@ -2,12 +2,11 @@
 
 import pytest
 from chats import CONTROL, END, EOS, START, WITH_TOOLS, tool
-from serving import check_refused, serving, writing
+from serving import PATH, check_refused, serving, writing
 
 from engine.engine import Engine
 from text.chat import Chat
 
-PATH = "/v1/completions"
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Tom"}]
 IDS = dict(zip(CONTROL, range(4095, 4104)))

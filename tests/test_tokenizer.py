@@ -195,8 +195,8 @@ def test_forms_that_real_files_have_give_the_ids_of_tokenizers(load, raw):
 NESTED = ["<a>b<c b<c", "<a>b<a>", "<a>b<<a>>b< <<a>>"]
 
 
-def renumbered(number, token="hello") -> dict:
-    return with_changes(model__vocab=VOCABULARY | {token: number})
+def renumbered(number) -> dict:
+    return with_changes(model__vocab=VOCABULARY | {"hello": number})
 
 
 FLAGS = ("lstrip", "rstrip", "single_word")
