@@ -27,9 +27,6 @@ def tokens_of(steps) -> list[list[int]]:
     return [[len(event.tokens) for event in events] for events in steps]
 
 
-# Drafters that are right, wrong, or strange; hard/test_histories.py has any
-
-
 def test_drafts_are_counted_and_save_steps_if_they_are_right(model):
     for wrong, expected in (((), (3, 9, 5, 5)), (ALWAYS, (8, 2 + 7 + 15, 15, 0))):
         engine, steps = write(model, knowing(model, wrong), [[5, 6]], greedy(8), gamma=3)

@@ -1,4 +1,4 @@
-"""Text ends before a stop string wherever tokens cut it, and shows no more than is certain."""
+"""Text ends before a stop string wherever tokens cut it; hard/test_histories.py has any."""
 
 import io
 import itertools
@@ -77,8 +77,6 @@ def test_a_stream_can_be_copied_and_ended_twice():
     assert [copy.add(token) for token in (1, 3)] == ["", ""] and copy.stopped
     assert [stream.add(1), stream.end(), stream.end()] == ["", "aé", ""] and not stream.stopped
 
-
-# The engine; tests/hard/test_histories.py has any stop strings, drafts and min_tokens
 
 EOS = 60
 CHARACTERS = ["a", "b", "c", "ab", "bc", "aab", " ", "\n", "é", "🙂", "éa", "b🙂"]
