@@ -1,7 +1,4 @@
-"""lessons.py on a small repository.
-
-Three lessons, a commit that prepares one, an older edition merged in.
-"""
+"""lessons.py on a small repository: three lessons, and an older edition merged in."""
 
 import os
 import re
@@ -21,12 +18,10 @@ import lessons
 
 SCRIPT = Path(lessons.__file__)
 
-# Set where git runs the tests; they name its repository.
-for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):  # set where git runs the tests
     os.environ.pop(name, None)
 
-# Whatever the reader has configured, hooks and signatures among them, stays out of it.
-PLAIN = {
+PLAIN = {  # what the reader has configured stays out of it
     "GIT_CONFIG_GLOBAL": os.devnull,
     "GIT_CONFIG_NOSYSTEM": "1",
     "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
@@ -168,9 +163,8 @@ def error(run):
 
 def script(repo, *args, **options):
     """Run the file that lies in the repository, as a reader does."""
-    command = [sys.executable, str(repo / "lessons.py"), *args]
     settings = {"cwd": repo, "capture_output": True, "text": True} | options
-    result = subprocess.run(command, **settings)
+    result = subprocess.run([sys.executable, str(repo / "lessons.py"), *args], **settings)
     return result.returncode, result.stdout, result.stderr
 
 
@@ -190,7 +184,7 @@ ALL = [["00-init", "a", "place"], ["01-add", "sums"], ["02-mul", "products"]]
 # Which lessons there are.
 
 
-def test_a_reader_sees_all_lessons_of_this_edition_wherever_he_stands(repo, run):
+def test_a_reader_sees_all_lessons_of_this_edition_wherever_he_stands(repo, run, monkeypatch):
     run("tag")
     for place, marks in (("main", "  *"), ("01-add", " * ")):
         git(repo, "checkout", "-q", place)
@@ -199,18 +193,14 @@ def test_a_reader_sees_all_lessons_of_this_edition_wherever_he_stands(repo, run)
         title, *lines = out.splitlines()
         assert title == lessons.PARTS["init"]
         assert "".join(line[0] for line in lines) == marks
-
-
-def test_a_path_for_one_evening(repo, run, monkeypatch):
-    """Marked in the list; with the minutes, and a bridge over the lessons between."""
+    # A path for one evening, with the minutes and a bridge over the lessons between.
     stop = lessons.EveningStop(7, "Multiply.", "First there are sums.")
     monkeypatch.setattr(lessons, "EVENING", {"mul": stop})
     assert [line[1] for line in run("list")[1].splitlines()[1:]] == [" ", " ", "+"]
     out = run("evening")[1]
     assert out.startswith("1 of 3 lessons, about 7 minutes.")
-    assert out.endswith(
-        "\n\n00 to 01: First there are sums.\n\n    02-mul, 7 minutes\n    Multiply.\n"
-    )
+    bridge = "\n\n00 to 01: First there are sums.\n\n"
+    assert out.endswith(f"{bridge}    02-mul, 7 minutes\n    Multiply.\n")
 
 
 def published() -> list[lessons.Lesson]:
@@ -223,16 +213,14 @@ def published() -> list[lessons.Lesson]:
 
 
 def test_the_evening_leads_through_this_course():
-    """A bridge stands where lessons are skipped, in two lines, and nowhere else."""
+    """A bridge stands where lessons are skipped, and nowhere else."""
     line = published()
     path = [number for number, lesson in enumerate(line) if lesson.slug in lessons.EVENING]
     if set(lessons.PARTS) <= {lesson.slug for lesson in line}:  # HEAD may stand before the end
-        assert len(path) == len(lessons.EVENING) == 15
+        assert len(path) == len(lessons.EVENING)
     assert [line[number].slug for number in path] == list(lessons.EVENING)[: len(path)]
     for before, number in zip([-1, *path], path):
-        stop = lessons.EVENING[line[number].slug]
-        assert bool(stop.bridge) == (number > before + 1)
-        assert len(stop.bridge) <= 190 and len(stop.idea) <= 96
+        assert bool(lessons.EVENING[line[number].slug].bridge) == (number > before + 1)
 
 
 def test_the_list_as_a_table(repo, run, monkeypatch):
@@ -251,10 +239,7 @@ def test_the_list_as_a_table(repo, run, monkeypatch):
 
 def test_the_page_of_all_lessons_is_what_the_list_prints():
     """Lessons after the last of a part may still be missing there."""
-    file = SCRIPT.parent / "LESSONS.md"
-    if not file.exists():
-        pytest.skip("this commit has no LESSONS.md")
-    words = file.read_text("utf-8")
+    words = (SCRIPT.parent / "LESSONS.md").read_text("utf-8")
     assert lessons.table(published()).startswith(words), "python lessons.py list --markdown"
     for link in re.findall(r"\((course/.*?)\)", words):
         assert (SCRIPT.parent / link).exists()
@@ -272,9 +257,10 @@ def test_tags_come_from_the_trailers(repo, run):
     assert git(repo, "rev-parse", "01-add") == git(repo, "rev-parse", "main~3")
 
 
-def test_a_tag_of_the_readers_own_stays_where_it_is(repo, run):
+def test_tags_of_the_readers_own_stay_and_those_of_an_earlier_edition_are_named(repo, run):
     """On a commit that is not that lesson in any edition, or annotated."""
-    git(repo, "tag", "00-init", "main^2")
+    for name, place in (("00-init", "main^2"), ("02-old", "main^2"), ("02-mine", "main^2")):
+        git(repo, "tag", name, place)
     git(repo, "tag", "-a", "-m", "as I learnt it", "01-add", "main^2^")
     before = git(repo, "rev-parse", "00-init", "01-add")
     assert "1 of 3 tags" in run("list")[2]
@@ -283,25 +269,14 @@ def test_a_tag_of_the_readers_own_stays_where_it_is(repo, run):
     assert (code, out) == (0, "yours 00-init\nyours 01-add\nkept 02-mul\n")
     assert git(repo, "rev-parse", "00-init", "01-add") == before
     assert run("list")[2] == ""
-    first, second = err.splitlines()
+    first, second, earlier = err.splitlines()
     assert first.startswith("00-init is a tag of your own; ")
-    # What it says makes the lesson's tag after all.
+    assert earlier.endswith("; delete them with: git tag --delete 02-old")
+    # What it says makes the lesson's tag after all, and deletes the earlier one.
     git(repo, *first.partition("takes its tag with: git ")[2].split())
     assert git(repo, "rev-parse", "00-init") == git(repo, "rev-parse", "main~4")
-
-
-def test_tags_of_lessons_that_an_earlier_edition_had_are_named(repo, run):
-    run("tag")
-    git(repo, "tag", "02-old", "main^2")
-    git(repo, "tag", "02-mine", "main^2")
-    git(repo, "tag", "v2", "main^2")
-    assert run("tag", "--quiet") == (0, "", "")
-    code, out, err = run("tag")
-    assert (code, out) == (0, "kept 00-init\nkept 01-add\nkept 02-mul\n")
-    assert err.endswith("; delete them with: git tag --delete 02-old\n")
-    git(repo, *err.rpartition(": git ")[2].split())
-    assert run("tag")[2] == ""
-    assert git(repo, "tag").split() == ["00-init", "01-add", "02-mine", "02-mul", "v2"]
+    git(repo, *earlier.rpartition(": git ")[2].split())
+    assert git(repo, "tag").split() == ["00-init", "01-add", "02-mine", "02-mul"]
 
 
 @pytest.fixture
@@ -390,19 +365,16 @@ def test_an_edition_stays_while_a_branch_needs_it(clone, run):
 
 
 def test_what_the_reader_has_replaced_stays(clone, run):
-    git(clone, "replace", "--graft", "main", "main~2")
-    before = subjects(clone)
-    code, out, err = run("tag")
-    assert (code, out.count("made"), err) == (0, 3, "")
-    assert subjects(clone) == before
-    git(clone, "replace", "-d", git(clone, "replace", "--list"))
-    assert run("tag", "--quiet") == (0, "", "")
-
-
-def test_a_reader_without_replacements_gets_none(clone, run):
     git(clone, "config", "core.useReplaceRefs", "no")
     assert run("tag", "--quiet") == (0, "", "")
     assert git(clone, "replace", "--list") == ""
+    git(clone, "config", "--unset", "core.useReplaceRefs")
+    git(clone, "replace", "--graft", "main", "main~2")
+    before = subjects(clone)
+    assert run("tag", "--quiet") == (0, "", "")
+    assert subjects(clone) == before
+    git(clone, "replace", "-d", git(clone, "replace", "--list"))
+    assert run("tag", "--quiet") == (0, "", "")
 
 
 def test_what_cannot_be_noted_is_not_grafted(clone, run):
@@ -415,24 +387,22 @@ def test_what_cannot_be_noted_is_not_grafted(clone, run):
     assert "git replace -d" in run("tag", "--quiet")[2]
 
 
-def test_main_comes_before_the_origins(clone, run):
+def test_main_comes_before_the_origins_and_a_fork_needs_the_upstreams(repo, clone, run, error):
     commit(clone, "03 sub: differences", {"sub.py": ""}, "03-sub")
     assert "03-sub" in run("list")[1]
     git(clone, "checkout", "-q", "--detach")
     git(clone, "branch", "-q", "-D", "main")
     assert listed(run("list")[1]) == ALL
-
-
-def test_a_fork_that_merged_the_course(repo, run, error):
-    git(repo, "update-ref", "refs/remotes/upstream/main", "main")
-    git(repo, "switch", "-q", "--orphan", "mine")
-    commit(repo, "my own", {"notes.txt": "mine\n"})
-    git(repo, "merge", "-q", "--allow-unrelated-histories", "-m", "merge the course", "main")
-    git(repo, "branch", "-M", "main")
+    git(clone, "update-ref", "refs/remotes/upstream/main", "origin/main")
+    git(clone, "switch", "-q", "--orphan", "mine")
+    commit(clone, "my own", {"notes.txt": "mine\n"})
+    git(clone, "merge", "-q", "--allow-unrelated-histories", "-m", "merge", "upstream/main")
+    git(clone, "branch", "-M", "main")
+    git(clone, "update-ref", "-d", "refs/remotes/origin/main")
     code, out, err = run("list")
     assert code == 0 and listed(out) == ALL
     assert "main has no lessons on its first-parent line; reading refs/remotes/upstream/main" in err
-    git(repo, "update-ref", "-d", "refs/remotes/upstream/main")
+    git(clone, "update-ref", "-d", "refs/remotes/upstream/main")
     line = error("list")
     assert "first-parent line" in line and "git fetch upstream" in line
 
@@ -441,24 +411,17 @@ def test_without_the_history_it_says_what_to_do(repo, run, error, tmp_path, monk
     git(repo, "branch", "-m", "main", "trunk")
     assert "neither main nor origin/main" in error("list")
     git(repo, "branch", "-m", "trunk", "main")
-    shallow = tmp_path / "shallow"
+    shallow, unzipped = tmp_path / "shallow", repo / "unzipped"
     git(tmp_path, "clone", "-q", "--depth", "1", f"file://{repo}", str(shallow))
-    unzipped = repo / "unzipped"
     unzipped.mkdir()
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    advice = {shallow: "git fetch --unshallow", empty: "git clone", unzipped: "git clone"}
-    for folder, words in advice.items():
+    for folder, words in ((shallow, "git fetch --unshallow"), (unzipped, "git clone")):
         monkeypatch.setattr(lessons, "ROOT", folder)
         assert words in error("list")
         assert run("tag", "--quiet") == (0, "", "")
-    monkeypatch.setattr(lessons, "ROOT", repo)
     with monkeypatch.context() as patch:
-        patch.setenv("PATH", str(empty))
-        assert "git is not installed" in error("list")
-        assert run("tag", "--quiet") == (0, "", "")
+        patch.setenv("PATH", str(unzipped))
         code, out, err = script(repo, "list")
-        assert (code, out, err.count("\n")) == (2, "", 1) and "git is not installed" in err
+    assert (code, out, err.count("\n")) == (2, "", 1) and "git is not installed" in err
 
 
 IDS = "00-init 04-multinomial 06-top-k 07-top-p 16-variable-batching 17-top".split()
@@ -469,8 +432,7 @@ MEANT |= {"07-top-p": "7 07", "16-variable-batching": "16 var", "17-top": "top"}
 def test_ids():
     all_lessons = [lessons.Lesson(id, "", "") for id in IDS]
     for id, names in MEANT.items():
-        for wanted in names.split():
-            assert lessons.find_lesson(all_lessons, wanted).id == id
+        assert {lessons.find_lesson(all_lessons, name).id for name in names.split()} == {id}
     refused = {
         "top-": "'top-' may be 06-top-k, 07-top-p",
         "1": "may be 16-variable-batching, 17-top",
@@ -485,9 +447,9 @@ def test_ids():
 
 def test_what_the_reader_has_configured_changes_nothing(repo, run):
     before = run("list")[1]
-    settings = """i18n.logOutputEncoding=latin1 color.ui=always color.diff=always
-        column.ui=always core.pager=false log.showSignature=true diff.renames=copies
-        diff.noprefix=true status.showUntrackedFiles=no branch.autoSetupMerge=always"""
+    settings = """i18n.logOutputEncoding=latin1 color.ui=always column.ui=always core.pager=false
+        log.showSignature=true diff.renames=copies diff.noprefix=true status.showUntrackedFiles=no
+        branch.autoSetupMerge=always"""
     for setting in settings.split():
         git(repo, "config", *setting.split("="))
     assert run("list")[1] == before
@@ -511,22 +473,14 @@ def test_show_and_diff(repo, run, error):
     assert "Products" in out and "test_mul.py" in out and "+++ b/calc.py" in out
     out = run("diff", "02-mul")[1]
     assert out.index("one door for all operations") < out.index("02 mul: products")
-    assert "01 add: sums" not in out
+    assert "01 add: sums" not in out and "Left out" not in out
     assert "first lesson" in error("diff", "00-init")
-    assert "names no lesson" in error("show", "09-nothing")
-    assert "invalid choice" in error("lits")
-    assert "required" in error("start")
-    assert "required" in error()
-
-
-def test_diff_leaves_out_answers_and_results(repo, run):
-    assert "Left out" not in run("diff", "02-mul")[1]
+    assert "invalid choice" in error("lits") and "required" in error()
     files = {"course/answers/01-add.md": "An answer.\n", "Readme.md": "part one\n"}
     commit(repo, "part one: answers", files)
     commit(repo, "03 sub: differences", {"calc.py": DOOR}, "03-sub")
     out = run("diff", "03-sub")[1]
-    assert "part one: answers" in out and "+part one" in out and "03 sub" in out
-    assert "An answer." not in out
+    assert "+part one" in out and "03 sub" in out and "An answer." not in out
     assert out.endswith("\nLeft out: changes in course/\n")
     commit(repo, "part two", {"course/a.md": "a\n", "benchmark_results/b.csv": "b,c\n"})
     commit(repo, "04 div: quotients", {"calc.py": MUL}, "04-div")
@@ -553,17 +507,19 @@ def test_control_characters_reach_no_terminal(repo, run, error):
 # main's newest lessons.py runs, at every tag.
 
 
-def test_an_old_version_runs_the_newest(repo):
-    old = git(repo, "rev-parse", "main^")
+def newer_script(repo) -> None:
+    """Commit a lessons.py that says that it is the newest."""
     line = "    args = parse(argv)\n"
     newest = SCRIPT.read_text().replace(line, f"{line}    print('newest:', ROOT)\n")
     commit(repo, "lessons.py: newer", {"lessons.py": newest})
+
+
+def test_an_old_version_runs_the_newest(repo):
+    old = git(repo, "rev-parse", "main^")
+    newer_script(repo)
     git(repo, "checkout", "-q", old)
-    assert "newest:" not in (repo / "lessons.py").read_text()
-    code, out, err = script(repo, "list")
+    code, out, err = script(repo, "list", cwd=repo.parent)
     assert code == 0 and out.splitlines()[0] == f"newest: {repo}" and listed(out)[1:] == ALL
-    code, out, err = script(repo, "show", "9", cwd=repo.parent)
-    assert code == 2 and err.startswith("lessons.py: error: '9' names no lesson")
     # A developer's own edit runs as it is, committed or not.
     (repo / "lessons.py").write_text((repo / "lessons.py").read_text() + "# edited\n")
     assert listed(script(repo, "list")[1]) == ALL
@@ -580,44 +536,35 @@ def test_an_old_version_that_a_graft_hides_runs_the_newest(repo, run):
     old = git(repo, "rev-parse", "HEAD")
     git(repo, "switch", "-q", "main")
     git(repo, "merge", "-q", "-s", "ours", "-m", "edition 3: calc", old)
-    line = "    args = parse(argv)\n"
-    newest = SCRIPT.read_text().replace(line, f"{line}    print('newest:', ROOT)\n")
-    commit(repo, "lessons.py: newer", {"lessons.py": newest})
+    newer_script(repo)
     assert "git replace -d" in run("tag", "--quiet")[2]
-    assert "lessons.py: older" not in subjects(repo)
     git(repo, "checkout", "-q", old)
     assert script(repo, "list")[1].startswith(f"newest: {repo}\n")
 
 
-def test_a_closed_pipe_is_quiet(repo):
+def test_a_stream_that_cannot_be_written(repo, run):
+    """A closed pipe is quiet, a full disk one line, a closed stream leads nowhere."""
+    run("tag")
     reader, writer = os.pipe()
     os.close(reader)
     options = {"capture_output": False, "stdout": writer, "stderr": subprocess.PIPE}
-    code, _, err = script(repo, "list", **options)
-    assert code == 141
-    assert "Error" not in err and err.count("\n") <= 1
-
-
-def test_a_closed_stream_leads_nowhere(repo):
-    """Neither a traceback nor, for what belongs to stderr, a way into stdout."""
-    shell = {"args": f"{sys.executable} lessons.py list", "shell": True, "cwd": repo}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    results = {}
-    for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
-        command = shell | {"args": f"{shell['args']} {closed}"}
-        result = subprocess.run(**command, **pipes)
-        assert result.returncode == 0
-        results[closed] = (result.stdout.count("\n"), result.stderr.count("\n"))
-    assert results == {"<&-": (4, 1), ">&-": (0, 1), "2>&-": (4, 0), "<&- >&- 2>&-": (0, 0)}
-
-
-def test_output_that_cannot_be_written_is_one_line(repo, run):
-    """As on a full disk: here files may have no bytes."""
-    run("tag")
-    command = f"ulimit -f 0; exec {sys.executable} lessons.py list > out"
-    result = subprocess.run(command, shell=True, cwd=repo, capture_output=True, text=True)
+    assert script(repo, "list", **options) == (141, None, "")
+    command = f"{sys.executable} lessons.py list"
+    options = {"shell": True, "cwd": repo, "capture_output": True, "text": True}
+    result = subprocess.run(f"ulimit -f 0; exec {command} > out", **options)
     assert result.returncode == 2
     assert result.stderr.startswith("lessons.py: error: ") and result.stderr.count("\n") == 1
+    git(repo, "tag", "-d", "02-mul")  # list now has a line on stderr, too
+    results = {}
+    for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
+        result = subprocess.run(f"{command} {closed}", **options)
+        results[closed] = (result.returncode, result.stdout.count("\n"), result.stderr.count("\n"))
+    assert results == {
+        "<&-": (0, 4, 1),
+        ">&-": (0, 0, 1),
+        "2>&-": (0, 4, 0),
+        "<&- >&- 2>&-": (0, 0, 0),
+    }
 
 
 # Practice.
@@ -637,15 +584,13 @@ def test_start(repo, run):
     assert (repo / "tests" / "test_mul.py").read_text() == TEST_MUL
     assert git(repo, "rev-parse", "HEAD^") == git(repo, "rev-parse", "main~2")
     assert "Products" in out and "Lesson: 02" not in out
-    assert "Its tests: tests/test_mul.py\n" in out
-    assert "python lessons.py check" in out
-    assert "git switch main" in out and "git branch -D my-02-mul" in out
+    for words in ("Its tests: tests/test_mul.py\n", "lessons.py check", "git branch -D my-02-mul"):
+        assert words in out
 
 
 def test_start_asks_for_no_code_where_a_lesson_has_none_to_write(repo, run, monkeypatch):
     monkeypatch.setattr(lessons, "message", lambda lesson: "A benchmark.\n\nImplement: nothing.")
-    code, out, err = run("start", "02-mul")
-    assert (code, err) == (0, "")
+    out = run("start", "02-mul")[1]
     assert "This lesson is for reading: python lessons.py show 02-mul\n" in out
     assert "Write the lesson" not in out
 
@@ -658,21 +603,8 @@ def test_start_refuses(repo, error):
     git(repo, "branch", "my-01-add")
     line = error("start", "1")
     assert "git switch my-01-add" in line and "restart 01-add" in line
-    git(repo, "checkout", "-q", "--detach", "main~3")
-    own = repo / "tests" / "test_mul.py"
-    for make in (lambda: own.write_text("my own"), lambda: own.symlink_to("nowhere")):
-        own.unlink(missing_ok=True)
-        make()
-        line = error("start", "02-mul")
-        assert line.endswith("in the way; commit or move them: tests/test_mul.py\n")
-        assert own.is_symlink() or own.read_text() == "my own"
-    assert git(repo, "branch", "--list", "my-02-mul") == ""
-
-
-def test_start_leaves_a_merge_that_is_not_committed(repo, error):
-    """It changes no file, so that git's status alone does not show it."""
-    git(repo, "branch", "side", "main")
-    git(repo, "switch", "-q", "side")
+    # A merge that changes no file, so that git's status alone does not show it.
+    git(repo, "switch", "-q", "--create", "side")
     commit(repo, "beside", {"side.txt": "beside\n"})
     git(repo, "switch", "-q", "main")
     git(repo, "merge", "-q", "-s", "ours", "--no-commit", "side")
@@ -681,49 +613,35 @@ def test_start_leaves_a_merge_that_is_not_committed(repo, error):
     assert (repo / ".git" / "MERGE_HEAD").exists() and stands(repo) == before
 
 
+@pytest.mark.parametrize("at", ["engine/sub.py", "engine"])
 @pytest.mark.parametrize("target", [None, "nowhere", "elsewhere"])
-def test_start_leaves_what_is_in_the_place_of_a_folder(repo, error, target):
+def test_start_leaves_what_is_in_the_place_of_a_file_or_folder(repo, error, at, target):
     """A file, or a link."""
-    files = {"engine/sub.py": "def sub(a, b):\n    return a - b\n"}
-    commit(repo, "engine: a folder", files)
+    commit(repo, "engine: a folder", {"engine/sub.py": "def sub(a, b):\n    return a - b\n"})
     commit(repo, "03 sub: differences", {"tests/test_sub.py": ""}, "03-sub")
     git(repo, "checkout", "-q", "--detach", "main~2")
     (repo / "elsewhere").mkdir()
     (repo / "elsewhere" / "sub.py").write_text("mine")
+    (repo / at).parent.mkdir(exist_ok=True)
     if target:
-        (repo / "engine").symlink_to(target)
+        (repo / at).symlink_to(repo / target)
     else:
-        (repo / "engine").write_text("mine")
+        (repo / at).write_text("mine")
     before = stands(repo)
-    assert "or move them: engine\n" in error("start", "3")
-    assert stands(repo) == before
+    assert error("start", "3").endswith(f"in the way; commit or move them: {at}\n")
+    assert stands(repo) == before and (repo / at).is_symlink() == bool(target)
     assert (repo / "elsewhere" / "sub.py").read_text() == "mine"
 
 
-def test_a_start_whose_branch_cannot_be_made_changes_nothing(repo, error):
-    git(repo, "branch", "my-02-mul/mine")  # git keeps a branch in a file: there is a folder
-    for place in ("main", "main~3"):
-        git(repo, "checkout", "-q", place)
-        before = stands(repo)
-        assert "cannot" in error("start", "2")
-        assert stands(repo) == before
-
-
-@pytest.fixture
-def broken_checkout(repo):
-    """A filter that fails in the middle of a checkout: on the calc.py where lesson 02 starts."""
+@pytest.mark.parametrize(
+    "command, place", [("start", "main"), ("start", "main~3"), ("restart", "my-02-mul")]
+)
+def test_a_start_that_fails_leaves_nothing_half_made(repo, error, command, place):
+    """A filter fails in the middle of a checkout: on the calc.py where lesson 02 starts."""
     fail = "awk '{print} /apply/ {bad = 1} /a \\* b/ {bad = 0} END {exit bad}'"
-    git(repo, "config", "filter.bad.clean", "cat")
-    git(repo, "config", "filter.bad.smudge", fail)
-    git(repo, "config", "filter.bad.required", "true")
+    for name, value in (("clean", "cat"), ("smudge", fail), ("required", "true")):
+        git(repo, "config", f"filter.bad.{name}", value)
     (repo / ".git" / "info" / "attributes").write_text("calc.py filter=bad\n")
-
-
-STARTS = [("start", "main"), ("start", "main~3"), ("restart", "my-02-mul")]
-
-
-@pytest.mark.parametrize("command, place", STARTS)
-def test_a_start_that_fails_leaves_nothing_half_made(repo, error, broken_checkout, command, place):
     if command == "restart":
         git(repo, "branch", place)
     git(repo, "checkout", "-q", place)
@@ -771,9 +689,6 @@ def test_restart_keeps_what_was_written(repo, run, error):
     assert "tracked files have changes" in error("restart")
     assert git(repo, "branch", "--list", "my-*-3") == ""
     assert (repo / "calc.py").read_text() == "not committed"
-    git(repo, "commit", "-qam", "on an older attempt")
-    assert run("restart")[0] == 0
-    assert git(repo, "branch", "--show-current") == "my-02-mul"
 
 
 def test_check(repo, run, monkeypatch):
@@ -784,12 +699,8 @@ def test_check(repo, run, monkeypatch):
     )
     run("start", "02-mul")
     code, out, _ = run("check")
-    assert code == 1
-    assert out.startswith("02-mul: its own tests") and "1 failed, 1 passed" in out
-    assert "All other tests" not in out and "not yet" in out
-    assert "python lessons.py compare 02-mul" in out
-    code, out, _ = run("check", "--quick")
-    assert code == 1 and "1 failed" in out and "02-mul: not yet" in out
+    assert code == 1 and out.startswith("02-mul: its own tests") and "1 failed, 1 passed" in out
+    assert "All other tests" not in out and "02-mul: not yet" in out
     assert "To run all other tests" not in out
     (repo / "calc.py").write_text(MUL)
     code, out, _ = run("check", "--quick")
@@ -800,6 +711,12 @@ def test_check(repo, run, monkeypatch):
     assert code == 0 and out.index("2 passed") < out.index("3 passed")  # its own, then all others
     assert "all tests pass" in out and "last lesson" in out
     assert "compare 02-mul" in out and "git switch main" in out
+    many = "import pytest\n\n\n@pytest.mark.parametrize('n', range(12))\n"
+    many += "def test_many(n):\n    assert not n + 1\n"
+    (repo / "tests" / "test_add.py").write_text(many)
+    code, out, _ = run("check")  # an earlier lesson breaks
+    assert code == 1 and "not yet" in out
+    assert out.index("2 passed") < out.index("10 failed")  # of 12: it stops there
 
 
 def test_without_pytest_one_line_says_how_to_get_it(repo, error, monkeypatch, tmp_path):
@@ -809,23 +726,6 @@ def test_without_pytest_one_line_says_how_to_get_it(repo, error, monkeypatch, tm
     monkeypatch.setattr(lessons, "python", lambda: str(bare))
     for command in ("check", "verify"):
         assert error(command).endswith(" with: make test\n")
-
-
-def test_main_is_no_lesson_that_one_writes(repo, run, error):
-    words = "you stand on main, which goes on after 02-mul; name a lesson, or begin one with: "
-    for command in ("check", "compare"):
-        assert error(command).endswith(f"{words}python lessons.py start 02-mul\n")
-    git(repo, "switch", "-q", "--detach", "HEAD~")  # the lesson itself, and a tag is the same
-    assert run("compare")[0] == 0
-
-
-def test_check_fails_where_an_earlier_lesson_breaks(repo, run):
-    many = "import pytest\n\n\n@pytest.mark.parametrize('n', range(12))\n"
-    many += "def test_many(n):\n    assert not n + 1\n"
-    (repo / "tests" / "test_add.py").write_text(many)
-    code, out, _ = run("check", "mul")
-    assert code == 1 and "not yet" in out
-    assert out.index("2 passed") < out.index("10 failed")  # of 12: it stops there
 
 
 def test_check_names_all_that_is_missing(repo, run):
@@ -885,6 +785,12 @@ def test_check_takes_the_lesson_where_the_reader_stands(repo, run, error):
         git(repo, "switch", "-q", "--create", branch, "main")
         expected = "01-add" if branch in ("my-01-add", "my-01-add-2") else "02-mul"
         assert lessons.current_lesson(lessons.read_main()[1]).id == expected
+    git(repo, "switch", "-q", "main")  # main is no lesson that one writes
+    words = "you stand on main, which goes on after 02-mul; name a lesson, or begin one with: "
+    for command in ("check", "compare"):
+        assert error(command).endswith(f"{words}python lessons.py start 02-mul\n")
+    git(repo, "switch", "-q", "--detach", "HEAD~")  # the lesson itself, and a tag is the same
+    assert run("compare")[0] == 0
 
 
 def test_compare(repo, run):
@@ -911,13 +817,16 @@ def test_try_elsewhere_is_a_temporary_copy(repo, run, error):
     git(repo, "checkout", "-q", "main~3")
     (repo / "calc.py").write_text("my work")
     (repo / ".venv").mkdir()
+    drive = repo.parent / "drive"  # a worktree on a drive that is not mounted is not forgotten
+    git(repo, "worktree", "add", "-q", "--detach", str(drive / "mine"), "main")
+    drive.rename(repo.parent / "unmounted")
     code, out, err = run("try", "2")
-    assert code == 1
-    start = (
-        "# (paste nothing, `lessons.py try` runs it)\n$ python - <<'EOF'\nfrom calc import apply\n"
-    )
-    assert out.startswith(start)
-    assert TRIED in out and "never" not in out
+    (repo.parent / "unmounted").rename(drive)
+    assert git(drive / "mine", "status", "--porcelain") == ""
+    git(repo, "worktree", "remove", str(drive / "mine"))
+    assert code == 1 and TRIED in out and "never" not in out
+    remark = "# (paste nothing, `lessons.py try` runs it)\n"
+    assert out.startswith(f"{remark}$ python - <<'EOF'\nfrom calc import apply\n")
     processor, copy, *stop = err.splitlines()
     assert processor.startswith(f"On {lessons.processor()}.")
     assert copy.startswith("You do not stand on 02-mul")
@@ -929,16 +838,17 @@ def test_try_elsewhere_is_a_temporary_copy(repo, run, error):
 
 def tried(folder, capfd, *lines) -> tuple[int, str, str]:
     """Run a Try section that a message has."""
-    text = (
-        "03 x: y\n\nWhy.\n\nTry:\n\n" + "\n".join(f"    {line}" for line in lines) + "\n\nRead: x"
-    )
+    text = "03 x: y\n\nTry:\n\n" + "\n".join(f"    {line}" for line in lines) + "\n\nRead: x"
     code = lessons.run_script(lessons.try_script(lessons.read_try(text)), folder, dict(os.environ))
     return code, *capfd.readouterr()
 
 
 @pytest.mark.parametrize("bash", [True, False])
 def test_try_is_one_shell(tmp_path, capfd, monkeypatch, bash):
-    """Functions, variables and folders last; each command stands before its output."""
+    """Functions, variables and folders last; each command stands before its output.
+
+    An error that the message shows does not stop the block.
+    """
     if not bash:
         monkeypatch.setattr(lessons.shutil, "which", lambda _: None)
     lines = (
@@ -949,15 +859,17 @@ def test_try_is_one_shell(tmp_path, capfd, monkeypatch, bash):
         "Lily and Tom",
         "$ pwd | grep -o '[^/]*$'",
         "there",
+        "$ echo 'x.py: error: no'; false",
+        "x.py: error: no",
+        "$ echo on",
+        "on",
     )
-    code, out, err = tried(tmp_path, capfd, *lines)
-    assert (code, out, err) == (0, "\n".join(lines) + "\n", "")
+    assert tried(tmp_path, capfd, *lines) == (0, "\n".join(lines) + "\n", "")
 
 
 @pytest.mark.parametrize(
     "line, words",
     [
-        ("ls no-such-file 2>/dev/null", "exit code"),
         ("no_such_command 2>/dev/null", "exit code 127"),
         ("false", "exit code 1"),
         ("echo 'no end", "exit code"),
@@ -971,20 +883,12 @@ def test_a_command_that_fails_stops_the_block(tmp_path, capfd, line, words):
         assert err.splitlines()[-1].startswith(f"lessons.py: error: {line}: {words}")
 
 
-def test_an_error_that_the_message_shows_does_not_stop_the_block(tmp_path, capfd):
-    lines = ("$ echo 'x.py: error: no' >&2; false", "x.py: error: no", "$ echo on", "on")
-    code, out, err = tried(tmp_path, capfd, *lines)
-    assert (code, err) == (0, "x.py: error: no\n") and out.endswith("$ echo on\non\n")
-    assert tried(tmp_path, capfd, *lines[:2])[0] == 0
-
-
 def test_what_needs_a_package_names_what_installs_it(tmp_path, capfd, monkeypatch):
     (tmp_path / "python").write_text('#!/bin/sh\ncase "$2" in *there*) ;; *) exit 1;; esac\n')
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(
-        lessons, "REQUIRED_PACKAGES", {"cat": ("there", "x"), "dog": ("gone", "make dog")}
-    )
+    packages = {"cat": ("there", "x"), "dog": ("gone", "make dog")}
+    monkeypatch.setattr(lessons, "REQUIRED_PACKAGES", packages)
     code, out, err = tried(tmp_path, capfd, "$ echo cat", "cat", "$ echo dog", "$ echo never")
     assert (code, out) == (1, "$ echo cat\ncat\n$ echo dog\n")
     assert err == "lessons.py: error: echo dog: needs the package gone; get it with: make dog\n"
@@ -994,8 +898,6 @@ def test_what_needs_a_package_names_what_installs_it(tmp_path, capfd, monkeypatc
     "command, target",
     [
         ("python infer.py --model smollm2 --chat", "make smollm2"),
-        ("T=checkpoints/smollm2-tools", "make smollm2"),
-        ("python - <<'EOF'\nfile = resolve_source(\"smollm2\").gguf\nEOF", "make smollm2"),
         ("python - <<'EOF'\nimport asyncio, httpx\nEOF", "make test"),
         ("python - <<'EOF'\nimport torch\nfrom transformers import Qwen3Config\nEOF", "make test"),
         ("python -m benchmarks.quality", "make test"),
@@ -1005,11 +907,8 @@ def test_what_needs_a_package_names_what_installs_it(tmp_path, capfd, monkeypatc
     ],
 )
 def test_which_commands_need_packages(command, target):
-    found = [
-        lessons.REQUIRED_PACKAGES[pattern][1]
-        for pattern in lessons.REQUIRED_PACKAGES
-        if re.search(pattern, command)
-    ]
+    required = lessons.REQUIRED_PACKAGES.items()
+    found = [hint for pattern, (_, hint) in required if re.search(pattern, command)]
     assert found == [target] * bool(target)
 
 
@@ -1059,19 +958,16 @@ def test_each_try_of_this_course_is_read_whole():
     for lesson in published():
         text = lessons.message(lesson)
         section = text.partition("\nTry")[2].partition("\nRead:")[0]
-        parts = lessons.read_try(text)
-        commands = [text for kind, text in parts if kind == "command"]
-        assert commands, lesson.id
-        assert len(commands) == section.count("\n    $ "), lesson.id
+        commands = [text for kind, text in lessons.read_try(text) if kind == "command"]
+        assert len(commands) == section.count("\n    $ ") > 0, lesson.id
         assert not any(text.endswith("\\") for text in commands), lesson.id
         sources += commands
     bash = shutil.which("bash") or pytest.skip("bash is not installed")
     subprocess.run([bash, "-n"], input="\n".join(sources), text=True, check=True)
 
 
-@pytest.mark.parametrize("slug", ["page-pool", "long-texts"])
-def test_a_try_prints_what_its_message_says(slug, run, tmp_path, monkeypatch):
-    lesson = next((lesson for lesson in published() if lesson.slug == slug), None)
+def test_a_try_prints_what_its_message_says(run, monkeypatch):
+    lesson = next((lesson for lesson in published() if lesson.slug == "page-pool"), None)
     if lesson is None:
         pytest.skip("HEAD stands before this lesson")
     monkeypatch.setattr(lessons, "read_main", lambda: ("HEAD", [lesson]))
@@ -1079,17 +975,6 @@ def test_a_try_prints_what_its_message_says(slug, run, tmp_path, monkeypatch):
     code, out, _ = run("try", lesson.id)
     said = [text for kind, text in lessons.read_try(lessons.message(lesson)) if kind != "prose"]
     assert code == 0 and out.partition("$ ")[2] == "\n".join(said) + "\n"
-
-
-def test_a_worktree_on_a_drive_that_is_not_mounted_is_not_forgotten(repo, run, tmp_path):
-    drive = tmp_path / "drive"
-    git(repo, "worktree", "add", "-q", "--detach", str(drive / "mine"), "main")
-    drive.rename(tmp_path / "unmounted")
-    git(repo, "checkout", "-q", "main~3")
-    assert run("try", "2")[0] == 1
-    (tmp_path / "unmounted").rename(drive)
-    assert git(drive / "mine", "status", "--porcelain") == ""
-    git(repo, "worktree", "remove", str(drive / "mine"))
 
 
 def test_try_where_you_stand_is_your_code(repo, run):
@@ -1134,7 +1019,7 @@ def test_verify_passes_good_lessons(repo, run, monkeypatch):
 
 
 def test_verify_runs_whole_suites_where_asked(repo, run, monkeypatch):
-    for id in ("19-nineteen", "20-twenty", "26-more"):
+    for id in ("19-nineteen", "26-more"):
         commit(repo, f"{id[:2]} x: y", {f"tests/test_{id[:2]}.py": ""}, id)
     seen = {}
 
@@ -1144,12 +1029,11 @@ def test_verify_runs_whole_suites_where_asked(repo, run, monkeypatch):
 
     monkeypatch.setattr(lessons, "verify", fake)
     code, out, _ = run("verify")
-    assert code == 1 and out.splitlines()[-1] == "5 passed, 1 failed" and "\nwrong\n" in out
+    assert code == 1 and out.splitlines()[-1] == "4 passed, 1 failed" and "\nwrong\n" in out
     assert not any(seen.values())
-    assert next(iter(seen)) in ("26-more", "20-twenty")  # two at a time, what takes longest first
-    seen.clear()
+    assert next(iter(seen)) in ("26-more", "19-nineteen")  # two at a time, the longest first
     assert run("verify", "--all")[0] == 1
-    assert len(seen) == 6 and all(seen.values())
+    assert len(seen) == 5 and all(seen.values())
     seen.clear()
     code, out, _ = run("verify", "0", "19", "0")
     assert code == 0 and out.splitlines()[-1] == "2 passed, 0 failed"
@@ -1173,52 +1057,36 @@ def test_verify_runs_finished_parts_at_their_commits_only(repo, run, monkeypatch
     assert {id for id, words in ends.items() if words.startswith("1 passed; before")} == {"04-div"}
     assert set(ends) == {"00-init", "01-add", "02-mul", "03-late", "04-div"}
     assert out.splitlines()[-2].startswith(f"4 {note}")
-
     code, out, _ = run("verify", "1", "3")  # both, whatever the part
     assert code == 1 and "1 by assertion" in out and bad in out and note not in out
-    code, out, _ = run("verify", "--all")
-    assert code == 1 and bad in out and note not in out
 
 
-def test_verify_leaves_out_what_compares_bits_of_torch_on_intel(repo, run, monkeypatch):
+@pytest.mark.parametrize("words", ["GenuineIntel", "AuthenticAMD", None])
+def test_verify_leaves_out_what_compares_bits_of_torch_on_intel(
+    repo, run, tmp_path, monkeypatch, words
+):
     """Where the commit does not have the list: later tests compare no bits."""
+    monkeypatch.setattr(lessons, "CPU_INFO", tmp_path / "cpuinfo")
+    if words:
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {words}\n")
     late = "\n\ndef test_bits():\n    from calc import apply\n    assert apply('/', 0, 1) == %s\n"
     files = {"tests/test_div.py": TEST_DIV + late % 2.4e-7, "calc.py": DIV}
     commit(repo, "03 div: quotients", files, "03-div")
-    commit(repo, "04 root: roots", {"tests/test_root.py": TEST_INIT}, "04-root")
     before = git(repo, "rev-parse", "HEAD")
-    words = "# bits of torch\n\n03-div tests/test_div.py::test_bits\n"
-    commit(repo, "course: a list", {"course/torch_bits.txt": words})
-    end = "; on this Intel processor without 1 of the tests in course/torch_bits.txt"
-    monkeypatch.setattr(lessons, "PARTS", {"init": "one", "div": "two", "root": "three"})
-
-    def verified(*ids):
-        code, out, _ = run("verify", *ids)
-        rows = [row for row in out.splitlines() if " s  " in row]
-        notes = {row.split()[1]: row.partition(" s  ")[2] for row in rows}
-        return code, notes, out.splitlines()[-1]
-
-    monkeypatch.setattr(lessons, "is_intel", lambda: False)
-    assert verified()[::2] == (1, "3 passed, 2 failed")  # 04 passes before it, too
-    monkeypatch.setattr(lessons, "is_intel", lambda: True)
+    list_of_bits = "# bits of torch\n\n03-div tests/test_div.py::test_bits\n"
+    commit(repo, "course: a list", {"course/torch_bits.txt": list_of_bits})
     git(repo, "checkout", "-q", before)  # where the list is not
-    code, notes, last = verified()
-    assert notes["03-div"] == "1 passed" and last == f"4 passed, 1 failed{end}"
-    code, notes, last = verified("3", "4")  # whole suites, and on the code before
-    assert notes["03-div"] == "5 passed; before it 1 of its 1 fail, 1 by assertion"
-    assert notes["04-root"].startswith("6 passed;") and last == f"1 passed, 1 failed{end}"
-    assert verified("2")[2] == "1 passed, 0 failed"
+    code, out, _ = run("verify", "3")
+    if words != "GenuineIntel":
+        assert code == 1 and out.endswith("0 passed, 1 failed\n")
+        return
+    assert code == 0 and "5 passed; before it 1 of its 1 fail, 1 by assertion" in out
+    end = "; on this Intel processor without 1 of the tests in course/torch_bits.txt\n"
+    assert out.endswith(f"1 passed, 0 failed{end}")
+    assert run("verify", "2")[1].endswith("1 passed, 0 failed\n")
     git(repo, "checkout", "-q", "main")
     commit(repo, "05 late: bits", {"tests/test_div.py": TEST_DIV + late % 2}, "05-late")
-    assert verified("5")[::2] == (1, "0 passed, 1 failed")
-
-
-@pytest.mark.parametrize("words, intel", [("GenuineIntel", True), ("AuthenticAMD", False)])
-def test_whose_processor_it_is(tmp_path, monkeypatch, words, intel):
-    monkeypatch.setattr(lessons, "CPU_INFO", tmp_path / "cpuinfo")
-    assert not lessons.is_intel()
-    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {words}\n")
-    assert lessons.is_intel() == intel
+    assert run("verify", "5")[1].endswith("0 passed, 1 failed\n")
 
 
 RED = "these tests pass on the code before the lesson:\n  test_0"
@@ -1259,8 +1127,7 @@ def test_verify_checks_once_more_what_fails(repo, run, monkeypatch):
     monkeypatch.setattr(lessons, "verify", lambda *_: (complaints.pop(0), "note"))
     code, out, _ = run("verify", "2")
     assert code == 0 and out.startswith("ok     02-mul") and "on the first:\nbusy\n" in out
-    code, out, _ = run("verify", "2")
-    assert code == 1 and out.startswith("FAILED 02-mul") and complaints == [""]
+    assert run("verify", "2")[0] == 1 and complaints == [""]
 
 
 def test_verify_wants_a_test_file(repo, run, monkeypatch):
@@ -1292,11 +1159,9 @@ def test_outcomes(repo):
 def test_what_hangs_is_ended(repo, monkeypatch):
     monkeypatch.setattr(lessons, "TEST_TIMEOUT", 1)
     (repo / "tests" / "test_all.py").write_text(
-        "import subprocess, time\n\n\n"
-        "def test_hangs():\n"
+        "import subprocess, time\n\n\ndef test_hangs():\n"
         "    child = subprocess.Popen(['sleep', '600'])\n"
-        "    open('child', 'w').write(str(child.pid))\n"
-        "    time.sleep(600)\n"
+        "    open('child', 'w').write(str(child.pid))\n    time.sleep(600)\n"
     )
     results, output = lessons.run_tests(repo, ["tests/test_all.py"])
     assert results == {"collection": "error"} and "in test_hangs" in output
