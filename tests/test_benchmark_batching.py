@@ -6,10 +6,15 @@ import signal
 import sys
 import types
 
+import numpy
 import pytest
 import torch
 from benches import Bench
 from conftest import passed_widths
+
+from benchmarks import batching
+from benchmarks.llama_cpp import greedy
+from errors import UserError
 
 pytestmark = pytest.mark.usefixtures("compiled")
 OURS = ["no cache", "cache", "bfloat16", "int8", "native", "native int8", "native blocks"]
@@ -20,8 +25,6 @@ class Here:
     """An EngineProcess without a process, which would take seconds to start."""
 
     def __init__(self, name, directory, device):
-        from benchmarks import batching
-
         self.state = (name, batching.load(name, directory, device))
 
     def __call__(self, function, *arguments):
@@ -33,36 +36,70 @@ class Here:
 
 @pytest.fixture
 def bench(request, checkpoint, monkeypatch):
-    from benchmarks import batching as script
-
-    monkeypatch.setattr(script, "EngineProcess", Here)
+    monkeypatch.setattr(batching, "EngineProcess", Here)
     small = ("--repeats", 2, "--max-new-tokens", 6, "--prompt-tokens", 5, "--batch-size", 2)
-    bench = Bench(request, script, "--model", checkpoint, *small)
+    bench = Bench(request, batching, "--model", checkpoint, *small)
     bench.installed(ctranslate2=False, llama_cpp=False, gguf=False)
     return bench
 
 
-@pytest.fixture
-def ctranslate2(monkeypatch, bench):
-    """A package of that name that runs our own model: what it was called with."""
+def test_a_row_for_each_run_of_each_engine(bench):
+    bench.draws = True
+    code, rows, err = bench("--batch-size", 1, 3, 1)
+    assert code == 0
+    assert "without CTranslate2, CTranslate2 int8: pip install ctranslate2\n" in err
+    assert "without llama.cpp, llama.cpp int8: pip install llama-cpp-python gguf\n" in err
+    assert list(rows["mode"]) == (OURS + TRANSFORMERS) * 4  # in turns
+    assert list(rows["batch_size"]) == 16 * [1] + 16 * [3]
+    assert list(rows["repeat"][:16]) == 8 * [0] + 8 * [1]
+    dtypes = ["float32", "float32", "bfloat16", "int8", "float32", "int8", "blocks", "float32"]
+    assert list(rows["dtype"][:8]) == dtypes
+    assert list(rows["peak_memory_mb"][:16]) == [1, 2, 3, 4, 5, 6, 7, 8] * 2
+    assert [job[2].__name__ for job in bench.memory_jobs] == 16 * ["run_once"]
+    assert rows["roofline_share"].notna().equals(~rows["mode"].isin(["no cache", "transformers"]))
+    assert rows["library"].notna().equals(rows["mode"] == "transformers")
+    read = rows.assign(bytes=rows["roofline_share"] / rows["decode_tokens_per_s"])
+    read = read.groupby("mode")["bytes"].median()
+    assert read["int8"] < 0.6 * read["cache"]
+    summary = bench.summary
+    cached = summary[summary["mode"] == "cache"]
+    assert len(summary) == 16 and list(cached["speedup_median"]) == [1, 1]
+    assert summary["speedup_median"].notna().all()  # of every dtype, against the same rows
+    together, each, first, memory = bench.figures[0].axes
+    assert together.get_legend_handles_labels()[1] == OURS + TRANSFORMERS
+    rate = cached[cached["batch_size"] == 3]["decode_tokens_per_s_median"].item()
+    for axes, count in ((together, 1), (each, 3)):
+        assert axes.containers[1].lines[0].get_ydata()[1] == pytest.approx(rate / count)
+    for axes, column in ((first, "first_token_s"), (memory, "peak_memory_mb")):
+        assert list(axes.lines[1].get_ydata()) == list(cached[column])
+
+
+def test_only_no_cache_computes_all_positions_again(tiny):
+    for name, expected in (("no cache", [3, 4, 5]), ("cache", [3, 1, 1])):
+        model, widths = passed_widths(tiny(dtype=torch.float32))
+        steps, *_ = batching.run(name, model, [[1, 2, 3]], 3, "cpu")
+        assert widths == expected and len(steps) == 3
+
+
+def test_ctranslate2_gets_the_same_prompts_and_ignores_eos(bench, monkeypatch):
+    """A package of that name that runs our own model."""
     script = bench.script
-    calls = types.SimpleNamespace(loaded=[], prompts=[])
+    loaded, prompts = [], []
 
     class Generator:
         def __init__(self, directory, **options):
-            calls.loaded.append(options)
+            loaded.append(options)
             self.model = script.load_model(directory.removesuffix("/ctranslate2"))
 
         def generate_batch(self, token_strings, callback, **options):
-            calls.prompts.append((token_strings, options))
-            prompts = [[int(token) for token in prompt] for prompt in token_strings]
-            steps, *_ = script.run("cache", self.model, prompts, options["max_length"], "cpu")
+            prompts.append((token_strings, options))
+            rows = [[int(token) for token in prompt] for prompt in token_strings]
+            steps, *_ = script.run("cache", self.model, rows, options["max_length"], "cpu")
             assert not any(callback(None) for step in steps for _ in step)
             rows = [list(map(str, row)) for row in zip(*steps)]
             return [types.SimpleNamespace(sequences=[row]) for row in rows]
 
         def forward_batch(self, token_strings, return_log_probs):
-            assert return_log_probs
             tokens = torch.tensor([[int(token) for token in token_strings[0]]])
             return self.model(tokens).log_softmax(-1).detach().numpy()
 
@@ -81,66 +118,12 @@ def ctranslate2(monkeypatch, bench):
     monkeypatch.setitem(sys.modules, "ctranslate2", types.SimpleNamespace(**names))
     monkeypatch.setitem(sys.modules, "ctranslate2.converters", converters)
     bench.installed(ctranslate2=True)
-    return calls
-
-
-def test_a_row_for_each_run_of_each_engine(bench):
-    bench.draws = True
-    code, rows, err = bench("--batch-size", 1, 3, 1)
-    assert code == 0
-    assert "without CTranslate2, CTranslate2 int8: pip install ctranslate2\n" in err
-    assert "without llama.cpp, llama.cpp int8: pip install llama-cpp-python gguf\n" in err
-    assert len(rows) == 2 * 2 * 8
-    assert list(rows["mode"][:16]) == (OURS + TRANSFORMERS) * 2  # in turns
-    assert list(rows["batch_size"]) == 16 * [1] + 16 * [3]
-    assert list(rows["repeat"][:16]) == 8 * [0] + 8 * [1]
-    dtypes = ["float32", "float32", "bfloat16", "int8", "float32", "int8", "blocks", "float32"]
-    assert list(rows["dtype"][:8]) == dtypes
-    assert list(rows["peak_memory_mb"][:16]) == [1, 2, 3, 4, 5, 6, 7, 8] * 2
-    assert [job[2].__name__ for job in bench.memory_jobs] == 16 * ["run_once"]
-    assert rows["roofline_share"].notna().equals(~rows["mode"].isin(["no cache", "transformers"]))
-    assert rows["library"].notna().equals(rows["mode"] == "transformers")
-    read = rows.assign(bytes=rows["roofline_share"] / rows["decode_tokens_per_s"])
-    read = read.groupby("mode")["bytes"].median()
-    assert read["int8"] < 0.6 * read["cache"]
-    summary = bench.summary
-    assert len(summary) == 16
-    cached = summary[summary["mode"] == "cache"]
-    assert list(cached["speedup_median"]) == [1, 1]
-    assert summary["speedup_median"].notna().all()  # of every dtype, against the same rows
-    together, each, first, memory = bench.figures[0].axes
-    assert together.get_legend_handles_labels()[1] == OURS + TRANSFORMERS
-    assert together.get_ylabel() == "tokens/s of the batch"
-    assert each.get_ylabel() == "tokens/s per sequence"
-    rate = cached[cached["batch_size"] == 3]["decode_tokens_per_s_median"].item()
-    for axes, count in ((together, 1), (each, 3)):
-        line = axes.containers[1].lines[0]
-        assert line.get_ydata()[1] == pytest.approx(rate / count)
-    for axes, column in ((first, "first_token_s"), (memory, "peak_memory_mb")):
-        assert list(axes.lines[1].get_ydata()) == list(cached[column])
-        assert list(axes.get_xticks()) == [1, 3]
-    assert (first.get_ylabel(), memory.get_ylabel()) == tuple(bench.script.LABELS[2:])
-    assert memory.get_ylim()[0] == 0
-
-
-def test_only_no_cache_computes_all_positions_again(tiny):
-    from benchmarks import batching
-
-    for name, expected in (("no cache", [3, 4, 5]), ("cache", [3, 1, 1])):
-        model, widths = passed_widths(tiny(dtype=torch.float32))
-        steps, *_ = batching.run(name, model, [[1, 2, 3]], 3, "cpu")
-        assert widths == expected
-        assert len(steps) == 3
-
-
-def test_ctranslate2_gets_the_same_prompts_and_ignores_eos(bench, ctranslate2):
     rows = bench.rows("--engines", "CTranslate2", "CTranslate2 int8")
     assert list(rows["mode"][:3]) == ["cache", "CTranslate2", "CTranslate2 int8"]
-    kinds = [options["compute_type"] for options in ctranslate2.loaded]
-    assert kinds == ["float32", "int8"]
-    assert ctranslate2.loaded[0]["intra_threads"] == torch.get_num_threads()
-    prompts, options = ctranslate2.prompts[0]
-    assert [len(prompt) for prompt in prompts] == [5, 5]
+    assert [options["compute_type"] for options in loaded] == ["float32", "int8"]
+    assert loaded[0]["intra_threads"] == torch.get_num_threads()
+    given, options = prompts[0]
+    assert [len(prompt) for prompt in given] == [5, 5]
     known = {"max_length": 6, "max_batch_size": 2, "sampling_topk": 1, "end_token": []}
     assert known.items() <= options.items()
     assert rows["roofline_share"].notna().tolist() == [True, False, False] * 2
@@ -178,10 +161,6 @@ def test_llama_cpp_gets_a_file_of_each_dtype(bench, monkeypatch):
 
 
 def test_llama_cpp_decodes_the_prompts_and_then_its_own_tokens():
-    import numpy
-
-    from benchmarks.llama_cpp import greedy
-
     passes = []
 
     def decode(new, position):
@@ -191,17 +170,6 @@ def test_llama_cpp_decodes_the_prompts_and_then_its_own_tokens():
     assert list(greedy(decode, [[1, 2], [3, 4]], 3)) == [[3, 5], [4, 6], [5, 7]]
     assert passes == [([[1, 2], [3, 4]], 0), ([[3], [5]], 2), ([[4], [6]], 3)]
     assert list(greedy(decode, [[1]], 2)) == [[2], [3]]  # of one prompt, too
-
-
-def test_different_tokens_are_not_timed(bench):
-    def wrong(run, name, *args):
-        steps, *times = run(name, *args)
-        if name == "transformers":
-            steps = [[0] * len(step) for step in steps]
-        return steps, *times
-
-    bench.change("run", wrong)
-    bench.stops("generate different tokens")
 
 
 @pytest.mark.parametrize("tie", [0.0, 99.0, float("nan")])
@@ -220,8 +188,11 @@ def test_of_two_tokens_nearly_as_probable_either_is_timed(bench, monkeypatch, ti
         bench.stops("generate different tokens", "--engines", "native")
 
 
-@pytest.mark.parametrize("one, many", [(8.0, 0.0), (0.0, 2.0), (torch.nan, 0.0)])
-@pytest.mark.parametrize("engine", ["bfloat16", "int8", "native int8", "native blocks"])
+@pytest.mark.parametrize(
+    "engine, one, many",
+    [("bfloat16", 8.0, 0.0), ("int8", 0.0, 2.0), ("native int8", torch.nan, 0.0)]
+    + [("native blocks", 8.0, 0.0), ("bfloat16", 0.0, 2.0)],
+)
 def test_neither_one_large_error_nor_many_small_ones_are_timed(bench, engine, one, many):
     def wrong(log_probs, name, *args):
         found = log_probs(name, *args).clone()
@@ -252,9 +223,7 @@ def test_an_engine_that_cannot_run_is_left_out(bench, monkeypatch):
 
 
 def test_an_engine_is_a_process_of_its_own(checkpoint, monkeypatch):
-    from benchmarks.batching import EngineProcess, UserError
-
-    engine_process = EngineProcess("native", checkpoint, "cpu")
+    engine_process = batching.EngineProcess("native", checkpoint, "cpu")
     name, positions, threads, process = engine_process(what_it_is, 7)
     assert (name, positions, threads) == ("native", 64 + 7, torch.get_num_threads())
     assert process != os.getpid()
@@ -268,7 +237,7 @@ def test_an_engine_is_a_process_of_its_own(checkpoint, monkeypatch):
     assert engine_process.process.exitcode == 0
     fork = multiprocessing.get_context("fork")  # one more, which need not import torch
     monkeypatch.setattr(multiprocessing, "get_context", lambda how: fork)
-    engine_process = EngineProcess("native", checkpoint, "cpu")
+    engine_process = batching.EngineProcess("native", checkpoint, "cpu")
     with pytest.raises(UserError, match="the process of native ended"):
         engine_process(end_it)
     engine_process.close()
@@ -288,12 +257,10 @@ def end_it(name, model):
 
 
 def test_an_engine_computes_with_the_threads_of_who_started_it(monkeypatch):
-    from benchmarks.batching import run_engine_process
-
     counts = []
     monkeypatch.setattr(torch, "set_num_threads", counts.append)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     here, there = multiprocessing.Pipe()
     there.close()
-    run_engine_process(here, "native", None, "cpu", 3)
+    batching.run_engine_process(here, "native", None, "cpu", 3)
     assert counts == [3]

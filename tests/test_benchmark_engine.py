@@ -1,18 +1,19 @@
 """What the engine's benchmark measures, on a clock that counts positions; no peer is needed."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
 from benches import Bench, near, save_endless
 
+import model
+from benchmarks import engine as script
 from engine.cache import PagedCache
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduler import Scheduler
-from model import GPT
 
-PARTS = ["throughput", "overhead", "sampling", "prefix", "chunks", "queue", "waste"]
-PARTS += ["speculation"]
+PARTS = "throughput overhead sampling prefix chunks queue waste speculation".split()
 TORCH = ", torch"  # in the name of a bar
 SPECULATION = ("--only", "speculation", "--draft-batch-size", 2)
 
@@ -25,23 +26,10 @@ def checkpoint(tiny, tmp_path_factory):
 @pytest.fixture
 def bench(request, checkpoint, monkeypatch):
     """The model is its own draft."""
-    from benchmarks import engine as script
-
     monkeypatch.setattr(script, "STEPS", 6)
-    small = ["--requests", 5, "--batch-size", 2, 3, "--prompt-tokens", 2, 6, "--new-tokens", 3, 8]
-    small += [
-        "--long-prompt",
-        20,
-        "--decode-batch-size",
-        2,
-        "--waiting",
-        7,
-        "--draft-batch-size",
-        1,
-        2,
-    ]
-    small += ["--repeats", 2, "--backend", "torch"]
-    bench = Bench(request, script, "--model", checkpoint, "--draft", checkpoint, *small)
+    small = "--requests 5 --batch-size 2 3 --prompt-tokens 2 6 --new-tokens 3 8 --long-prompt 20"
+    small += " --decode-batch-size 2 --waiting 7 --draft-batch-size 1 2 --repeats 2 --backend torch"
+    bench = Bench(request, script, "--model", checkpoint, "--draft", checkpoint, *small.split())
     bench.installed(transformers=False)
     return bench
 
@@ -56,20 +44,17 @@ def values(rows, mode, repeat=0, size=None, temperature=0.0):
 
 def queue(count=5, new_tokens=(3, 8)):
     """The prompts of the queue, and how many tokens follow each."""
-    from benchmarks import engine as script
-
     args = SimpleNamespace(prompt_tokens=[2, 6], new_tokens=new_tokens)
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=4096))
-    bench = script.Bench(args, "torch", model, None, None)
-    prompts, params = script.sample_requests(bench, count)
+    prompts, params = script.sample_requests(script.Bench(args, "torch", model, None, None), count)
     return prompts, [each.max_new_tokens for each in params]
 
 
-def test_all_parts_in_turns_with_summary_and_plot(bench, tmp_path):
+def test_all_parts_in_turns_with_summary_and_plot(bench):
     bench.draws = True
     rows = bench.rows(says="without transformers: pip install transformers")
     assert list(dict.fromkeys(rows["part"])) == PARTS
-    assert list(rows) == list(bench.script.COLUMNS)
+    assert list(rows) == list(script.COLUMNS)
     assert set(rows["parameters"]) == {4096 * 16 + 64 * 16 + 6592}
     assert rows["draft"].equals(rows["model"])
 
@@ -81,12 +66,8 @@ def test_all_parts_in_turns_with_summary_and_plot(bench, tmp_path):
     modes += [["engine", 2], ["engine", 3]]
     expected = [[repeat, *mode] for repeat in (0, 1) for mode in modes]
     assert runs("throughput", "repeat", "mode", "batch_size") == expected
-    expected = []
-    for repeat in (0, 1):
-        for size in (1, 2):
-            for temperature in (0, 0.8):
-                for mode in ("engine", "look-up", "draft model", "adaptive draft model"):
-                    expected.append([repeat, size, temperature, mode])
+    drafts = ("engine", "look-up", "draft model", "adaptive draft model")
+    expected = list(map(list, itertools.product((0, 1), (1, 2), (0, 0.8), drafts)))
     assert runs("speculation", "repeat", "batch_size", "temperature", "mode") == expected
     for part, count in {"overhead": 1, "sampling": 6, "prefix": 2, "chunks": 2, "queue": 2}.items():
         found = runs(part, "repeat", "mode")
@@ -96,23 +77,15 @@ def test_all_parts_in_turns_with_summary_and_plot(bench, tmp_path):
     assert (summary["min"] <= summary["median"]).all()
     assert (summary["median"] <= summary["max"]).all()
     assert set(summary[summary["part"] != "waste"]["runs"]) == {2}
-    assert (tmp_path / "run.png").stat().st_size > 5000
     drawn = []
     for axes in bench.figures[0].axes:
         drawn.append([label.get_text() for label in axes.get_yticklabels()][::-1])
-    assert drawn[0][:2] == [
-        f"one at a time{TORCH}, batch size 1",
-        f"static batches{TORCH}, batch size 2",
-    ]
-    assert drawn[1] == [
-        f"budget 4, in chunks{TORCH}, batch size 2",
-        f"budget 22, whole prompt{TORCH}, batch size 2",
-    ]
-    assert drawn[2][0] == f"engine, temperature 0.8, top-p 0.9{TORCH}, batch size 1"
-    assert len(drawn[2]) == 2 * 2 * 2  # greedy is 1 by itself
-    assert drawn[3][:2] == [f"look-up{TORCH}, batch size 1", f"draft model{TORCH}, batch size 1"]
+    first = ["one at a time", "budget 4, in chunks", "engine, temperature 0.8, top-p 0.9"]
+    for names, name, size in zip(drawn, [*first, "look-up"], (1, 2, 1, 1), strict=True):
+        assert names[0] == f"{name}{TORCH}, batch size {size}"
+    # Greedy is 1 by itself, and so is the engine alone.
+    assert list(map(len, drawn)) == [5, 2, 2 * 2 * 2, 2 * 2 * 3]
     assert drawn[3][-1] == f"adaptive draft model{TORCH}, batch size 2, temperature 0.8"
-    assert len(drawn[3]) == 2 * 2 * 3  # the engine alone is 1 by itself
 
 
 def test_throughput_is_of_all_tokens_and_padding_costs(bench, clock):
@@ -174,9 +147,9 @@ def test_transformers_writes_the_same_texts_or_is_named_and_left_out(bench, monk
     assert code == 0 and "without" not in err
     measures = {"tokens/s", "x one at a time", "x static batches"}
     assert set(values(rows, "transformers", size=3)) == measures
-    size = 3 * 4, EngineConfig.max_num_batched_tokens  # windows of 64, pages of 16
-    assert set(sizes) == {size}
-    monkeypatch.setattr(bench.script, "transformers_engine", broken)
+    # Windows of 64, pages of 16.
+    assert set(sizes) == {(3 * 4, EngineConfig.max_num_batched_tokens)}
+    monkeypatch.setattr(script, "transformers_engine", broken)
     words = "without transformers: RuntimeError: no such device\n"
     rows = bench.rows("--only", "throughput", "--repeats", 1, says=words)
     assert set(rows["mode"]) == {"one at a time", "static batches", "engine"}
@@ -195,7 +168,7 @@ def test_what_is_not_the_models_pass_is_the_engine(bench, clock, monkeypatch):
     slow(Scheduler, "schedule", 2)
     slow(PagedCache, "prepare", 3)
     slow(Engine, "compute", 10)
-    slow(GPT, "head", 7)
+    slow(model.GPT, "head", 7)
     rows = bench.rows("--only", "overhead")
     assert values(rows, "engine", 1) == {
         "step, ms": 25_000,  # three rows, and what is above
@@ -207,25 +180,21 @@ def test_what_is_not_the_models_pass_is_the_engine(bench, clock, monkeypatch):
 
 
 def test_draws_cost_what_they_take_beside_the_pass(bench, clock, monkeypatch):
-    import model as runner
+    sample_batch = model.sample_batch
 
-    def slower_draws(sample_batch):
-        def call(logits, sequences, *args):
-            clock[0] += sum(each.params.temperature > 0 for each in sequences)
-            clock[0] += sum(each.params.top_p < 1 for each in sequences)
-            return sample_batch(logits, sequences, *args)
+    def slower(logits, sequences, *args):
+        clock[0] += sum(each.params.temperature > 0 for each in sequences)
+        clock[0] += sum(each.params.top_p < 1 for each in sequences)
+        return sample_batch(logits, sequences, *args)
 
-        return call
-
-    monkeypatch.setattr(runner, "sample_batch", slower_draws(runner.sample_batch))
+    monkeypatch.setattr(model, "sample_batch", slower)
     rows = bench.rows("--only", "sampling")
-    for mode in ("engine", "generate"):
-        for size in (1, 3):
-            assert values(rows, f"{mode}, greedy", 1, size) == {"tokens/s": 1}
-            found = values(rows, f"{mode}, temperature 0.8, top-p 0.9", 1, size, 0.8)
-            assert found == {"tokens/s": near(1 / 3), "x greedy": near(1 / 3)}
-            found = values(rows, f"{mode}, temperature 0.8, top-k 50", 1, size, 0.8)
-            assert found == {"tokens/s": 0.5, "x greedy": 0.5}
+    for mode, size in itertools.product(("engine", "generate"), (1, 3)):
+        assert values(rows, f"{mode}, greedy", 1, size) == {"tokens/s": 1}
+        found = values(rows, f"{mode}, temperature 0.8, top-p 0.9", 1, size, 0.8)
+        assert found == {"tokens/s": near(1 / 3), "x greedy": near(1 / 3)}
+        found = values(rows, f"{mode}, temperature 0.8, top-k 50", 1, size, 0.8)
+        assert found == {"tokens/s": 0.5, "x greedy": 0.5}
 
 
 BACKENDS = ["torch", "native", "native int8"]
@@ -249,18 +218,13 @@ def test_backends_take_turns_and_torch_is_what_they_are_compared_with(bench):
         bench.change(name, call)
     rows = bench.rows("--only", "throughput", "--backend", *BACKENDS)
     assert ran == [name for _ in range(2) for name in BACKENDS for _ in range(5)]
-    for repeat in (0, 1):
-        for mode, size in (("one at a time", 1), ("engine", 3)):
-            rates = []
-            for backend in BACKENDS:
-                found = values(rows[rows["backend"] == backend], mode, repeat, size)
-                rates.append(found["tokens/s"])
-                if backend != "torch":
-                    assert found["x torch"] == near(found["tokens/s"] / rates[0])
-    assert set(zip(rows["backend"], rows["dtype"])) == set(
-        zip(BACKENDS, ("float32", "float32", "int8"))
-    )
-    assert set(rows["kernel"].dropna()) == {bench.script.common.kernel()}
+    for repeat, (mode, size) in itertools.product((0, 1), (("one at a time", 1), ("engine", 3))):
+        found = [values(rows[rows["backend"] == name], mode, repeat, size) for name in BACKENDS]
+        for each in found[1:]:
+            assert each["x torch"] == near(each["tokens/s"] / found[0]["tokens/s"])
+    dtypes = zip(BACKENDS, ("float32", "float32", "int8"))
+    assert set(zip(rows["backend"], rows["dtype"])) == set(dtypes)
+    assert set(rows["kernel"].dropna()) == {script.common.kernel()}
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -278,8 +242,6 @@ def test_each_part_runs_alone(bench, part):
 
 
 def test_without_a_compiler_torch_runs_alone(bench, monkeypatch):
-    script = bench.script
-
     def kernel():
         raise script.common.BuildError("there is no C compiler")
 
@@ -334,34 +296,19 @@ def test_the_queue_is_there_while_steps_are_timed(bench, clock, monkeypatch):
 
 
 def test_waste_is_of_the_last_page_alone(bench):
+    measures = [f"unused positions per request, {what}" for what in ("mean", "max")]
     rows = bench.rows("--only", "waste", "--batch-size", 1, "--requests", 2, "--new-tokens", 20, 20)
     prompts, _ = queue(2, (20, 20))
     used = [len(prompt) + step for prompt in prompts for step in range(19)]  # the last one ends it
-    assert values(rows, "pages of 16") == {
-        "unused positions per request, mean": near(
-            sum(-length % 16 for length in used) / len(used)
-        ),
-        "unused positions per request, max": 15,
-    }
-    assert values(rows, "contiguous windows") == {
-        "unused positions per request, mean": near(64 - sum(used) / len(used)),
-        "unused positions per request, max": 64 - min(used),
-    }
+    mean = sum(-length % 16 for length in used) / len(used)
+    assert values(rows, "pages of 16") == dict(zip(measures, (near(mean), 15)))
+    mean = 64 - sum(used) / len(used)
+    expected = dict(zip(measures, (near(mean), 64 - min(used))))
+    assert values(rows, "contiguous windows") == expected
     # A prompt on its way into its pages is no waste: a step takes 512 tokens, not all 20 prompts.
-    options = (
-        "--batch-size",
-        20,
-        "--requests",
-        20,
-        "--prompt-tokens",
-        40,
-        40,
-        "--new-tokens",
-        3,
-        3,
-    )
-    rows = bench.rows("--only", "waste", *options)
-    assert values(rows, "pages of 16")["unused positions per request, max"] == 48 - 40
+    many = "--batch-size 20 --requests 20 --prompt-tokens 40 40 --new-tokens 3 3"
+    rows = bench.rows("--only", "waste", *many.split())
+    assert values(rows, "pages of 16")[measures[1]] == 48 - 40
 
 
 def test_a_draft_that_is_the_model_is_always_right_and_the_cost_model_knows_it(bench, clock):

@@ -19,6 +19,9 @@ RATES = {  # a script's words -> tokens/s
 }
 
 
+INT8 = progress.INT8
+
+
 @pytest.fixture
 def bench(request, tmp_path, monkeypatch):
     """No script runs: each repeat is faster by 1 token/s, and int8 in a batch has other texts."""
@@ -46,10 +49,10 @@ def bench(request, tmp_path, monkeypatch):
 
 
 def test_a_row_for_each_lesson_in_turns_and_a_bar_for_each(bench, monkeypatch, tmp_path):
-    one = [("greedy-decoding", 1, "infer.py", ""), ("native-greedy", 1, "infer.py", progress.INT8)]
-    engine = [("native-backend", 32, "infer_engine.py", progress.NATIVE)]
-    engine += [("native-greedy", 32, "infer_engine.py", progress.INT8)]
-    monkeypatch.setattr(progress, "STEPS", (*one, *engine))
+    steps = [("greedy-decoding", 1, "infer.py", ""), ("native-greedy", 1, "infer.py", INT8)]
+    steps += [("native-backend", 32, "infer_engine.py", progress.NATIVE)]
+    steps += [("native-greedy", 32, "infer_engine.py", INT8)]
+    monkeypatch.setattr(progress, "STEPS", tuple(steps))
     bench.draws = True
     rows = bench.rows("--lessons", "native-greedy", "native-backend", "greedy-decoding")
     assert list(rows) == list(progress.Results.columns)
@@ -60,17 +63,15 @@ def test_a_row_for_each_lesson_in_turns_and_a_bar_for_each(bench, monkeypatch, t
     single, *_, batch = (command for _, _, command, _ in bench.ran[:4])
     told = ["--device", "cpu", "--prompt", "Once upon a time", "--max-new-tokens", "20"]
     assert single == ["infer.py", *told]  # the first lesson knows no --ignore-eos
-    assert batch[:5] == ["infer_engine.py", *progress.INT8.split()]
+    assert batch[:5] == ["infer_engine.py", *INT8.split()]
     assert batch[-3:] == ["--max-new-tokens", "20", "--ignore-eos"]
     wide = rows.pivot(index=["batch_size", "lesson", "repeat"], columns="measure", values="value")
     assert list(wide["tokens/s"]) == [10, 11, 250, 251, 80, 81, 320, 321]
     assert list(wide["x first"]) == [1, 1, 25, near(251 / 11), 1, 1, 4, near(321 / 81)]
     assert list(wide["same output"]) == [1, 1, 1, 1, 1, 1, 0, 0]
-    assert set(zip(rows["lesson"].str[:2], rows["commit"].str[:2])) == {
-        (number, number) for number in ("01", "57", "66")
-    }
-    assert set(rows[rows["run"].str.contains("int8")]["dtype"]) == {"int8"}
-    assert set(rows[~rows["run"].str.contains("int8")]["dtype"]) == {"float32"}
+    assert rows["lesson"].str[:2].equals(rows["commit"].str[:2])
+    expected = rows["run"].str.contains("int8").map({True: "int8", False: "float32"})
+    assert list(rows["dtype"]) == list(expected)
     assert len(json.loads((tmp_path / "run.json").read_text())) == 2 * 4 * 3
     first, second = bench.figures[0].axes
     assert (first.get_title(), second.get_title()) == ("batch size 1", "batch size 32")
@@ -100,18 +101,21 @@ def test_without_a_compiler_lessons_in_c_are_left_out(bench, monkeypatch):
     rows = bench.rows(*given, says="without lessons in C: no compiler\n")
     assert set(rows["lesson"]) == {"01-greedy-decoding"}
     code, _, err = bench("--lessons", "native-backend")
-    assert (code, err) == (2, err) and err.endswith("--lessons native-backend: no compiler\n")
+    assert code == 2 and err.endswith("--lessons native-backend: no compiler\n")
     assert err.count("\n") == 1
 
 
-def test_a_lesson_that_is_not_there_is_one_line(bench):
-    code, _, err = bench("--lessons", "kv-cache-static")
-    assert code == 2 and err.count("\n") == 1
-    assert "'kv-cache-static' names no lesson; see: python lessons.py list" in err
-    code, _, err = bench("--lessons", "top-p")
-    assert code == 2 and err.count("\n") == 1 and "invalid choice: 'top-p'" in err
-    code, _, err = bench("--new-tokens", 241)
-    assert code == 2 and "'241': must be an integer from 20 to 240" in err
+@pytest.mark.parametrize(
+    "option, said",
+    [
+        ("--lessons kv-cache-static", "'kv-cache-static' names no lesson; see: python lessons.py"),
+        ("--lessons top-p", "invalid choice: 'top-p'"),
+        ("--new-tokens 241", "'241': must be an integer from 20 to 240"),
+    ],
+)
+def test_what_is_wrong_is_one_line(bench, option, said):
+    code, _, err = bench(*option.split())
+    assert code == 2 and err.count("\n") == 1 and said in err
 
 
 def test_the_rate_is_that_after_the_first_token_of_each_text(tmp_path):

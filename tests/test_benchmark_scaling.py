@@ -17,6 +17,18 @@ from conftest import CHECKPOINTS
 from ranks import logits_of, results, save_uneven
 
 from benchmarks import common
+from benchmarks import scaling as script
+from benchmarks.predict import (
+    Step,
+    collectives,
+    largest_shares,
+    replica_rate,
+    sent,
+    shard_of,
+    step_seconds,
+    weights,
+)
+from benchmarks.ranks import SIZES, decode
 from errors import UserError
 from loading.load import load_config, load_model
 from parallel.ranks import TensorParallelGroup
@@ -25,9 +37,8 @@ LAYERS = 8  # of stories-llama
 # The first of 3 ranks has 2 of 6 query heads and the key that they share, 192 of 512 inner numbers
 # and 1,376 of 4,096 tokens. A whole layer has 393,216 numbers, the head 786,432.
 THIRD = (LAYERS * (3 * 64 * 192 + 3 * 192 * 192) + 1376 * 192) / (LAYERS * 393216 + 786432)
-COLLECTIVE_TIMES = {
-    kind: [1e-3, 1e-3, 1e-3, 3e-3] for kind in ("sum", "all_gather", "gather", "broadcast")
-}
+COLLECTIVES = ("sum", "all_gather", "gather", "broadcast")
+COLLECTIVE_TIMES = {kind: [1e-3, 1e-3, 1e-3, 3e-3] for kind in COLLECTIVES}
 
 
 def config_of(name):
@@ -35,48 +46,38 @@ def config_of(name):
 
 
 def test_shares_are_those_of_the_rank_with_most():
-    from benchmarks.predict import largest_shares
-
     # Of the second rank's two heads each has another key, and there are no more.
-    assert largest_shares(config_of("stories-llama"), 3, "reduce") == pytest.approx((THIRD, 1))
+    llama, gpt = config_of("stories-llama"), config_of("stories")
+    assert largest_shares(llama, 3, "reduce") == pytest.approx((THIRD, 1))
     for parallel_mode in ("gather", "reduce"):
-        assert largest_shares(config_of("stories"), 2, parallel_mode) == (0.5, 0.5)
-        assert largest_shares(config_of("stories"), 4, parallel_mode) == (0.25, 0.25)
+        for count in (2, 4):
+            assert largest_shares(gpt, count, parallel_mode) == (1 / count, 1 / count)
     # Two of four heads, 352 of 1,024 inner numbers, 96 of 256 outputs, 1,376 of 4,096 tokens.
     layer = 256 * (3 * 128 + 352) + 96 * (256 + 1024)
     products = (16 * layer + 1376 * 256) / (16 * 12 * 256**2 + 4096 * 256)
-    assert largest_shares(config_of("stories"), 3, "gather") == pytest.approx((products, 0.5))
+    assert largest_shares(gpt, 3, "gather") == pytest.approx((products, 0.5))
 
 
 @pytest.mark.parametrize("parallel_mode", ["gather", "reduce"])
 @pytest.mark.parametrize("kind", ["tiny", "tiny_llama"])
 def test_collectives_are_those_of_real_ranks(request, tmp_path, kind, parallel_mode):
-    from benchmarks.predict import collectives, sent
-
     model = save_uneven(request.getfixturevalue(kind), tmp_path / "model", kind)
-    tokens = torch.arange(5)[None]
-    found = results(3, logits_of, model, tokens, parallel_mode)
+    found = results(3, logits_of, model, torch.arange(5)[None], parallel_mode)
     expected = collectives(load_config(model), 3, parallel_mode, 5)
-    bytes_sent = sum(sent(collective, 3) for collective in expected)
-    assert found[0][1] == (len(expected), bytes_sent)
+    assert found[0][1] == (len(expected), sum(sent(collective, 3) for collective in expected))
 
 
 def test_weights_are_those_that_a_rank_holds():
-    from benchmarks.predict import shard_of, weights
-
     config = config_of("stories-draft")
-    whole = shard_of(config, 0, 1, "gather")
+    whole = weights(shard_of(config, 0, 1, "gather"))
     model = load_model(CHECKPOINTS / "stories-draft")
-    assert weights(whole) == sum(weight.nbytes for weight in model.parameters())
+    assert whole == sum(weight.nbytes for weight in model.parameters())
     parts = [weights(shard_of(config, rank, 2, "reduce")) for rank in (0, 1)]
     # Norms, the positions and two biases a layer are on both.
-    twice = 4 * 128 * (256 + 2 + 2 * (4 + 2))
-    assert sum(parts) == weights(whole) + twice
+    assert sum(parts) == whole + 4 * 128 * (256 + 2 + 2 * (4 + 2))
 
 
 def test_a_step_has_a_driver_turns_and_collectives():
-    from benchmarks.predict import Step, replica_rate, step_seconds
-
     step = Step(driver=1, each=2, products=8, attention=4)
     assert step_seconds(step, (1, 1), 1, 0) == 15
     assert step_seconds(step, (0.5, 0.25), 1, 10) == 1 + 2 + 4 + 1 + 10
@@ -89,29 +90,15 @@ def test_a_step_has_a_driver_turns_and_collectives():
 @pytest.fixture
 def bench(request, monkeypatch):
     """Its groups have no processes."""
-    from benchmarks import scaling as script
 
     def run_group(directory, job, size, times=1):
         bench.asked.append((job["join"], size, times, job["threads"], job["parts"]))
-        seconds = {"product 0": 0.003, "product 1": 0.005, "hidden": 0.02, "head": 0.002}
-        seconds |= {
-            "attention": 0.004,
-            "step": 0.03 * size,
-            "communication": 0.001,
-            "broadcast": 0.003,
-        }
-        outputs = [[bench.token(job["join"], size)]]
-        collective_times = [
-            {kind: times[:3] for kind, times in COLLECTIVE_TIMES.items()},
-            COLLECTIVE_TIMES,
-        ]
-        found = {
-            "outputs": outputs,
-            "memory": [5e7],
-            "collective_times": collective_times,
-            "collectives": 3,
-        }
-        return [found | seconds | {"sent": 7.0}] * times
+        few = {kind: seconds[:3] for kind, seconds in COLLECTIVE_TIMES.items()}
+        found = {"product 0": 0.003, "product 1": 0.005, "hidden": 0.02, "head": 0.002}
+        found |= {"attention": 0.004, "step": 0.03 * size, "communication": 0.001}
+        found |= {"broadcast": 0.003, "outputs": [[bench.token(job["join"], size)]]}
+        found |= {"memory": [5e7], "collective_times": [few, COLLECTIVE_TIMES], "collectives": 3}
+        return [found | {"sent": 7.0}] * times
 
     bench = Bench(request, script, "--model", CHECKPOINTS / "stories-llama")
     bench.asked = []
@@ -129,7 +116,7 @@ def values(rows, mode, processes):
 
 def test_ranks_have_rows_of_what_is_measured_and_predicted(bench):
     rows = bench.rows("--ranks", 2, 3, "--join", "reduce", "--replicas", "--max-num-seqs", 3)
-    assert list(rows) == list(bench.script.COLUMNS)
+    assert list(rows) == list(script.COLUMNS)
     one, *others = bench.asked
     assert one == (None, 1, 1, 2, False)
     # A rank has a thread; the parts of its step are those of two that compute beside each other.
@@ -161,14 +148,9 @@ def test_ranks_have_rows_of_what_is_measured_and_predicted(bench):
 
 
 def test_memory_is_less_by_weights_and_keys_that_others_have(bench):
-    options = [
-        "--replicas",
-        "--max-num-seqs",
-        3,
-        "--new-tokens",
-        26,
-    ]  # 33 positions, so three pages
-    rows = bench.rows("--ranks", 2, "--join", "gather", *options)
+    # 33 positions, so three pages.
+    options = "--ranks 2 --join gather --replicas --max-num-seqs 3 --new-tokens 26"
+    rows = bench.rows(*options.split())
     found = values(rows, "gather", 2)
     assert found["memory of rank 0, MB"] == 50
     # Half of all matrices, with those of the vocabulary, and one of two keys of 3 * 48 positions.
@@ -190,8 +172,6 @@ def test_other_texts_are_not_timed(bench):
 @pytest.fixture
 def served(bench, monkeypatch):
     """Replicas that are not there: N make 50 + 50 N tokens/s, each token in 8 core ms."""
-    script = bench.script
-    client = script.client
 
     @contextlib.contextmanager
     def server(line, threads):
@@ -208,7 +188,10 @@ def served(bench, monkeypatch):
         return sent, 0.0, 1.0
 
     def read(exchange):
-        return client.RequestOutput(0, 0, [1.0], 10, exchange.text, served.failure)
+        return script.client.RequestOutput(0, 0, [1.0], 10, exchange.text, served.failure)
+
+    def rate(load, *_):
+        return {"tokens/s": 50 + 50 * len(load.outputs) / 4}
 
     def clock(name=""):
         return served.clock * {"": 1, "Ingress": 0.25, "ProxyActor": 0.125}[name.rpartition(":")[2]]
@@ -217,10 +200,9 @@ def served(bench, monkeypatch):
     served.text = lambda servers, wanted: str(wanted)
     bench.installed(ray=True)
     monkeypatch.setattr(script, "server", server)
-    monkeypatch.setattr(client, "closed_loop", load)
-    monkeypatch.setattr(client, "read", read)
-    rate = lambda load, *_: {"tokens/s": 50 + 50 * len(load.outputs) / 4}  # noqa: E731
-    monkeypatch.setattr(client, "calculate_metrics", rate)
+    monkeypatch.setattr(script.client, "closed_loop", load)
+    monkeypatch.setattr(script.client, "read", read)
+    monkeypatch.setattr(script.client, "calculate_metrics", rate)
     monkeypatch.setattr(script, "processor_seconds", clock)
     monkeypatch.setattr(script, "memory_of", lambda name: 3e8 * served.asked[-1][0] / 4)
     bench.default_args += ("--ranks", 2, "--join", "gather", "--max-num-seqs", 4)
@@ -256,7 +238,6 @@ def test_replicas_that_fail_or_write_other_texts_are_not_timed(bench, served):
 
 def test_what_is_measured_if_nothing_is_said(bench, tmp_path, monkeypatch):
     """On the CPU of any machine: where there is a GPU, too, or nobody knows how many cores."""
-    script = bench.script
     asked = []
 
     def measure(args, *others):
@@ -272,16 +253,11 @@ def test_what_is_measured_if_nothing_is_said(bench, tmp_path, monkeypatch):
     assert asked == [(["gather", "reduce"], [2, 3, 4], [2, 3], 1)] * 2
 
 
-def test_without_ray_there_are_ranks_alone(bench):
-    bench.installed(ray=False)
-    words = "without replicas: pip install '.[ray]'\n"
-    rows = bench.rows("--ranks", 2, says=words)
-    assert "replicas" not in set(rows["mode"])
-
-
 def test_the_plot_has_what_is_predicted_beside_what_is_measured(bench):
     bench.draws = True
-    bench.rows("--ranks", 2, 3, "--replicas")
+    bench.installed(ray=False)
+    rows = bench.rows("--ranks", 2, 3, says="without replicas: pip install '.[ray]'\n")
+    assert "replicas" not in set(rows["mode"])
     (axes,) = bench.figures[0].axes
     assert axes.get_legend_handles_labels()[1] == ["one process", "gather", "reduce"]
     points = [line.get_xdata().tolist() for line in axes.get_lines()]
@@ -289,8 +265,6 @@ def test_the_plot_has_what_is_predicted_beside_what_is_measured(bench):
 
 
 def measured(model, max_num_seqs):
-    from benchmarks.ranks import decode
-
     with TensorParallelGroup("gather") as tp_group:
         return decode(job_of(model, max_num_seqs) | {"parts": True}, tp_group)
 
@@ -301,9 +275,6 @@ def job_of(model, max_num_seqs):
 
 
 def test_two_real_ranks_find_what_they_took(monkeypatch):
-    from benchmarks.predict import collectives, sent
-    from benchmarks.ranks import SIZES, decode
-
     monkeypatch.setattr("benchmarks.ranks.TIMES", 2)
     model = str(CHECKPOINTS / "stories-draft")
     first, second = results(2, measured, model, 60)  # more than a step of 512 tokens takes
@@ -314,37 +285,27 @@ def test_two_real_ranks_find_what_they_took(monkeypatch):
     passes = first["hidden"] + first["head"]
     products = sum(first[name] for name in first if name.startswith("product "))
     assert 0 < first["communication"] + products + first["attention"] < passes < first["step"]
-    few, all = (
-        [len(times) for times in collective_times.values()]
-        for collective_times in first["collective_times"]
-    )
-    assert (few, all) == ([len(SIZES) - 1] * 4, [len(SIZES)] * 4)
+    counts = [[len(times) for times in each.values()] for each in first["collective_times"]]
+    assert counts == [[len(SIZES) - 1] * 4, [len(SIZES)] * 4]
     assert decode(job_of(model, 60), None)["outputs"] == first["outputs"]
     assert [len(tokens) for tokens in first["outputs"]] == [6] * 60
 
 
 def test_a_collective_between_sizes_and_beyond():
-    from benchmarks.scaling import cost
-
-    collective_times = [{"sum": [1.0, 2.0, 3.0]}, {"sum": [3.0, 4.0, 5.0, 7.0]}]
-    assert cost(collective_times, "sum", 1) == 2
-    assert cost(collective_times, "sum", 2**15) == 3
-    assert cost(collective_times, "sum", (2**12 + 2**15) // 2) == 2.5
-    assert cost(collective_times, "sum", 2**22) == 7
-    assert cost(collective_times, "sum", 2**23) == 14
+    times = [{"sum": [1.0, 2.0, 3.0]}, {"sum": [3.0, 4.0, 5.0, 7.0]}]
+    sizes = {1: 2, 2**15: 3, (2**12 + 2**15) // 2: 2.5, 2**22: 7, 2**23: 14}
+    assert {size: script.cost(times, "sum", size) for size in sizes} == sizes
 
 
 def test_memory_is_what_was_not_there_before(monkeypatch):
-    from benchmarks.ranks import decode
-
     known = [300, 100]
     monkeypatch.setattr(common, "memory_in_use", lambda device: known.pop())
     assert decode(job_of(str(CHECKPOINTS / "stories-draft"), 1), None)["memory"] == [200]
 
 
 def test_torchrun_starts_so_many_ranks_and_says_what_is_wrong(tmp_path, monkeypatch):
-    from benchmarks import scaling as script
-
+    (found,) = script.run_group(tmp_path, job_of(str(CHECKPOINTS / "stories-draft"), 2), 1)
+    assert len(found["outputs"]) == 2  # a real group answers
     started = []
 
     def start(line, env, stdout, **_):
@@ -360,25 +321,14 @@ def test_torchrun_starts_so_many_ranks_and_says_what_is_wrong(tmp_path, monkeypa
     assert script.run_group(tmp_path, {"join": "reduce", "threads": 1}, 3, times=2) == [1, 2]
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     line += ["--nproc-per-node", "3", "--log-dir", str(tmp_path), "-m", "benchmarks.ranks"]
-    assert started == [(line, "1")] * 2
-    started.clear()
-    assert script.run_group(tmp_path, {"join": None, "threads": 2}, 1) == [1]
-    assert started == [([line[0], *line[-2:]], "2")]
+    assert script.run_group(tmp_path, {"join": None, "threads": 2}, 1) == [3]
+    assert started == [(line, "1")] * 2 + [([line[0], *line[-2:]], "2")]
     with pytest.raises(UserError, match="^a group of 1 failed: no$"):
         script.run_group(tmp_path, {"join": None, "threads": 3}, 1)
 
 
-def test_a_real_group_answers(tmp_path):
-    from benchmarks import scaling as script
-
-    (found,) = script.run_group(tmp_path, job_of(str(CHECKPOINTS / "stories-draft"), 2), 1)
-    assert len(found["outputs"]) == 2
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what Linux tells of processes")
 def test_the_time_and_memory_of_all_processes():
-    from benchmarks import scaling as script
-
     code = """import sys, time
 big = b'x' * 50_000_000
 while time.process_time() < 0.1: pass
@@ -398,11 +348,9 @@ sys.stdin.read()"""
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="Linux tells who started whom")
 def test_a_process_tree_has_children_with_sessions_of_their_own():
-    from benchmarks.scaling import process_tree
-
     line = [sys.executable, "-c", "import time; print(flush=True); time.sleep(61)"]
     with subprocess.Popen(line, stdout=subprocess.PIPE, start_new_session=True) as child:
         child.stdout.readline()  # /proc may have no command line yet when Popen returns
-        found = process_tree("sleep.61")
+        found = script.process_tree("sleep.61")
         child.kill()
     assert found == [Path("/proc", str(child.pid))]

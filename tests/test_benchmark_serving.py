@@ -1,6 +1,7 @@
 """Servers under load, fake ones on a clock that only waiting moves."""
 
 import contextlib
+import importlib.metadata
 import itertools
 import subprocess
 from types import SimpleNamespace
@@ -9,6 +10,8 @@ import pytest
 from benches import Bench, save_endless
 from loads import near, timed_completion
 
+import serve
+from benchmarks import serving as script
 from command_line.parser import Parser
 from errors import UserError
 from loading.load import load_model
@@ -28,8 +31,6 @@ def simulated(request, speaking, fake, monkeypatch):
 
     The engine alone writes 56 a second.
     """
-    from benchmarks import serving as script
-
     small = ["--model", speaking, "--clients", 2, "--seconds", 10, "--long-prompt", 20]
     bench = Bench(request, script, *small, "--prompt-words", 2, 6, "--new-tokens", 3, 8)
 
@@ -75,7 +76,7 @@ def test_all_loads_in_turns_with_summary_and_plot(simulated, fake):
     simulated.draws = True
     modes = ["one at a time", "engine native int8"]
     rows = simulated.rows("--modes", *modes, "--shares", 0.5, 2, "--repeats", 2)
-    assert list(rows) == list(simulated.script.COLUMNS)
+    assert list(rows) == list(script.COLUMNS)
     loads = ["engine alone", "2 clients", "0.5 of capacity", "2 of capacity"]
     loads += ["long prompts", "long prompts, shared"]
     expected = [[0, mode, "warm-up"] for mode in modes]
@@ -85,9 +86,6 @@ def test_all_loads_in_turns_with_summary_and_plot(simulated, fake):
     asked = [("cache", 1), ("native int8", 2)]
     expected = [(*mode, f"2 clients {repeat}") for repeat in (0, 1) for mode in asked]
     assert simulated.engines == expected
-    summary = simulated.summary
-    assert set(summary["runs"]) == {1, 2}
-    assert (summary["min"] <= summary["median"]).all()
     drawn = []
     for axes in simulated.figures[0].axes:
         labels = [label.get_text() for label in axes.get_yticklabels()][::-1]
@@ -112,8 +110,7 @@ def test_all_loads_in_turns_with_summary_and_plot(simulated, fake):
 
 
 def test_servers_get_the_same_requests_and_new_ones_in_each_repeat(simulated, fake):
-    modes = ("--modes", "engine", "engine native")
-    simulated.rows(*modes, "--shares", 0.5, "--repeats", 2)
+    simulated.rows("--modes", "engine", "engine native", "--shares", 0.5, "--repeats", 2)
     longest = []
     prompts = []
     for _, body in fake.requests:
@@ -125,20 +122,13 @@ def test_servers_get_the_same_requests_and_new_ones_in_each_repeat(simulated, fa
         (longest if words == 28 else prompts).append(body["prompt"])
     assert len(set(prompts)) < 0.7 * len(prompts)  # two servers, so twice each
     first, second, third, fourth = (longest[at : at + 18] for at in range(0, 72, 18))
-    assert (first, third) == (second, fourth)
-    assert len(set(first + third)) == 36
+    assert (first, third) == (second, fourth) and len(set(first + third)) == 36
     beginnings = [" ".join(text.split()[:20]) for text in first]
-    assert len(set(beginnings[:9])) == 9
-    assert len(set(beginnings[9:])) == 1
+    assert (len(set(beginnings[:9])), len(set(beginnings[9:]))) == (9, 1)
     assert not third[9].startswith(f" {beginnings[9]}")
 
 
 def test_each_server_is_told_in_its_own_words(simulated, fake, speaking, monkeypatch):
-    import importlib.metadata
-
-    import serve
-
-    script = simulated.script
     fake.respond = lambda body: timed_completion(*range(1, body["max_tokens"] + 1))
     written = []
     monkeypatch.setattr(script, "write_gguf", lambda model, *rest: written.append(rest))
@@ -147,18 +137,11 @@ def test_each_server_is_told_in_its_own_words(simulated, fake, speaking, monkeyp
     monkeypatch.setattr(importlib.metadata, "version", lambda of: "9" if of == name else have(of))
     code, rows, err = simulated("--shares", 0.5)
     assert (code, err.count("without")) == (0, 0)
-    commands = dict(zip(script.MODES, simulated.started))
     ((file, dtype, tokenizer),) = written
     assert (dtype, tokenizer) == ("float32", speaking / "tokenizer.json")
     words = [  # of each command
-        (
-            "serve.py",
-            f"--model {speaking} ",
-            "--device cpu",
-            "--max-num-seqs 1 ",
-            "--backend torch",
-        ),
-        ("--max-num-seqs 2 ", "--backend torch", "float32"),
+        ("serve.py", f"--model {speaking} ", "--max-num-seqs 1 ", "--backend torch"),
+        ("--max-num-seqs 2 ", "--backend torch", "float32", "--device cpu"),
         ("--backend native", "--dtype float32"),
         ("--backend native", "--dtype int8"),
         (f"transformers serve {speaking} ", "--cb-num-blocks 8"),
@@ -166,27 +149,26 @@ def test_each_server_is_told_in_its_own_words(simulated, fake, speaking, monkeyp
     ]
     parser = Parser()
     serve.add_server_options(parser)
-    for line, some in zip(commands.values(), words, strict=True):
+    for line, some in zip(simulated.started, words, strict=True):
         assert [word for word in some if word not in " ".join(line)] == []
         if line[0].endswith("serve.py"):
             assert parser.parse_args(line[1:]).model == str(speaking)
     common = {"prompt", "max_tokens", "temperature", "stream"}
-    kinds = {frozenset(body) - common for _, body in fake.requests}
     own = frozenset({"ignore_eos", "stream_options"})
-    assert kinds == {own, frozenset({"generation_config"}), frozenset({"min_tokens"})}
+    assert {frozenset(body) - common for _, body in fake.requests} == {
+        own,
+        frozenset({"generation_config"}),
+        frozenset({"min_tokens"}),
+    }
     libraries = rows.groupby("mode", sort=False)["library"].first()
     assert libraries["llama.cpp"] == "llama-cpp-python 9"
     assert libraries["transformers"].startswith("transformers 5")
     assert "engine alone" not in set(rows[rows["mode"] == "llama.cpp"]["load"])
 
 
-def test_a_server_that_cannot_run_or_fails_at_first_is_named_and_left_out(
-    simulated, fake, monkeypatch
-):
+def test_a_server_that_cannot_run_or_fails_at_first_is_left_out(simulated, fake, monkeypatch):
     reasons = {"llama.cpp": "pip install llama-cpp-python"}
-    monkeypatch.setattr(
-        simulated.script, "unavailable_reason", lambda name, device: reasons.get(name, "")
-    )
+    monkeypatch.setattr(script, "unavailable_reason", lambda name, device: reasons.get(name, ""))
     good = fake.respond
     fake.respond = lambda body: [(1, BUSY)] if len(simulated.started) == 1 else good(body)
     modes = ("engine native int8", "engine", "engine native", "llama.cpp")
@@ -201,7 +183,6 @@ def test_a_server_that_cannot_run_or_fails_at_first_is_named_and_left_out(
 def test_no_server_is_left(simulated, fake, tmp_path):
     fake.respond = lambda body: [(1, BUSY)]
     code, rows, err = simulated("--modes", "engine")
-    assert rows is None
     assert "without engine: the warm-up failed: HTTP 429\n" in err
     assert (code, list(tmp_path.glob("run*"))) == (2, [])
     assert err.endswith("error: --modes engine: no server could be started\n")
@@ -240,8 +221,6 @@ def test_other_texts_are_not_timed(simulated, fake):
 
 
 def test_the_engine_alone_is_busy_as_the_clients_are(speaking, clock, monkeypatch):
-    from benchmarks import serving as script
-
     engines = []
     make = script.Engine
 
@@ -249,21 +228,24 @@ def test_the_engine_alone_is_busy_as_the_clients_are(speaking, clock, monkeypatc
         engines.append(make(*args, **options))
         return engines[-1]
 
+    def alone(max_num_seqs):
+        return script.engine_alone("cache", model, args, max_num_seqs, "seed")
+
     monkeypatch.setattr(script, "Engine", note)
     sizes = {"prompt_words": [5, 5], "new_tokens": [8, 8]}
     args = SimpleNamespace(model=speaking, clients=1, seconds=120.0, **sizes)
     model = load_model(speaking)
     # A second for each position: 5 + 7 of them make 8 tokens.
-    alone = {"tokens/s": near(8 / 12), "plain step, ms": 1000}
-    assert script.engine_alone("cache", model, args, 1, "seed") == alone
+    expected = {"tokens/s": near(8 / 12), "plain step, ms": 1000}
+    assert alone(1) == expected
     (engine,) = engines
     assert engine.encoding is not None  # it makes text, as a server does
     assert engine.num_computed_tokens > 120  # and was warm before
     args.clients = 3
-    assert script.engine_alone("cache", model, args, 3, "seed")["plain step, ms"] == 3000
-    assert script.engine_alone("cache", model, args, 1, "seed") == alone
+    assert alone(3)["plain step, ms"] == 3000
+    assert alone(1) == expected
     args.new_tokens = [1, 1]
-    assert script.engine_alone("cache", model, args, 1, "seed") == {"tokens/s": near(1 / 5)}
+    assert alone(1) == {"tokens/s": near(1 / 5)}
 
 
 def test_what_is_not_known_has_no_row(simulated):
@@ -289,8 +271,6 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
 
 
 def test_a_server_is_waited_for_and_ended(monkeypatch):
-    from benchmarks import serving as script
-
     processes = []
 
     class Process(subprocess.Popen):
@@ -308,8 +288,6 @@ def test_a_server_is_waited_for_and_ended(monkeypatch):
 
 
 def test_a_server_that_ends_says_why():
-    from benchmarks import serving as script
-
     for said in ("no such model", "first\\nno such model"):
         with pytest.raises(UserError, match="the server did not start: no such model"):
             with script.server(["-c", f"import sys; sys.exit('{said}')"]):

@@ -41,6 +41,17 @@ def one_row(args, device, results):
     results.write(**ROW)
 
 
+def failing(error, *rows):
+    """A benchmark that measures these rows, and then fails."""
+
+    def measure(args, device, results):
+        for row in rows:
+            results.write(**row)
+        raise error
+
+    return measure
+
+
 def files(directory):
     return sorted(file.name for file in directory.iterdir())
 
@@ -76,20 +87,16 @@ def test_a_run_replaces_an_older_one_when_it_ends(script, tmp_path):
     for name in WRITTEN:
         (tmp_path / name).write_text("older")
     code, out, _ = script(measure)
-    assert code == 0
-    assert "speedup_median" in out
+    assert code == 0 and "speedup_median" in out
     assert files(tmp_path) == WRITTEN
-    assert len(pandas.read_csv(tmp_path / "run.csv")) == 1
-    assert len(pandas.read_csv(tmp_path / "run_summary.csv")) == 1
+    for name in ("run.csv", "run_summary.csv"):
+        assert len(pandas.read_csv(tmp_path / name)) == 1
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_without_rows_leaves_an_older_one(script, tmp_path):
-    def refuse(*_):
-        raise UserError("no")
-
     (tmp_path / "run.csv").write_text("older")
-    code, _, err = script(refuse)
+    code, _, err = script(failing(UserError("no")))
     assert (code, err) == (2, "benchmark.py: error: no\n")
     assert files(tmp_path) == ["run.csv"]
     assert (tmp_path / "run.csv").read_text() == "older"
@@ -111,26 +118,18 @@ def test_a_second_run_on_the_same_file_is_refused(script, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "error, code", [(KeyboardInterrupt, 130), (UserError("memory"), 2), (SystemExit("x"), "x")]
+    "error, code", [(KeyboardInterrupt(), 130), (UserError("memory"), 2), (SystemExit("x"), "x")]
 )
 def test_what_was_measured_before_an_end_is_kept(script, tmp_path, error, code):
-    def measure(args, device, results):
-        results.write(**ROW)
-        raise error
-
-    assert script(measure)[0] == code
+    assert script(failing(error, ROW))[0] == code
     assert files(tmp_path) == WRITTEN
     assert len(json.loads((tmp_path / "run.json").read_text())) == 1
 
 
 def test_json_has_the_values_of_the_csv(script, tmp_path):
-    def measure(args, device, results):
-        for repeat in range(2):
-            small = {"first_token_s": 1.23456e-16, "decode_tokens_per_s": torch.pi}
-            missing = {"acceptance": None, "roofline_share": float("nan"), "commit": "0123456"}
-            results.write(**ROW | small | missing | {"repeat": repeat})
-
-    assert script(measure)[0] == 0
+    row = ROW | {"first_token_s": 1.23456e-16, "decode_tokens_per_s": torch.pi, "acceptance": None}
+    row |= {"roofline_share": float("nan"), "commit": "0123456"}
+    assert script(failing(SystemExit(0), row, row | {"repeat": 0}))[0] == 0
     for name in ("run", "run_summary"):
         records = json.loads((tmp_path / f"{name}.json").read_text())
         with (tmp_path / f"{name}.csv").open() as file:
@@ -164,50 +163,35 @@ def test_a_row_that_did_not_fit_is_not_in_the_json(tmp_path, monkeypatch):
 
 
 def test_a_closed_pipe_is_left_to_run_script_and_rows_are_kept(script, tmp_path, monkeypatch):
-    def measure(args, device, results):
-        results.write(**ROW)
-        raise BrokenPipeError
-
     def run_script(parser, run, argv):
         run(parser.parse_args(argv))
 
     monkeypatch.setattr(common, "run_script", run_script)
     with pytest.raises(BrokenPipeError):
-        script(measure)
+        script(failing(BrokenPipeError(), ROW))
     assert files(tmp_path) == WRITTEN
 
 
-OLDER = ["run.json", "run.png", "run_summary.csv"]
-
-
-@pytest.mark.parametrize(
-    "rows, left",
-    [(2, ["run.csv", "run_summary.csv"]), (1, ["run.csv"]), (0, OLDER), (-1, OLDER)],
-    ids=str,
-)
-def test_a_full_disk_keeps_whole_rows_and_writes_nothing_by_halves(script, tmp_path, rows, left):
-    for name in OLDER:  # they must not stay beside newer rows
+@pytest.mark.parametrize("rows", [2, 1, 0, -1])
+def test_a_full_disk_keeps_whole_rows_and_writes_nothing_by_halves(script, tmp_path, rows):
+    older = ["run.json", "run.png", "run_summary.csv"]  # they must not stay beside newer rows
+    for name in older:
         (tmp_path / name).write_text("older")
     row = ROW | {"model": 800 * "x"} | dict.fromkeys(common.MEASURED, 1.5)
-
-    def measure(args, device, results):
-        for _ in range(9):
-            results.write(**row)
-
     header = len(",".join(row)) + 1
     line = len(",".join(map(str, row.values()))) + 1
     room = header + rows * line + 2  # the next row fits in part
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
     try:
-        code, _, err = script(measure)
+        code, _, err = script(failing(SystemExit("all fit"), *[row] * 9))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert code == 2
     *shown, last = err.splitlines()
-    assert len(shown) == max(rows, 0)
+    assert code == 2 and len(shown) == max(rows, 0)
     assert "run" in last and last.endswith(": File too large")
-    assert files(tmp_path) == left
+    left = {2: ["run.csv", "run_summary.csv"], 1: ["run.csv"]}
+    assert files(tmp_path) == left.get(rows, older)
     if rows > 0:
         written = (tmp_path / "run.csv").read_text().splitlines()[1:]
         assert [len(found) for found in written] == [line - 1] * rows
@@ -216,18 +200,12 @@ def test_a_full_disk_keeps_whole_rows_and_writes_nothing_by_halves(script, tmp_p
 
 @pytest.mark.parametrize(
     "name, said",
-    [
-        ("x.png", "end in .csv"),
-        ("x", "end in .csv"),
-        ("no/x.csv", "No such file"),
-        ("plotted.csv", "is a directory"),
-    ],
+    [("x.png", "end in .csv"), ("no/x.csv", "No such file"), ("plotted.csv", "is a directory")],
 )
 def test_an_output_that_cannot_be_written_is_refused_before_any_work(script, tmp_path, name, said):
     (tmp_path / "plotted.png").mkdir()
     code, _, err = script(lambda *_: pytest.fail("it works"), output=tmp_path / name)
-    assert code == 2
-    assert said in err and name in err and err.count("\n") == 1
+    assert code == 2 and said in err and name in err and err.count("\n") == 1
     assert files(tmp_path) == ["plotted.png"]
 
 
@@ -235,32 +213,23 @@ def test_options_are_used_and_a_value_given_twice_is_dropped(script, monkeypatch
     given = []
     threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-
-    def measure(args, device, results):
-        given.append((args, device))
-
-    script(measure, "--max-new-tokens", 9, 5, 9, "--threads", 1)
-    ((args, device),) = given
-    assert args.max_new_tokens == [9, 5]
-    assert args.repeats == 3
-    assert device == "cpu"
-    assert threads == [1]
+    script(lambda *found: given.append(found), "--max-new-tokens", 9, 5, 9, "--threads", 1)
+    ((args, device, _),) = given
+    assert (args.max_new_tokens, args.repeats, device, threads) == ([9, 5], 3, "cpu", [1])
 
 
 def test_the_commit_needs_no_hand(tmp_path, monkeypatch):
-    settings = {"user.name": "x", "user.email": "x@example.com", "commit.gpgsign": "false"}
-    configured = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
-
     def git(*args):
+        command = ["git", "-c", "user.name=x", "-c", "user.email=x@localhost", *args]
         options = {"cwd": tmp_path, "capture_output": True, "text": True, "check": True}
-        return subprocess.run(["git", *configured, *args], **options).stdout.strip()
+        return subprocess.run(command, **options).stdout.strip()
 
     monkeypatch.setattr(common, "ROOT", tmp_path)
     assert common.commit() == "unknown"
     git("init", "-q")
     (tmp_path / "file").write_text("one")
     git("add", "file")
-    git("commit", "-q", "-m", "one")
+    git("-c", "commit.gpgsign=false", "commit", "-q", "-m", "one")
     git("tag", "-a", "-m", "v1", "v1")
     assert common.commit() == git("rev-parse", "--short", "HEAD")
     (tmp_path / "file").write_text("two")

@@ -7,34 +7,28 @@ from benches import save_endless
 from conftest import CHECKPOINTS
 
 HELP = {  # script -> words of its help
-    "benchmark_kv_cache.py": ["{cache,no cache,transformers}", "kv_cache_cpu.csv"],
-    "benchmark_speculative.py": ["--gamma", "acceptance", "speculative_cpu.csv"],
-    "benchmarks/batching.py": ["native int8", "batching_cpu.csv"],
-    "benchmarks/engine.py": ["throughput:", "overhead:", "sampling:", "prefix:", "chunks:"]
-    + ["queue:", "waste:", "speculation:", "temperature", "engine_cpu.csv"],
-    "benchmarks/client.py": ["ttft", "itl", "tpot", "goodput", "client CPU", "chunk gap"]
-    + ["default: 5", "--request-rate", "send lag", "open loop"],
-    "benchmarks/serving.py": ["ttft", "itl", "goodput", "send lag", "plain step"]
-    + ["serving_cpu.csv"],
-    "benchmarks/scaling.py": ["one process", "predicted", "serve_ray.py", "scaling_cpu.csv"],
-    "benchmarks/progress.py": ["--lessons", "whose tag was run", "progress_cpu.csv"],
-    "benchmarks/larger_machines.py": ["--bandwidth", "--latency", "--ingress", "H200"],
+    "benchmark_kv_cache.py": "{cache,no cache,transformers}",
+    "benchmark_speculative.py": "acceptance",
+    "benchmarks/batching.py": "batching_cpu.csv",
+    "benchmarks/engine.py": "speculation:",
+    "benchmarks/client.py": "open loop",
+    "benchmarks/serving.py": "plain step",
+    "benchmarks/scaling.py": "serve_ray.py",
+    "benchmarks/progress.py": "whose tag was run",
+    "benchmarks/larger_machines.py": "H200",
 }
 
 
 @pytest.mark.parametrize("script", HELP)
 def test_help_names_what_there_is(run_file, script):
     code, out = run_file(script, "--help")
-    assert code == 0
-    joined = " ".join(out.split())
-    assert [word for word in HELP[script] if word not in joined] == []
+    assert code == 0 and HELP[script] in " ".join(out.split())
 
 
 REFUSED = {  # script and the options before these -> options, of which the last ones are wrong
     "benchmark_kv_cache --model MODEL --prompt-tokens 5": {
         "--max-new-tokens 6 60": "65 tokens do not fit the context window",
         "--max-new-tokens 1": "--max-new-tokens: '1': must be an integer >= 2",
-        "--max-new-tokens -5": "--max-new-tokens",
         "--batch-size 0": "--batch-size",
         "--batch-size 1000000": "--batch-size",
         "--prompt-tokens 0": "--prompt-tokens",
@@ -47,7 +41,6 @@ REFUSED = {  # script and the options before these -> options, of which the last
         "--dtype int8": "--dtype",
         "--profile x.txt": "--profile: 'x.txt': the file name must end in .json",
         "--profile no/x.json": "--profile: 'no/x.json': the directory no does not exist",
-        "--profile run.json": "--profile run.json: --output writes this file",
         "--profile ./run_summary.json": "--profile run_summary.json: --output writes this file",
     },
     "benchmark_speculative --target MODEL --draft MODEL --prompts 2": {
@@ -55,14 +48,10 @@ REFUSED = {  # script and the options before these -> options, of which the last
         "--gamma 0": "from 1 to 16",
         "--target random:gpt2": "random:gpt2: random models accept no drafts",
         "--draft random:gpt2": "random:gpt2: random models accept no drafts",
-        "--max-new-tokens 9 --gamma 2 4": "--max-new-tokens 9: must be at least 2 * (gamma",
         "--max-new-tokens 20 9 --gamma 4 2": "--max-new-tokens 9: must be at least 2 * (gamma",
-        "--max-new-tokens 1": "--max-new-tokens",
-        "--temperature 0 -1": "temperature -1",
-        "--temperature nan": "temperature nan",
+        "--temperature nan": "temperature is nan",
         "--max-new-tokens 12 57": "65 tokens of prompt and output",
         "--prompts 7": "from 1 to 6",
-        "--profile": "--profile: expected one argument",
         "--target nowhere": "nowhere",
     },
     "benchmarks.batching --model MODEL --prompt-tokens 5 --engines cache": {
@@ -76,22 +65,17 @@ REFUSED = {  # script and the options before these -> options, of which the last
         "--new-tokens 3 59": "65 tokens do not fit the context window",
         "--prompt-tokens 3 43": "65 tokens do not fit the context window",
         "--long-prompt 49": "65 tokens do not fit the context window",
-        "--batch-size 0": "--batch-size",
         "--gamma 17": "from 1 to 16",
         "--draft random:gpt2": "random:gpt2: random models",
-        "--temperature -1": "temperature -1",
-        "--model nowhere": "nowhere",
+        "--temperature -1": "temperature is -1",
         "--draft nowhere": "nowhere",
     },
     "benchmarks.client": {
         "": "one of the arguments --request-rate --clients is required",
-        "--request-rate 1 --clients 1": "not allowed with",
         "--request-rate 0": "'0': must be a number above 0",
         "--request-rate 1e308 --seconds 1e9": "1e+09: their product must be at most 1000000",
-        "--request-rate nan": "'nan': must be a number above 0",
         "--clients 0": "--clients",
         "--clients 1 --seconds nan": "'nan': must be a number above 0",
-        "--clients 1 --seconds 0": "'0': must be a number above 0",
         "--clients 1 --goodput 500": "--goodput",
         "--clients 1 --prompt-words 6 5": "--prompt-words 6 5: the minimum",
         "--clients 1 --new-tokens 6 5": "--new-tokens 6 5: the minimum",
@@ -103,14 +87,10 @@ REFUSED = {  # script and the options before these -> options, of which the last
     },
     "benchmarks.serving --model MODEL --modes engine --prompt-words 2 6 --new-tokens 3 8"
     " --long-prompt 20": {
-        "--modes nothing": "--modes",
-        "--clients 0": "--clients",
         "--shares 0.5 -1": "'-1': must be a number above 0",
         "--prompt-words 6 5": "--prompt-words 6 5: the minimum",
         "--new-tokens 3 59": "65 tokens do not fit the context window",
         "--long-prompt 49": "65 tokens do not fit the context window",
-        "--model nowhere": "nowhere",
-        "--output x.txt": "x.txt",
     },
     "benchmarks.scaling --model LLAMA": {
         "--ranks 1": "'1': must be an integer >= 2",
@@ -119,16 +99,13 @@ REFUSED = {  # script and the options before these -> options, of which the last
         "--join all": "--join",
         "--new-tokens 300": "do not fit the context window",
         "--new-tokens 2": "'2': must be an integer >= 3",
-        "--model nowhere": "nowhere",
-        "--output x.txt": "x.txt",
     },
     "benchmarks.larger_machines": {
         "--gpus 0": "'0': must be an integer from 1 to 64",
         "--bandwidth 0": "'0': must be a number above 0",
         "--efficiency 1.5": "--efficiency 1.5: must be at most 1",
-        "--positions 8193": "'8193': must be an integer from 1 to 8192",
         "--efficiency x": "'x': must be a number above 0",
-        "--positions 0": "'0': must be an integer from 1 to 8192",
+        "--positions 8193": "'8193': must be an integer from 1 to 8192",
     },
 }
 
