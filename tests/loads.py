@@ -9,7 +9,8 @@ import socket
 from types import SimpleNamespace
 
 import pytest
-from conftest import module_with
+
+from benchmarks import client
 
 STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
@@ -116,8 +117,6 @@ def client_table(capsys):
     """A function that runs the client's command line: its exit code, its table, and stderr."""
 
     def run(*args):
-        client = module_with("benchmarks.client", "run")
-
         code = 0
         try:
             client.main([str(arg) for arg in args])
@@ -129,8 +128,17 @@ def client_table(capsys):
     return run
 
 
+def check_seeds(fake, table, line) -> None:
+    """A seed gives the same requests again, and another seed other ones."""
+    first = list(fake.requests)
+    for seed, same in ((0, True), (1, False)):
+        fake.requests.clear()
+        table(*line, "--seed", seed)
+        assert (fake.requests == first) is same
+
+
 def metrics_of(load, ttft=math.inf, tpot=math.inf):
-    return module_with("benchmarks.client", "calculate_metrics").calculate_metrics(load, ttft, tpot)
+    return client.calculate_metrics(load, ttft, tpot)
 
 
 def in_time_shares(requests, seconds: float) -> list[float]:

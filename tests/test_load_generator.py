@@ -6,11 +6,12 @@ import socket
 import statistics
 
 import pytest
-from conftest import CHECKPOINTS, module_with
+from conftest import CHECKPOINTS
 from loads import (
     END,
     STREAM,
     URL,
+    check_seeds,
     chunk,
     counts,
     in_time_shares,
@@ -20,7 +21,9 @@ from loads import (
     steady,
     timed_completion,
 )
+from serving import serving, small_engine
 
+from benchmarks import client
 from text.tokenizer import load_encoding
 
 DONE = "data: [DONE]\n\n"
@@ -28,8 +31,6 @@ DONE = "data: [DONE]\n\n"
 
 def send(*wanted, seconds=10.0):
     """What came of requests for these numbers of tokens, each by its own client, all sent at 0."""
-    client = module_with("benchmarks.client", "run")
-
     exchanges = [client.Exchange(URL, {"prompt": "x", "max_tokens": count}) for count in wanted]
     return client.run(client.closed_loop(iter(exchanges), len(wanted), seconds))
 
@@ -63,8 +64,6 @@ def test_a_text_of_one_token_has_no_time_per_token(fake):
 
 
 def test_clients_wait_for_their_answers(fake):
-    client = module_with("benchmarks.client", "run")
-
     fake.respond = lambda body: steady(body, 1.0, 1.0)
     request_bodies = itertools.repeat({"prompt": "x", "max_tokens": 2})
     endless = (client.Exchange(URL, body) for body in request_bodies)
@@ -82,10 +81,8 @@ def test_clients_wait_for_their_answers(fake):
 
 def test_tokens_of_one_chunk_came_together(fake):
     first, second = chunk(" a b", tokens=2), chunk(" c d e", "length", tokens=5)
-    fake.respond = lambda body: [
-        (1, STREAM + raw_chunk(first)),
-        (3, raw_chunk(second + DONE) + END),
-    ]
+    end = raw_chunk(second + DONE) + END
+    fake.respond = lambda body: [(1, STREAM + raw_chunk(first)), (3, end)]
     load = send(5)
     (output,) = load.outputs
     assert (output.times, output.text) == ([1, 1, 3, 3, 3], " a b c d e")
@@ -137,37 +134,32 @@ def stream(*events: str, end: bytes = END) -> list[tuple[float, bytes]]:
 ERROR = 'data: {"error": {"message": "no memory", "type": "server_error"}}\n\n'
 CUT = "cut off"
 COUNT = "wrong number of tokens"
-FAILURES = {  # what is written -> why it does not count
-    "429": ([(1, b"HTTP/1.1 429 Busy\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n")], "HTTP 429"),
-    "500": ([(1, b"HTTP/1.1 500 Oh\r\nContent-Length: 2\r\n\r\nno")], "HTTP 500"),
-    "404": ([(1, b"HTTP/1.1 404 Not Found\r\nTransfer-Encoding: chunked\r\n\r\n")], "HTTP 404"),
-    "error": (stream(chunk(), ERROR, DONE), "error event"),
-    "closed": (stream(chunk(), chunk(), end=b""), CUT),
-    "closed in an event": (stream(chunk(), end=raw_chunk(chunk())[:20]), CUT),
-    "closed after the last chunk": (stream(chunk(), chunk(reason="length"), end=b""), CUT),
-    "no reason": (stream(chunk(), chunk()), CUT),
-    "nothing": ([], CUT),
-    "head only": ([(1, STREAM[:20])], CUT),
-    "no event": (stream(), CUT),
-    "too few": (stream(chunk(), chunk(reason="stop")), COUNT),
-    "too many": (stream(*[chunk()] * 3, chunk(reason="length")), COUNT),
-    "too many by usage": (stream(chunk(tokens=2), chunk(reason="length", tokens=4)), COUNT),
-    "too few by usage": (stream(chunk(), chunk(reason="length"), counts(2)), COUNT),
-    "too few by each usage": (
-        stream(chunk(tokens=1), chunk(reason="length", tokens=2), counts(2)),
-        COUNT,
-    ),
-    "counted but not there": (stream(chunk("", "length"), counts(3)), COUNT),
-    "no JSON": (stream("data: {\n\n"), "no completion"),
-    "a list": (stream("data: []\n\n"), "no completion"),
-    "too deep": (stream(f"data: {'[' * 10**5}\n\n"), "no completion"),
-    "no choices": (stream('data: {"object": "x"}\n\n'), "no completion"),
-    "no number": (stream(chunk(reason="length", tokens="3")), "no completion"),
-    "never ends": ([(1, STREAM), (10_000, b"")], "timeout after 120 s"),
-}
+FAILURES = [  # what is written, and why it does not count
+    ([(1, b"HTTP/1.1 429 Busy\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n")], "HTTP 429"),
+    ([(1, b"HTTP/1.1 404 Not Found\r\nTransfer-Encoding: chunked\r\n\r\n")], "HTTP 404"),
+    (stream(chunk(), ERROR, DONE), "error event"),
+    (stream(chunk(), end=raw_chunk(chunk())[:20]), CUT),
+    (stream(chunk(), chunk(reason="length"), end=b""), CUT),
+    (stream(chunk(), chunk()), CUT),
+    ([], CUT),
+    ([(1, STREAM[:20])], CUT),
+    (stream(), CUT),
+    (stream(chunk(), chunk(reason="stop")), COUNT),
+    (stream(*[chunk()] * 3, chunk(reason="length")), COUNT),
+    (stream(chunk(tokens=2), chunk(reason="length", tokens=4)), COUNT),
+    (stream(chunk(), chunk(reason="length"), counts(2)), COUNT),
+    (stream(chunk(tokens=1), chunk(reason="length", tokens=2), counts(2)), COUNT),
+    (stream(chunk("", "length"), counts(3)), COUNT),
+    (stream("data: {\n\n"), "no completion"),
+    (stream("data: []\n\n"), "no completion"),
+    (stream(f"data: {'[' * 10**5}\n\n"), "no completion"),
+    (stream('data: {"object": "x"}\n\n'), "no completion"),
+    (stream(chunk(reason="length", tokens="3")), "no completion"),
+    ([(1, STREAM), (10_000, b"")], "timeout after 120 s"),
+]
 
 
-@pytest.mark.parametrize("written, why", FAILURES.values(), ids=list(FAILURES))
+@pytest.mark.parametrize("written, why", FAILURES)
 def test_failures_are_counted_and_nothing_else_of_them_is(fake, written, why):
     fake.respond = lambda body: written if body["max_tokens"] == 3 else timed_completion(0.5, 0.75)
     load = send(2, 3, 2)
@@ -179,6 +171,13 @@ def test_failures_are_counted_and_nothing_else_of_them_is(fake, written, why):
     alone = metrics_of(send(3))
     assert (alone["requests"], alone["failed"], alone["tokens/s"]) == (1, 1, 0)
     assert "ttft, ms, p50" not in alone
+
+
+def test_a_load_is_an_error_only_if_all_requests_failed(fake, table):
+    answers = itertools.cycle([timed_completion(0.5), stream(chunk(), ERROR, DONE)])
+    fake.respond = lambda body: next(answers)
+    code, values, err = table("--clients", 2, "--seconds", 1e-9, "--new-tokens", 1, 1)
+    assert (code, values["requests"], values["failed"], err) == (0, 2, 1, "")
 
 
 def test_nobody_listens(table):
@@ -193,38 +192,29 @@ def test_nobody_listens(table):
     assert (bool(code), values["failed: no connection"]) == (True, 1)  # no host's name
 
 
-def test_a_load_of_which_some_requests_failed_is_no_error(fake, table):
-    answers = itertools.cycle([timed_completion(0.5), stream(chunk(), ERROR, DONE)])
-    fake.respond = lambda body: next(answers)
-    code, values, err = table("--clients", 2, "--seconds", 1e-9, "--new-tokens", 1, 1)
-    assert (code, values["requests"], values["failed"], err) == (0, 2, 1, "")
-
-
-def test_percentiles_are_those_of_numpy_and_statistics():
-    client = module_with("benchmarks.client", "run")
-
+def test_percentiles_are_those_of_statistics():
     values = [float(value) for value in (5, 1, 4, 4, 9, 2.5, 7)]
     named = client.percentiles("x", values, 50, 99, 100)
     cuts = statistics.quantiles(values, n=100, method="inclusive")
     expected = {"x, ms, p50": cuts[49], "x, ms, p99": cuts[98], "x, ms, p100": 9}
     assert named == {name: near(value) for name, value in expected.items()}
-    assert client.percentiles("x", [3.0], 1, 50) == {"x, ms, p1": 3, "x, ms, p50": 3}
 
 
 def test_words_are_tokens():
-    from benchmarks.client import WORDS, request_bodies
-
-    assert len(set(WORDS)) == len(WORDS) > 50
+    words = client.WORDS
+    assert len(set(words)) == len(words) > 50
     for name in ("stories", "stories-llama"):
         encoding = load_encoding(CHECKPOINTS / name, 4096)
-        assert all(len(encoding.encode(f" {word}")) == 1 for word in WORDS)
-    some = list(itertools.islice(request_bodies("seed", (2, 4), (3, 5)), 50))
-    assert some == list(itertools.islice(request_bodies("seed", (2, 4), (3, 5)), 50))
-    assert some != list(itertools.islice(request_bodies("other", (2, 4), (3, 5)), 50))
+        assert all(len(encoding.encode(f" {word}")) == 1 for word in words)
+
+    def bodies(seed, *first):
+        return list(itertools.islice(client.request_bodies(seed, (2, 4), (3, 5), *first), 50))
+
+    some = bodies("seed")
+    assert bodies("seed") == some != bodies("other")
     assert {body["max_tokens"] for body in some} == {3, 4, 5}
     assert {len(body["prompt"].split()) for body in some} == {2, 3, 4}
-    begun = next(request_bodies("seed", (2, 4), (3, 5), " Once upon"))
-    assert begun["prompt"] == " Once upon" + some[0]["prompt"]
+    assert bodies("seed", " Once upon")[0]["prompt"] == " Once upon" + some[0]["prompt"]
 
 
 def test_the_command_line_asks_what_it_says(fake, table):
@@ -246,23 +236,16 @@ def test_the_command_line_asks_what_it_says(fake, table):
         assert body["stream"] is True
         assert body["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
         assert (body["model"], body["ignore_eos"], body["temperature"]) == ("x", None, 0)
-    first = list(fake.requests)
-    for seed, same in ((0, True), (1, False)):
-        fake.requests.clear()
-        table(*line, "--seed", seed)
-        assert (fake.requests == first) is same
+    check_seeds(fake, table, line)
     fake.requests.clear()
     table("--clients", 2, "--seconds", 10)
     assert all(body["ignore_eos"] is True for _, body in fake.requests)
 
 
 def test_a_real_server(table, tiny_llama):
-    from serving import serving, small_engine
-
     with serving(lambda: small_engine(tiny_llama, max_num_seqs=2, page_size=8)) as server:
-        url = ("--url", f"http://127.0.0.1:{server.port}")
         few = ("--prompt-words", 2, 4, "--new-tokens", 3, 6, "--seconds", 0.3)
-        code, values, err = table(*url, *few, "--clients", 3)
+        code, values, err = table("--url", f"http://127.0.0.1:{server.port}", *few, "--clients", 3)
     assert (code, err, values["failed"]) == (0, "", 0)
     assert values["requests"] >= 3
     assert 0 < values["ttft, ms, p50"] <= values["ttft, ms, p99"]
