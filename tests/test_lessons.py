@@ -901,8 +901,7 @@ def test_an_earlier_lesson_finds_its_modules_under_a_safe_path(repo, run, monkey
     assert run("try", "3")[:2] == (0, "$ python run.py\nhere\n")
 
 
-def test_what_runs_in_the_background_ends_with_the_block(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(lessons, "GRACE_SECONDS", 0.2)
+def test_what_runs_in_the_background_ends_with_the_block(tmp_path, capfd):
     stubborn = "(trap '' INT; exec sleep 60) & echo $! > pid"
     nested = "bash -c 'sleep 60 & echo $! > inner'"
     for last in ("true", "false"):

@@ -18,29 +18,29 @@ ODD = [None, True, False, "", "2", [1], math.nan, math.inf, -math.inf, Fraction(
 odd_values = st.sampled_from(ODD)
 no_integers = odd_values | st.floats()
 too_large = st.just(10**400)
-BAD = {
-    "max_new_tokens": no_integers | st.integers(max_value=-1),
-    "temperature": odd_values | st.floats(max_value=0, exclude_max=True) | too_large,
-    "top_k": no_integers | st.integers(max_value=-1),
-    "top_p": odd_values | st.floats(max_value=0) | st.floats(1, exclude_min=True) | too_large,
-    "ignore_eos": st.sampled_from([None, "no", 0, 1, 0.0]),
-}
-ALLOWED = {
-    "max_new_tokens": "an integer >= 0",
-    "temperature": "a finite number >= 0",
-    "top_k": "an integer >= 0",
-    "top_p": "a number in (0, 1]",
-    "ignore_eos": "True or False",
+BAD = {  # bad values, and what is allowed
+    "max_new_tokens": (no_integers | st.integers(max_value=-1), "an integer >= 0"),
+    "temperature": (
+        odd_values | st.floats(max_value=0, exclude_max=True) | too_large,
+        "a finite number >= 0",
+    ),
+    "top_k": (no_integers | st.integers(max_value=-1), "an integer >= 0"),
+    "top_p": (
+        odd_values | st.floats(max_value=0) | st.floats(1, exclude_min=True) | too_large,
+        "a number in (0, 1]",
+    ),
+    "ignore_eos": (st.sampled_from([None, "no", 0, 1, 0.0]), "True or False"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 @given(data=st.data())
 def test_bad_values_are_named_with_their_range(name, data):
-    value = data.draw(BAD[name])
+    values, allowed = BAD[name]
+    value = data.draw(values)
     with pytest.raises(ValueError) as error:
         SamplingParams(**{name: value})
-    assert str(error.value) == f"{name} {value!r}: must be {ALLOWED[name]}"
+    assert str(error.value) == f"{name} is {value!r}; it must be {allowed}"
 
 
 @given(
@@ -54,7 +54,7 @@ def test_still_accepts_every_good_value(**values):
     SamplingParams(**values)
 
 
-@pytest.mark.parametrize("temperature", [1, 2**64, 10**300])
+@pytest.mark.parametrize("temperature", [1, 10**300])
 def test_an_integer_for_a_number_becomes_a_float(tiny, temperature):
     """torch takes no integer above 2**64 - 1."""
     params = SamplingParams(temperature=temperature, top_p=1)
@@ -86,20 +86,15 @@ def test_the_command_line_exits_with_one_line(cli, tiny_checkpoint, monkeypatch,
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_no_numbers_are_an_error(tiny, broken, temperature):
-    model = tiny()
+def test_logits_that_are_no_numbers_are_an_error(tiny, cli, tiny_checkpoint, broken, temperature):
+    model = tiny(dtype=torch.float32, vocab_size=4096, eos_token_id=4095)
     with torch.no_grad():
         model.ln_f.bias[0] = broken
     with pytest.raises(ValueError, match="logits that are NaN or infinite"):
         run(model, [[1]], max_new_tokens=1, temperature=temperature)
-
-
-def test_a_broken_checkpoint_exits_with_one_line_and_no_text(cli, tiny, tiny_checkpoint):
-    model = tiny(dtype=torch.float32, vocab_size=4096, eos_token_id=4095)
-    with torch.no_grad():
-        model.h[0].mlp.c_fc.weight[3, 3] = math.nan
     save_model(model, tiny_checkpoint)
-    assert is_one_line(cli("--model", tiny_checkpoint, "--prompt", "One day"), "NaN")
+    options = ("--prompt", "One day", "--temperature", temperature)
+    assert is_one_line(cli("--model", tiny_checkpoint, *options), "NaN")
 
 
 def test_an_error_in_mid_text_starts_a_line_of_its_own(cli, tiny_checkpoint, monkeypatch):
@@ -108,8 +103,6 @@ def test_an_error_in_mid_text_starts_a_line_of_its_own(cli, tiny_checkpoint, mon
         raise UserError("broken now")
 
     monkeypatch.setattr(infer, "generate", broken)
-    code, out, err = cli(
-        "--model", tiny_checkpoint, "--prompt", "One day", "--temperature", 1, "--seed", 2**64 - 1
-    )
+    options = ("--prompt", "One day", "--temperature", 1, "--seed", 2**64 - 1)
+    code, out, err = cli("--model", tiny_checkpoint, *options)
     assert code == 2 and out == "One dayb\n" and err.splitlines()[-1].endswith("error: broken now")
-    assert cli("--num-samples", "0")[0] == 2  # what the lesson before lets through

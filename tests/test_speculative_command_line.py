@@ -14,13 +14,18 @@ DRAFT = CHECKPOINTS / "stories-draft"
 
 @pytest.fixture
 def passes(monkeypatch):
-    """A function that sets what generate_speculative yields, for each prompt."""
+    """A function that sets what generate_speculative yields, for each prompt, and its calls."""
+    calls = []
 
-    def set_passes(*steps):
+    def set_passes(*steps, error=None):
         def generate(*args, **options):
-            return iter(steps)
+            calls.append(args)
+            yield from steps
+            if error:
+                raise error
 
         monkeypatch.setattr(infer_speculative, "generate_speculative", generate)
+        return calls
 
     return set_passes
 
@@ -48,50 +53,33 @@ def test_samples_and_prompt_files(run_main, passes, tmp_path):
 
 
 def test_the_report_counts_before_the_text_is_cut(run_main, passes, monkeypatch):
-    passes(
-        SpeculativeStep([1, 2, 3], [1, 2], 2),
-        SpeculativeStep([4], [5, 6], 0),
-        SpeculativeStep([7], [7, 8], 1),
-    )
+    given = ("--target", DRAFT, "--prompt", "Once")
+    assert run_main(main, *given, "--max-new-tokens", 0) == (0, "Once\n", "")
+    passes(SpeculativeStep([4], [], 0))
+    _, _, err = run_main(main, *given, "--max-new-tokens", 1)
+    assert err.startswith("0 of 0 drafts accepted (0%), 1.00 tokens per target pass\n")
+    steps = ([1, 2, 3], [1, 2], 2), ([4], [5, 6], 0), ([7], [7, 8], 1)
+    passes(*(SpeculativeStep(*step) for step in steps))
     clock = iter([0.0, 0.5, 1.0, 2.0])
     monkeypatch.setattr(output.time, "perf_counter", lambda: next(clock))
-    _, _, err = run_main(main, "--target", DRAFT, "--prompt", "Once")
-    assert err.splitlines() == [
+    assert run_main(main, *given)[2].splitlines() == [
         "3 of 6 drafts accepted (50%), 1.67 tokens per target pass",
         "passes by accepted drafts: 0: 1, 1: 1, 2: 1",
         "5 tokens, 2.5 tokens/s, the first after 0.500 s",
     ]
 
 
-def test_the_report_of_one_token_without_a_draft(run_main, passes):
-    passes(SpeculativeStep([4], [], 0))
-    _, _, err = run_main(main, "--target", DRAFT, "--max-new-tokens", 1)
-    assert err.startswith("0 of 0 drafts accepted (0%), 1.00 tokens per target pass\n")
-
-
-def test_options_reach_the_loop(run_main, monkeypatch):
-    seen = []
-
-    def generate(*args):
-        seen.append(args)
-        return iter([])
-
-    monkeypatch.setattr(infer_speculative, "generate_speculative", generate)
+def test_options_reach_the_loop(run_main, passes):
+    calls = passes()
     options = ("--gamma", 5, "--stride", 7, "--temperature", 1, "--seed", 3, "--prompt", "Once")
     assert run_main(main, "--target", DRAFT, "--draft", DRAFT, *options)[0] == 0
-    ((_, _, _, params, gamma, generator, stride, *_),) = seen
+    ((_, _, _, params, gamma, generator, stride, *_),) = calls
     assert (params.temperature, gamma, generator.initial_seed(), stride) == (1, 5, 3, 7)
-
-
-def test_no_tokens_are_no_report(run_main):
-    shown = run_main(main, "--target", DRAFT, "--prompt", "Once", "--max-new-tokens", 0)
-    assert shown == (0, "Once\n", "")
 
 
 @pytest.mark.parametrize(
     "terminal, no_color, colours",
-    [(True, None, True), (True, "", True), (True, "1", False), (True, "0", False)]
-    + [(False, None, False)],
+    [(True, None, True), (True, "", True), (True, "0", False), (False, None, False)],
 )
 def test_colours_are_for_terminals(run_main, passes, monkeypatch, terminal, no_color, colours):
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -106,12 +94,7 @@ def test_colours_are_for_terminals(run_main, passes, monkeypatch, terminal, no_c
         assert out == f"Once{drafted}{own}\n"
 
 
-def test_ctrl_c_keeps_the_text(run_main, monkeypatch):
-    def interrupted(*args, **options):
-        yield SpeculativeStep([65, 66], [65], 1)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(infer_speculative, "generate_speculative", interrupted)
+def test_ctrl_c_keeps_the_text(run_main, passes):
+    passes(SpeculativeStep([65, 66], [65], 1), error=KeyboardInterrupt)
     code, out, err = run_main(main, "--target", DRAFT, "--prompt", "Once")
-    assert (code, out) == (130, "Oncebc\n")
-    assert "1 of 1 drafts accepted" in err
+    assert (code, out) == (130, "Oncebc\n") and "1 of 1 drafts accepted" in err

@@ -31,15 +31,13 @@ def test_the_tests_run_on_both_systems_with_each_python():
         assert command in gate and any(step.startswith(command) for step in steps), command
 
 
-@pytest.mark.parametrize(
-    "version, fits",
-    [((3, 10, 9), 0), ((3, 11), 1), ((3, 14, 9), 1), ((3, 15, 0, "alpha"), 0), ((4, 0), 0)],
-)
-def test_make_takes_the_pythons_that_torch_has_wheels_for(version, fits):
+def test_make_takes_the_pythons_that_torch_has_wheels_for():
     program = (ROOT / "Makefile").read_text().partition("SUPPORTED = ")[2].partition("\n")[0]
-    with pytest.raises(SystemExit) as ended:
-        exec(program.replace("sys.version_info", str(version)))
-    assert ended.value.code == (not fits)
+    fit = {(3, 10, 9): 0, (3, 11): 1, (3, 14, 9): 1, (3, 15, 0, "alpha"): 0, (4, 0): 0}
+    for version, fits in fit.items():
+        with pytest.raises(SystemExit) as ended:
+            exec(program.replace("sys.version_info", str(version)))
+        assert ended.value.code == (not fits)
 
 
 @pytest.mark.parametrize("name", ["old", "none"])
@@ -75,5 +73,3 @@ def test_the_book_is_made_of_main_and_put_on_pages():
     assert build["steps"][-1]["with"]["path"] == "book"
     assert deploy["needs"] == "build" and steps_of(deploy) == ["actions/deploy-pages"]
     assert deploy["permissions"] == {"pages": "write", "id-token": "write"}
-    page = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-    assert "https://OWNER.github.io/REPOSITORY" in page

