@@ -4,7 +4,6 @@ import argparse
 import json
 import time
 
-import pandas
 import pytest
 import torch
 
@@ -143,23 +142,12 @@ def test_what_bfloat16_does_to_an_improbable_token_is_no_error():
     assert torch.allclose(common.kl_divergence(other, expected).double(), by_hand, atol=1e-6)
 
 
-def test_rows_are_there_as_they_are_measured_and_measured_numbers_are_rounded(tmp_path, capsys):
-    results = common.ResultsFile(tmp_path / "run.csv")
-    exact = {"temperature": 0.800001, "parameters": 123456789}
-    results.write(**ROW | exact | {"first_token_s": 1.23456, "acceptance": None})
-    found = pandas.read_csv(tmp_path / "run.csv.part").iloc[0]
-    assert (found["temperature"], found["parameters"]) == (0.800001, 123456789)
-    assert found["first_token_s"] == 1.235
-    assert pandas.isna(found["acceptance"])
-    assert "a: 1.0 tokens/s" in capsys.readouterr().err
-    with pytest.raises(ValueError):
-        results.write(**ROW, nonsense=1)
-
-
 def test_only_the_default_directory_is_made(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
     results = common.ResultsFile(tmp_path / "results" / "run.csv")
     results.write(**ROW)
+    with pytest.raises(ValueError):
+        results.write(**ROW, nonsense=1)
     assert results.close() and (tmp_path / "results" / "run.csv").exists()
     monkeypatch.chdir(tmp_path)
     assert not common.ResultsFile(common.Path("results", "again.csv")).close()
@@ -182,26 +170,21 @@ def test_speedup_is_the_median_of_paired_ratios():
     assert found["runs"] == 4 and summary["runs"].dtype == int
 
 
-@pytest.mark.parametrize(
-    "column, values",
-    [
-        ("model", ("x/stories", "y/stories")),
-        ("draft", ("x/stories", "")),
-        ("temperature", (0.8, 0.80001)),
-        ("new_tokens", (100000, 100001)),
-        ("batch_size", (1, 8)),
-        ("dtype", ("float32", "float16")),
-    ],
-)
-def test_settings_are_not_pooled(column, values):
-    pairs = zip(values, (10, 11))
-    rows = [ROW | {column: value, "decode_tokens_per_s": rate} for value, rate in pairs]
-    summary = common.summarise(rows, "a")
-    assert list(summary[column]) == list(values)
-    assert list(summary["speedup_median"]) == [1, 1]
-
-
-def test_a_baseline_of_one_dtype_serves_all():
+def test_settings_are_not_pooled_and_a_baseline_of_one_dtype_serves_all():
+    settings = {
+        "model": ("x/stories", "y/stories"),
+        "draft": ("x/stories", ""),
+        "temperature": (0.8, 0.80001),
+        "new_tokens": (100000, 100001),
+        "batch_size": (1, 8),
+        "dtype": ("float32", "float16"),
+    }
+    for column, values in settings.items():
+        pairs = zip(values, (10, 11))
+        rows = [ROW | {column: value, "decode_tokens_per_s": rate} for value, rate in pairs]
+        summary = common.summarise(rows, "a")
+        assert list(summary[column]) == list(values)
+        assert list(summary["speedup_median"]) == [1, 1]
     names = ("mode", "dtype", "decode_tokens_per_s")
     runs = (("a", "int8", 30), ("a", "float32", 10), ("b", "int8", 40))
     rows = [ROW | dict(zip(names, run)) for run in runs]

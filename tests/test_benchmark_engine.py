@@ -111,21 +111,18 @@ def test_throughput_is_of_all_tokens_and_padding_costs(bench, clock):
         assert engine["x static batches"] == near(alone / batches["tokens/s"])
 
 
-@pytest.mark.parametrize(
-    "function, mode", [("run_engine", "engine"), ("run_static_batches", "static batches")]
-)
-def test_different_tokens_are_not_timed(bench, function, mode):
+def test_different_tokens_are_not_timed(bench):
     def wrong(right, model, batch_size, prompts, params):
         outputs = right(model, batch_size, prompts, params)
         if batch_size == 3:
             outputs[-1] = outputs[-1][:-1] + [4095 - outputs[-1][-1]]
         return outputs
 
-    bench.change(function, wrong)
+    bench.change("run_engine", wrong)
     code, rows, _ = bench("--only", "throughput")
-    wrong = "1 of 5 sequences differ; wrong results are not timed"
-    assert code == f"{mode}{TORCH}, batch size 3: {wrong}"
-    assert 3 not in set(rows[rows["mode"] == mode]["batch_size"])
+    said = "1 of 5 sequences differ; wrong results are not timed"
+    assert code == f"engine{TORCH}, batch size 3: {said}"
+    assert 3 not in set(rows[rows["mode"] == "engine"]["batch_size"])
 
 
 def test_transformers_writes_the_same_texts_or_is_named_and_left_out(bench, monkeypatch):
@@ -160,11 +157,15 @@ def test_what_is_not_the_models_pass_is_the_engine(bench, clock, monkeypatch):
         method = getattr(owner, name)
 
         def call(*args):
-            clock[0] += seconds
+            clock[0] += seconds(*args) if callable(seconds) else seconds
             return method(*args)
 
         monkeypatch.setattr(owner, name, call)
 
+    slow(Engine, "step", lambda engine: len(engine.scheduler.waiting))
+    rows = bench.rows("--only", "queue")
+    assert values(rows, "0 waiting", 1) == {"step, ms": 2000, "x empty queue": 1}
+    assert values(rows, "7 waiting", 1) == {"step, ms": 9000, "x empty queue": 4.5}
     slow(Scheduler, "schedule", 2)
     slow(PagedCache, "prepare", 3)
     slow(Engine, "compute", 10)
@@ -280,19 +281,6 @@ def test_chunks_bound_the_gap(bench, clock):
     assert whole["plain step, ms"] == 2000
     assert whole["longest gap, ms"] == 22_000 == whole["first token of the prompt, ms"]
     assert whole["x plain step"] == 11
-
-
-def test_the_queue_is_there_while_steps_are_timed(bench, clock, monkeypatch):
-    step = Engine.step
-
-    def slower_for_waiting(self):
-        clock[0] += len(self.scheduler.waiting)
-        return step(self)
-
-    monkeypatch.setattr(Engine, "step", slower_for_waiting)
-    rows = bench.rows("--only", "queue")
-    assert values(rows, "0 waiting", 1) == {"step, ms": 2000, "x empty queue": 1}
-    assert values(rows, "7 waiting", 1) == {"step, ms": 9000, "x empty queue": 4.5}
 
 
 def test_waste_is_of_the_last_page_alone(bench):

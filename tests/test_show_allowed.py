@@ -1,13 +1,10 @@
 """Which tokens a constraint allowed, place by place. Oracle: all texts of a small one."""
 
-import asyncio
 import itertools
 import json
 import threading
 
-import openai
 import pytest
-from conftest import count_calls
 from serving import (
     PATH,
     connect,
@@ -17,16 +14,10 @@ from serving import (
     serving,
     small_encoding,
     small_engine,
-    started,
     until,
 )
 
-from constraints.grammar import GrammarMatcher
 from server.allowed import AllowedTokensTracker
-from server.backend import GenerateInput, Update
-from server.chat_completions import ChatCompletionBuilder
-from server.protocol import ChatRequest
-from server.served import ServedModel
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Tom"}]
@@ -246,35 +237,3 @@ def test_a_client_that_leaves_while_masks_are_made_holds_nothing(tiny_llama, mon
         finally:
             gate.set()
         until(lambda: is_free(client))
-
-
-def test_many_texts_hold_up_nobody(tiny_llama, monkeypatch):
-    """128 texts with 20 names at each place: the event loop writes names, and computes no mask."""
-    asked = ASKED[CHAT] | {"n": 128, "show_allowed": 20, "stream": True}
-    body = ChatRequest.model_validate(asked | {"structured_outputs": {"regex": ".*"}})
-    top = [(token, -1.0) for token in range(100, 103)]
-    updates = {index: Update((97,), "a", ((-1.0, top),), None) for index in range(128)}
-
-    async def events() -> int:
-        async with started(lambda: small_engine(tiny_llama)) as thread:
-            served = ServedModel(thread, "small", "nowhere", None)
-            inputs = GenerateInput([[1]] * 128, body.to_sampling_params(4, 3))
-            reply = ChatCompletionBuilder(body, served, inputs, None)
-            reply.allowed_tracker.read(updates)
-            monkeypatch.setattr(GrammarMatcher, "token_mask", None)  # it takes long
-            return count_calls(lambda: found.append(reply.deltas(updates)))
-
-    found = []
-    names = 128 * (3 + 20 + 20)
-    assert asyncio.run(events()) < 20 * names
-    assert found[0].count(b'"count":') == 256
-
-
-def test_the_official_client_has_the_fields(client):
-    where = {"base_url": f"http://127.0.0.1:{client.port}/v1", "api_key": "none"}
-    with openai.OpenAI(**where, max_retries=0) as openai_client:
-        ask = {"model": "small", "messages": MESSAGES, "response_format": NAMED, "logprobs": True}
-        reply = openai_client.chat.completions.create(**ask, extra_body={"show_allowed": 5})
-    content = reply.choices[0].logprobs.content
-    assert content[0].allowed["count"] == len(may_follow(b"", OBJECTS))
-    assert {"token": "{", "bytes": [123]} in content[0].allowed["tokens"]

@@ -2,7 +2,6 @@
 
 import sys
 
-import pytest
 import torch
 from conftest import ROOT, refused, save_speaking
 
@@ -21,18 +20,15 @@ def test_what_a_page_loads_is_small_and_one_vocabulary():
     assert "\\s" not in found[0]["pattern"].lower()
 
 
-@pytest.mark.parametrize(
-    "shape", [{"sliding_windows": (5, None)}, {"sliding_windows": (None, None)}], ids=str
-)
-def test_a_page_gets_no_gemma(tiny_gemma, tmp_path, shape):
+def test_a_page_gets_no_gemma_and_no_windows(tiny_gemma, tiny_llama, tmp_path):
     """It has one table of rotations, and each layer sees all."""
-    save_speaking(tiny_gemma, tmp_path, **shape)
-    assert "inference.js supports neither sliding windows" in refused(web_model.export, tmp_path)
-
-
-def test_a_page_gets_no_windows(tiny_llama, tmp_path):
-    save_speaking(tiny_llama, tmp_path, sliding_windows=(5, 5))
-    assert "inference.js supports neither sliding windows" in refused(web_model.export, tmp_path)
+    for build, windows in (
+        (tiny_gemma, (5, None)),
+        (tiny_gemma, (None,) * 2),
+        (tiny_llama, (5, 5)),
+    ):
+        save_speaking(build, tmp_path, sliding_windows=windows)
+        assert "the page computes no layers with windows" in refused(web_model.export, tmp_path)
 
 
 def test_play_shows_a_recording_of_the_model_that_it_loads():

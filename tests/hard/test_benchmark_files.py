@@ -126,6 +126,15 @@ def test_what_was_measured_before_an_end_is_kept(script, tmp_path, error, code):
     assert len(json.loads((tmp_path / "run.json").read_text())) == 1
 
 
+def test_a_closed_pipe_is_left_to_run_script_and_rows_are_kept(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        common, "run_script", lambda parser, run, argv: run(parser.parse_args(argv))
+    )
+    with pytest.raises(BrokenPipeError):
+        script(failing(BrokenPipeError(), ROW))
+    assert files(tmp_path) == WRITTEN
+
+
 def test_json_has_the_values_of_the_csv(script, tmp_path):
     row = ROW | {"first_token_s": 1.23456e-16, "decode_tokens_per_s": torch.pi, "acceptance": None}
     row |= {"roofline_share": float("nan"), "commit": "0123456"}
@@ -140,36 +149,6 @@ def test_json_has_the_values_of_the_csv(script, tmp_path):
                 assert ("" if value is None else str(value)) == line[column].replace("nan", "")
         assert records[0]["first_token_s"] == 1.235e-16
     assert "NaN" not in (tmp_path / "run.json").read_text()
-
-
-def test_a_row_that_did_not_fit_is_not_in_the_json(tmp_path, monkeypatch):
-    results = common.ResultsFile(tmp_path / "run.csv")
-    results.write(**ROW)
-    whole = results.file
-
-    class Full:
-        tell = whole.tell
-        truncate = whole.truncate
-
-        def write(self, data):
-            raise OSError("full")
-
-    results.file = Full()
-    with pytest.raises(OSError):
-        results.write(**ROW)
-    results.file = whole
-    common.report(results, "a", lambda summary: Figure())
-    assert len(json.loads(results.records.read_text())) == 1
-
-
-def test_a_closed_pipe_is_left_to_run_script_and_rows_are_kept(script, tmp_path, monkeypatch):
-    def run_script(parser, run, argv):
-        run(parser.parse_args(argv))
-
-    monkeypatch.setattr(common, "run_script", run_script)
-    with pytest.raises(BrokenPipeError):
-        script(failing(BrokenPipeError(), ROW))
-    assert files(tmp_path) == WRITTEN
 
 
 @pytest.mark.parametrize("rows", [2, 1, 0, -1])

@@ -3,16 +3,17 @@
 import contextlib
 import io
 import sys
+from pathlib import Path
 
-import gguf
 import pytest
 import torch
 from conftest import ROOT, run_rows
 from natives import in_pieces, native
 from serving import results_of
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 import infer
+from engine.engine import Engine
 from loading.load import load_model, resolve_source
 from native import use_native
 from sampling import SamplingParams
@@ -26,51 +27,14 @@ TALKS = [
     ("Is the moon a planet?", "And Pluto?"),
 ]
 LENGTH = 32
-PARTS = {  # of a tensor's name in the file, and in transformers
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 
 @pytest.fixture(scope="module")
 def theirs():
-    """transformers' model with the numbers that the package `gguf` reads."""
-    reader = gguf.GGUFReader(resolve_source("smollm2").name)
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope_theta=100000.0,
-        tie_word_embeddings=True,
-    )
-    weights = {}
-    for tensor in reader.tensors:
-        weight = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
-        if tensor.name == "token_embd.weight":
-            weights |= {"model.embed_tokens.weight": weight, "lm_head.weight": weight}
-            continue
-        if tensor.name == "output_norm.weight":
-            weights["model.norm.weight"] = weight
-            continue
-        _, layer, part, _ = tensor.name.split(".")
-        if part in ("attn_q", "attn_k"):  # a point's coordinates are neighbours in the file
-            weight = weight.unflatten(0, (-1, 32, 2)).transpose(1, 2).reshape(weight.shape)
-        weights[f"model.layers.{layer}.{PARTS[part]}.weight"] = weight
-    model = LlamaForCausalLM(config).eval()
-    model.load_state_dict(weights)
-    return model
+    """transformers' model of the same file, whose numbers it reads by itself."""
+    path = Path(resolve_source("smollm2").name)
+    options = {"gguf_file": path.name, "dtype": torch.float32}
+    return AutoModelForCausalLM.from_pretrained(path.parent, **options).eval()
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +71,6 @@ def test_texts_are_those_of_transformers(ours, expected):
 
 
 def test_the_engine_writes_the_same(ours, encoding, expected):
-    from engine.engine import Engine
-
     params = [SamplingParams(max_new_tokens=LENGTH)] * 8
     prompts = 2 * list(map(list, expected))
     engine = Engine(ours, max_num_seqs=8, encoding=encoding)
