@@ -28,17 +28,9 @@ def test_what_is_not_printable_is_escaped(text, shown):
 
 def test_a_long_error_is_cut_in_the_middle():
     message = str(UserError("begin " + "x" * 100_000 + " end"))
-    assert len(message) <= 1000
-    assert message.startswith("begin xxx")
-    assert " ... " in message
-    assert message.endswith("xxx end")
+    assert len(message) <= 1000 and " ... " in message
+    assert message.startswith("begin xxx") and message.endswith("xxx end")
     assert str(UserError("x" * 1000)) == "x" * 1000
-
-
-def refused(error) -> str:
-    with pytest.raises(UserError) as seen, catch_out_of_memory("7 bytes"):
-        raise error
-    return str(seen.value)
 
 
 @pytest.mark.parametrize(
@@ -48,16 +40,15 @@ def refused(error) -> str:
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\n2 GiB"),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
         RuntimeError("MPS backend out of memory"),
+        None,
     ],
     ids=repr,
 )
 def test_memory_that_runs_out_names_what_did_not_fit(error):
-    assert refused(error) == "7 bytes do not fit in memory"
-
-
-def test_a_real_allocation_that_fails_is_recognised():
-    with pytest.raises(UserError, match="^many bytes do not fit in memory$"):
-        with catch_out_of_memory("many bytes"):
+    with pytest.raises(UserError, match="^7 bytes do not fit in memory$"):
+        with catch_out_of_memory("7 bytes"):
+            if error:
+                raise error
             torch.empty(2**50)
 
 

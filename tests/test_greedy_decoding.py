@@ -24,31 +24,19 @@ def test_one_command_writes_a_story():
     assert result.stdout.count("\n") == 2 and "tokens/s" in result.stdout
 
 
-def test_equals_transformers_on_the_embedded_model(stories):
+def test_equals_transformers(stories, tiny, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    peer = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "stories", dtype=torch.float32)
     encoding = load_encoding(CHECKPOINTS / "stories", 4096)
-    prompts = [encoding.encode("Once upon a time")]
-    ours = run_rows(stories, prompts, max_new_tokens=30)
-    assert ours == their_rows(peer, prompts, 30)
-
-
-def test_equals_transformers_on_a_random_model(tiny, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    model = tiny()
-    save_model(model, tmp_path)
-    peer = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-    prompts = [[1, 2, 3], [7, 7, 7], [59, 0, 30]]
-    assert run_rows(model, prompts, max_new_tokens=12) == their_rows(peer, prompts, 12)
-
-
-def test_prompts_are_left_as_they_were(tiny):
-    prompts = [[1, 2], []]
-    run(tiny(), prompts[:1], max_new_tokens=3)
-    run(tiny(), prompts[1:], max_new_tokens=3)
-    assert prompts == [[1, 2], []]
+    random = tiny()
+    save_model(random, tmp_path)
+    for model, directory, prompts, count in (
+        (stories, CHECKPOINTS / "stories", [encoding.encode("Once upon a time")], 30),
+        (random, tmp_path, [[1, 2, 3], [7, 7, 7], [59, 0, 30]], 12),
+    ):
+        peer = AutoModelForCausalLM.from_pretrained(directory, dtype=model.dtype)
+        ours = run_rows(model, prompts, max_new_tokens=count)
+        assert ours == their_rows(peer, prompts, count)
 
 
 def test_zero_new_tokens_is_no_step(tiny, cli, tiny_checkpoint):
@@ -59,10 +47,14 @@ def test_zero_new_tokens_is_no_step(tiny, cli, tiny_checkpoint):
 
 
 def test_an_empty_prompt_starts_from_eos(tiny):
-    assert run(tiny(), [[]], max_new_tokens=5) == run(tiny(), [[60]], max_new_tokens=5)
+    prompts = [[]]
+    assert run(tiny(), prompts, max_new_tokens=5) == run(tiny(), [[60]], max_new_tokens=5)
+    assert prompts == [[]]  # left as it was
+    with pytest.raises(ValueError, match="at least one prompt"):
+        run(tiny(), [], max_new_tokens=1)
 
 
-def test_the_special_token_in_a_prompt_is_one_token(cli, tiny, tiny_checkpoint, monkeypatch):
+def test_the_special_token_in_a_prompt_is_one_token(cli, tiny_checkpoint, monkeypatch):
     seen = []
 
     def generate(model, prompts, *args, **options):
@@ -72,13 +64,7 @@ def test_the_special_token_in_a_prompt_is_one_token(cli, tiny, tiny_checkpoint, 
     monkeypatch.setattr(infer, "generate", generate)
     assert cli("--model", tiny_checkpoint, "--prompt", "<|endoftext|>One<|endoftext|>")[0] == 0
     (tokens,) = seen
-    assert tokens[0] == tokens[-1] == 4095
-    assert len(tokens) < 5
-
-
-def test_no_prompt_at_all_is_refused(tiny):
-    with pytest.raises(ValueError, match="at least one prompt"):
-        run(tiny(), [], max_new_tokens=1)
+    assert tokens[0] == tokens[-1] == 4095 and len(tokens) < 5
 
 
 def test_bad_input_is_one_line(cli, tiny, tiny_checkpoint):

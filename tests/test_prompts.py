@@ -26,15 +26,13 @@ def test_options_come_first_then_the_lines_of_the_file(prompts, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_bytes("\ufeffTom and\n\n caf\u00e9\fone line\n".encode())  # with a byte-order mark
     lines = ["Tom and", " café\fone line"]
-    assert prompts("--prompt", "Once", "--prompt", "Lily") == ["Once", "Lily"]
+    both = ("--prompt", "Once", "--prompt", "Lily")
+    assert prompts(*both) == ["Once", "Lily"]
     assert prompts("--prompt-file", file) == lines
     assert prompts("--prompt-file", file, "--prompt", "Once") == ["Once", *lines]
     assert prompts() == [""]
-
-
-def test_samples_of_a_prompt_stand_together(prompts):
-    args = ("--prompt", "Once", "--prompt", "Lily", "--num-samples", 2, "--temperature", 1)
-    assert prompts(*args) == ["Once", "Once", "Lily", "Lily"]
+    samples = prompts(*both, "--num-samples", 2, "--temperature", 1)
+    assert samples == ["Once", "Once", "Lily", "Lily"]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ import lessons as course
 
 sys.path.insert(0, str(ROOT / "course"))
 import make_book  # noqa: E402
-import web_model  # noqa: E402
 
 from book import diffs, glossary  # noqa: E402
 
@@ -443,13 +442,6 @@ def test_without_webassembly_nothing_leads_to_the_page_play(here, pages):
     assert 'href="play.html"' in pages["index.html"]
 
 
-def test_without_ziglang_there_is_one_line_and_no_page(monkeypatch, capsys):
-    monkeypatch.setattr(web_model.importlib.util, "find_spec", lambda name: None)
-    assert make_book.web_scripts() == {}
-    reason = "gpt.c needs a compiler: pip install '.[book]'"
-    assert capsys.readouterr().err == f"note: the book has no page Play: {reason}\n"
-
-
 def test_tests_that_are_too_long_have_a_page_of_their_own(pages):
     page = pages["02-mul.html"]
     assert '<a href="02-mul.tests.html">Tests: test_mul.py, 360 new lines</a>' in page
@@ -498,21 +490,6 @@ def test_a_diff_names_functions_and_folds_the_rest(pages):
     assert [(piece.get("class"), text_of(piece)) for piece in line] == [("s", "    two <i>")]
 
 
-@pytest.mark.parametrize("kind", ["+", "-"])
-@pytest.mark.parametrize(
-    "number, shown, expected",
-    [(1, None, ""), (2, None, "outer.inner"), (3, None, "outer.inner"), (4, None, "outer")]
-    + [(4, 0, ""), (4, 1, "outer"), (5, None, "")],
-)
-def test_a_line_is_in_a_function_up_to_its_last_one(blobs, kind, number, shown, expected):
-    """shown: a line beside the changed one."""
-    text = "def outer():\n    def inner():\n        a = 1\n        return a\n    return 5\nb = 6\n"
-    blobs(new=text, old=text)
-    lines = [diffs.Line(" ", shown, shown)] if shown is not None else []
-    hunk = diffs.Hunk("", 0, [*lines, diffs.Line(kind, number, number)])
-    assert diffs.heading(diffs.Change("a.py", "old", "new"), hunk) == expected
-
-
 def test_prose(pages):
     page = pages["01-add.html"]
     main = parse(page).find(".//main")
@@ -529,24 +506,15 @@ def test_prose(pages):
     assert "endian-ness" in page and "https://github.com/vllm-project/vllm/issues/5" in page
     assert "python lessons.py start 01" in page
     assert "lessons.py start" not in pages["00-init.html"]
-
-
-def test_what_to_implement_and_in_which_order_are_lists(pages):
-    main = parse(pages["01-add.html"]).find(".//main")
-    (steps,) = main.iter("ol")
+    (steps,), (asked,) = main.iter("ol"), of_class(main, "details", "fold asked")
     assert token_texts(steps, "li") == ["read_it, which goes on.", "The rest."]
-    (asked,) = of_class(main, "details", "fold asked")
     assert text_of(asked.find("p")) == "In infer.py, which the next line goes on with."
     words = 'UserError "no <such>" of so many words that they take a line more; its_member, alone'
     assert token_texts(asked, "li") == [f"infer.py: read_it(a, b) -> c; {words}", "--option"]
-
-
-def test_a_page_shows_the_problem_then_its_picture_then_the_idea(pages):
-    """And what to implement apart from it, behind the code and the tests."""
-    main = text_of(parse(pages["01-add.html"]).find(".//main"))
+    # The problem, its picture, the idea; what to implement behind the code and the tests.
     order = ["Why ", "a picture", "a formula", "\nTry it\n", "\nRead\n", "\nThe code\n"]
     order += ["\nThe tests\n", "\nWrite it yourself\n", "\nExercise\n"]
-    places = [main.rindex(words) for words in order]
+    places = [text_of(main).rindex(words) for words in order]
     assert places == sorted(places) and "<figure" not in pages["02-mul.html"]
 
 
@@ -654,6 +622,7 @@ def test_the_glossary_names_lessons_and_is_in_order():
 
 def test_the_first_use_of_a_word_is_a_link_and_no_other():
     ids = {"init": "00-init", "paged-cache": "39-paged-cache", "page": "70-page"}
+    ids |= {"choice-trie": "140-choice-trie"}
 
     def linked(id: str, *texts: str) -> list[tuple[str, str]]:
         link = glossary.link_first_uses(id, ids)
@@ -667,7 +636,9 @@ def test_the_first_use_of_a_word_is_a_link_and_no_other():
         assert linked("00-init", f"<{tag}>token</{tag}> token") == [("token", "token")]
     assert linked("00-init", "tokenizer, subtoken, a-token, token/x, e_token") == []
     assert linked("00-init", "pages, rows, drafts") == []  # of lessons to come
-    assert linked("39-paged-cache", "Pages and pages") == [("page", "Pages")]
+    page = ("page", "pages")
+    for id, words in (("39-a", [page]), ("103-a", [page]), ("140-a", [page, ("trie", "trie")])):
+        assert linked(id, "pages of a trie, and pages") == words
     assert linked("87-page", "a page") == []  # on the web
     assert linked("00-init", "Tests pass. It has a pass.") == [("pass", "pass")]
 
@@ -687,15 +658,6 @@ def test_a_word_with_several_meanings_is_a_link_where_words_beside_it_decide(wan
     link = glossary.link_first_uses("99-all", {word.slug: "99-all" for word in glossary.ENTRIES})
     shown = link(re.sub(r"[][]", "", wanted))
     assert re.sub(r"<a [^>]*>(\w+)</a>", r"[\1]", shown) == wanted
-
-
-def test_a_word_is_a_link_from_the_lesson_on_that_brings_it():
-    """By number: 103 comes after 39, and before 140."""
-    ids = {"paged-cache": "39-paged-cache", "choice-trie": "140-choice-trie"}
-    both = ["pages", "matcher"]
-    for id, wanted in (("32-a", []), ("39-a", both[:1]), ("103-a", both[:1]), ("140-a", both)):
-        shown = glossary.link_first_uses(id, ids)("<p>the pages of a matcher</p>")
-        assert re.findall(r">(\w+)</a>", shown) == wanted
 
 
 def test_a_lesson_links_words_once_in_prose_and_nowhere_else(pages):

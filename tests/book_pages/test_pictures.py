@@ -9,7 +9,7 @@ import html5lib
 import pytest
 import torch
 from conftest import ROOT
-from scenes import draw, drawn, forms, lengths, probs_after, text_of, written
+from scenes import draw, drawn, forms, probs_after, text_of, written
 
 import lessons as course
 import pictures
@@ -186,21 +186,6 @@ def test_what_is_drawn_is_also_said():
     assert widths[-2:] == ["width:25.00%", "width:75.00%"]
 
 
-@pytest.mark.parametrize(
-    "axis, values, expected",
-    [
-        (scene.Axis("x"), [3, 9], (0, 9, ["0", "2", "4", "6", "8"])),
-        (scene.Axis("x"), [80, 100], (80, 100, ["80", "90", "100"])),
-        (scene.Axis("x"), [0, 0], (0, 1, ["0", "0.5", "1"])),
-        (scene.Axis("x", log=True), [2, 500], (2, 500, ["10", "100"])),
-        (scene.Axis("x", [(0, "none"), (1, "all")]), [0.5], (0, 1, ["none", "all"])),
-    ],
-)
-def test_scales(axis, values, expected):
-    low, high, ticks = render.scale(axis, values)
-    assert (low, high, [text for _, text in ticks]) == expected
-
-
 def test_a_character_of_several_tokens_is_shown_whole():
     ids = runs.encode("a \u00e9\u00e8 \U0001f680", 40)
     assert len(ids) > 6 and "".join(runs.token_texts(ids)) == "a \u00e9\u00e8 \U0001f680"
@@ -344,39 +329,6 @@ def test_windows_are_those_that_the_model_saw():
 # Lessons 09 to 12
 
 
-PENALTIES = {  # slug -> parameters of both texts and of one, and what becomes of a logit
-    "presence-penalty": ({}, {"presence_penalty": 1.0}, lambda x, n: x - 1),
-    "frequency-penalty": (
-        {"presence_penalty": 1.0},
-        {"frequency_penalty": 0.5},
-        lambda x, n: x - n / 2,
-    ),
-    "repetition-penalty": (
-        {},
-        {"repetition_penalty": 1.3},
-        lambda x, n: x / 1.3 if x > 0 else x * 1.3,
-    ),
-}
-
-
-@pytest.mark.parametrize("slug", PENALTIES)
-def test_penalties(slug):
-    common, own, change = PENALTIES[slug]
-    record, shown = drawn(slug)
-    texts = [written("The big bear", max_new_tokens=60, **each) for each in (common, common | own)]
-    at = next(place for place, pair in enumerate(zip(*texts)) if pair[0] != pair[1])
-    assert record.chosen == tuple(text[at] for text in texts)
-    assert record.texts == tuple(text[at : at + 12] for text in texts)
-    moved = [row for row in record.rows if row[1] != row[2]]
-    for text, before, after, count in moved:
-        assert count == texts[0][:at].count(text) and after == pytest.approx(change(before, count))
-    best = [max(record.rows, key=lambda row, which=which: row[which])[0] for which in (1, 2)]
-    assert tuple(best) == record.chosen
-    (bars,) = forms(shown, scene.Bars)
-    assert lengths(bars) == [row[2] for row in record.rows]
-    assert sum(row.tick is not None for row in bars.rows) == len(moved) > 0
-
-
 # Lessons 13 to 18
 
 
@@ -387,20 +339,6 @@ def test_context_shifts():
             moved = max(0, -(-(length - 256) // each.stride) * each.stride)
             assert computed == (length - moved if moved != start or length == 4 else 1)
             start = moved
-
-
-def test_a_batch_of_different_lengths():
-    record, shown = drawn("variable-batching")
-    lines = forms(shown, scene.Tokens)[0].lines
-    for prompt, line in zip(
-        ["Once upon a time", "One day, a big dog", "Lily saw"], lines, strict=True
-    ):
-        own = [token for token in line.tokens if token.kind != "idle"]
-        alone = written(prompt, max_new_tokens=2, ignore_eos=True)
-        assert "".join(token.text for token in own) == prompt + "".join(alone)
-        assert [int(token.number) for token in own] == list(range(len(own)))
-    padding = sum(token.kind == "idle" for line in lines for token in line.tokens)
-    assert padding == sum(max(record.lengths) - length for length in record.lengths) == 6
 
 
 def test_drafts_and_a_rejection():
