@@ -1,7 +1,6 @@
 """What the benchmarks share: time, bytes, rows that are never lost or mixed, and paired ratios."""
 
 import argparse
-import json
 import time
 
 import pytest
@@ -32,15 +31,7 @@ def test_time_is_split_after_the_first_item(monkeypatch):
     assert order == ["synchronised", "read"] * 3
 
 
-def test_a_profile_is_a_trace_and_a_table_of_operations(tmp_path, capsys):
-    file = common.trace_file(str(tmp_path / "run.json"))
-    common.profile(file, "cpu", lambda side: torch.ones(side, side) @ torch.ones(side), 3)
-    events = json.loads(file.read_text())["traceEvents"]
-    assert [event["ph"] for event in events if event.get("name") == "aten::mv"] == ["X"]
-    lines = (tmp_path / "run.txt").read_text().splitlines()
-    (operation,) = (line.split() for line in lines if "aten::mv" in line)
-    assert operation[-1] == "1"  # call
-    assert capsys.readouterr().err.endswith(f"profile: {file}, {tmp_path / 'run.txt'}\n")
+def test_a_trace_that_cannot_be_written(tmp_path):
     (tmp_path / "taken.txt").mkdir()
     with pytest.raises(argparse.ArgumentTypeError, match="taken.txt is a directory"):
         common.trace_file(str(tmp_path / "taken.json"))
@@ -104,28 +95,20 @@ def test_half_precision_is_checked_in_each_row(tiny, monkeypatch, pass_size):
         common.check_half_precision(model, tokens, pass_size)
 
 
-LARGE = torch.zeros(1, 12, 61)
-LARGE[0, 5, 7] = 3.25
-SMALL = 0.3 * torch.randn(1, 12, 61, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
-
-
 @pytest.mark.parametrize(
-    "wrong, said",
-    [
-        (lambda logits: 1.5 * logits, ""),
-        (lambda logits: torch.nan * logits, ""),
-        (lambda logits: logits + LARGE, "0.1"),  # and 0.009 on average
-        (lambda logits: logits + SMALL, "0.0[1-4]"),
-    ],
+    "scale, large, small, said",
+    [(1.5, 0, 0, ""), (torch.nan, 0, 0, ""), (1, 3.25, 0, "0.1"), (1, 0, 0.3, "0.0[1-4]")],
     ids=["scaled", "nan", "one large error", "many small errors"],
 )
-def test_the_reference_is_checked_in_half_precision(tiny, wrong, said):
+def test_the_reference_is_checked_in_half_precision(tiny, scale, large, small, said):
     model = tiny(dtype=torch.bfloat16)
     tokens = torch.arange(24).view(2, 12)
     common.check_half_precision(model, tokens, reference=model)
+    noise = small * torch.randn(1, 12, 61, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
+    noise[0, 5, 7] += large
 
     def wrong_in_the_second_row(text):
-        return wrong(model(text)) if text[0, 0] == 12 else model(text)
+        return scale * model(text) + noise if text[0, 0] == 12 else model(text)
 
     with pytest.raises(SystemExit, match=f"off by up to {said}"):
         common.check_half_precision(model, tokens, reference=wrong_in_the_second_row)

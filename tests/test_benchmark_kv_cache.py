@@ -88,7 +88,7 @@ def test_texts_that_differ_at_the_end_are_not_timed(bench, dtype):
     bench.stops("generate different tokens", "--modes", "cache", "no cache", "--dtype", dtype)
 
 
-def test_a_profile_is_of_the_first_setting_and_changes_no_row(bench, tmp_path, capsys):
+def test_a_profile_is_of_the_first_setting_and_changes_no_row(bench, tmp_path):
     profiled = bench.spy("profile", of=bench.script.common)
     file = tmp_path / "trace.json"
     asked = ("--modes", "no cache", "cache", "--batch-size", 2, 1, "--max-new-tokens", 9, 6)
@@ -101,22 +101,12 @@ def test_a_profile_is_of_the_first_setting_and_changes_no_row(bench, tmp_path, c
     # Two layers of four products in each step, and a head.
     assert names.count("aten::scaled_dot_product_attention") == 8 * 2
     assert "aten::addmm" in (tmp_path / "trace.txt").read_text()
-
-
-def test_memory_is_of_one_run_of_one_mode(bench, monkeypatch):
-    runs = []
-
-    def fake(mode, model, prompts, length, device):
-        runs.append((mode, len(prompts), length))
-        return [[1]] * length, 1, 1
-
-    monkeypatch.setattr(bench.script, "run", fake)
-    bench("--max-new-tokens", 6, "--batch-size", 2)
-    runs.clear()
-    monkeypatch.setattr(bench.script, "load", lambda mode, *_: None)
-    for _, _, function, *arguments in bench.memory_jobs:
-        function(*arguments)
-    assert runs == [(mode, 2, 6) for mode in bench.script.MODES]
+    ran = []  # memory is of one run
+    bench.change("load", lambda load, mode, *_: mode)
+    bench.change("run", lambda run, *arguments: ran.append(arguments))
+    _, _, function, *arguments = bench.memory_jobs[0]
+    function(*arguments)
+    assert ran == [("cache", "cache", prompts, 9, "cpu")]
 
 
 def test_without_transformers_its_rows_are_missing_and_it_says_so(bench):
@@ -126,20 +116,3 @@ def test_without_transformers_its_rows_are_missing_and_it_says_so(bench):
     assert "not installed" not in bench("--modes", "cache")[2]
     code, _, err = bench("--modes", "transformers")
     assert code == 2 and "nothing else to run" in err
-
-
-def test_a_model_named_twice_is_timed_once_and_random_ones_need_no_files(
-    bench, checkpoint, monkeypatch, tiny
-):
-    monkeypatch.chdir(checkpoint)
-    small = tiny(dtype=torch.float32, block_size=64)
-    load_model = bench.script.load_model
-
-    def load(name, *args):
-        return small if name == "random:gpt2" else load_model(name, *args)
-
-    monkeypatch.setattr(bench.script, "load_model", load)
-    models = (".", checkpoint, "random:gpt2")
-    rows = bench.rows("--model", *models, "--modes", "cache", "--max-new-tokens", 2)
-    names = [str(checkpoint.resolve()), "random:gpt2"]
-    assert list(rows["model"]) == [name for name in names for _ in range(2)]

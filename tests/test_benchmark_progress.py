@@ -19,17 +19,20 @@ RATES = {  # a script's words -> tokens/s
 }
 
 
-INT8 = progress.INT8
-
-
 @pytest.fixture
 def bench(request, tmp_path, monkeypatch):
     """No script runs: each repeat is faster by 1 token/s, and int8 in a batch has other texts."""
     bench = Bench(request, progress, "--new-tokens", 20, "--device", "cpu")
     bench.ran = []
+    bench.trees = []
+    bench.prompts = set()  # of a batch, lines of a file
 
     def run(lesson, tree, command, batch_size):
         bench.ran.append((lesson, tree.name, list(map(str, command)), batch_size))
+        if batch_size > 1:
+            lines = command[command.index("--prompt-file") + 1].read_text().splitlines()
+            assert len(lines) == batch_size
+            bench.prompts |= set(lines)
         words = " ".join(itertools.takewhile(lambda word: word != "--device", command))
         repeat = sum(earlier[0::2] == bench.ran[-1][0::2] for earlier in bench.ran[:-1])
         return "other" if batch_size > 1 and "int8" in words else "text", RATES[words] + repeat
@@ -38,7 +41,6 @@ def bench(request, tmp_path, monkeypatch):
         bench.trees.append(commit)
         return contextlib.nullcontext(tmp_path / commit)
 
-    bench.trees = []
     ids = ("01-greedy-decoding", "57-native-backend", "66-native-greedy")
     found = [lessons.Lesson(id, f"{id[:2]}abcdef", id) for id in ids]
     monkeypatch.setattr(progress, "run", run)
@@ -49,13 +51,15 @@ def bench(request, tmp_path, monkeypatch):
 
 
 def test_a_row_for_each_lesson_in_turns_and_a_bar_for_each(bench, monkeypatch, tmp_path):
-    steps = [("greedy-decoding", 1, "infer.py", ""), ("native-greedy", 1, "infer.py", INT8)]
+    int8 = progress.INT8
+    steps = [("greedy-decoding", 1, "infer.py", ""), ("native-greedy", 1, "infer.py", int8)]
     steps += [("native-backend", 32, "infer_engine.py", progress.NATIVE)]
-    steps += [("native-greedy", 32, "infer_engine.py", INT8)]
+    steps += [("native-greedy", 32, "infer_engine.py", int8)]
     monkeypatch.setattr(progress, "STEPS", tuple(steps))
     bench.draws = True
     rows = bench.rows("--lessons", "native-greedy", "native-backend", "greedy-decoding")
     assert list(rows) == list(progress.Results.columns)
+    assert bench.prompts == set(progress.PROMPTS)
     assert bench.trees == ["01abcdef", "66abcdef", "57abcdef"]  # each once
     order = ["01-greedy-decoding", "66-native-greedy", "57-native-backend", "66-native-greedy"]
     assert [lesson for lesson, *_ in bench.ran] == order * 2
@@ -63,7 +67,7 @@ def test_a_row_for_each_lesson_in_turns_and_a_bar_for_each(bench, monkeypatch, t
     single, *_, batch = (command for _, _, command, _ in bench.ran[:4])
     told = ["--device", "cpu", "--prompt", "Once upon a time", "--max-new-tokens", "20"]
     assert single == ["infer.py", *told]  # the first lesson knows no --ignore-eos
-    assert batch[:5] == ["infer_engine.py", *INT8.split()]
+    assert batch[:5] == ["infer_engine.py", *int8.split()]
     assert batch[-3:] == ["--max-new-tokens", "20", "--ignore-eos"]
     wide = rows.pivot(index=["batch_size", "lesson", "repeat"], columns="measure", values="value")
     assert list(wide["tokens/s"]) == [10, 11, 250, 251, 80, 81, 320, 321]
@@ -79,20 +83,6 @@ def test_a_row_for_each_lesson_in_turns_and_a_bar_for_each(bench, monkeypatch, t
     assert names == ["01-greedy-decoding, float32", "66-native-greedy, int8"]
     assert [bar.get_width() for bar in first.patches] == [10.5, 250.5]
     assert first.patches[0].get_y() > first.patches[1].get_y()  # from top to bottom
-
-
-def test_prompts_of_a_batch_are_lines_of_a_file(bench, monkeypatch):
-    lines = []
-
-    def run(lesson, tree, command, batch_size):
-        lines.extend(command[command.index("--prompt-file") + 1].read_text().splitlines())
-        return "", 1.0
-
-    monkeypatch.setattr(progress, "run", run)
-    step = ("native-backend", 32, "infer_engine.py", progress.NATIVE)
-    monkeypatch.setattr(progress, "STEPS", (step,))
-    bench.rows("--repeats", 1)
-    assert len(lines) == 32 and set(lines) == set(progress.PROMPTS)
 
 
 def test_without_a_compiler_lessons_in_c_are_left_out(bench, monkeypatch):

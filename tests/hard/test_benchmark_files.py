@@ -78,28 +78,26 @@ def test_a_child_that_fails_is_one_line(monkeypatch, code, error, said):
     assert options["capture_output"]  # it says nothing by itself
 
 
-def test_a_run_replaces_an_older_one_when_it_ends(script, tmp_path):
+def test_a_run_replaces_an_older_one_when_it_ends(script, tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+
     def measure(args, device, results):
+        given.extend([device, args.max_new_tokens, args.repeats])
         assert (tmp_path / "run.csv").read_text() == (tmp_path / "run.png").read_text() == "older"
         results.write(**ROW)
         assert (tmp_path / "run.csv").read_text() == "older"
 
     for name in WRITTEN:
         (tmp_path / name).write_text("older")
-    code, out, _ = script(measure)
-    assert code == 0 and "speedup_median" in out
+    code, _, err = script(failing(UserError("no")))  # a run without rows leaves it
+    assert (code, err) == (2, "benchmark.py: error: no\n") and files(tmp_path) == WRITTEN
+    code, out, _ = script(measure, "--max-new-tokens", 9, 5, 9, "--threads", 1)
+    assert code == 0 and "speedup_median" in out and given == [1, "cpu", [9, 5], 3]
     assert files(tmp_path) == WRITTEN
     for name in ("run.csv", "run_summary.csv"):
         assert len(pandas.read_csv(tmp_path / name)) == 1
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_run_without_rows_leaves_an_older_one(script, tmp_path):
-    (tmp_path / "run.csv").write_text("older")
-    code, _, err = script(failing(UserError("no")))
-    assert (code, err) == (2, "benchmark.py: error: no\n")
-    assert files(tmp_path) == ["run.csv"]
-    assert (tmp_path / "run.csv").read_text() == "older"
 
 
 def test_a_second_run_on_the_same_file_is_refused(script, tmp_path):
@@ -188,15 +186,6 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(script, tmp
     assert files(tmp_path) == ["plotted.png"]
 
 
-def test_options_are_used_and_a_value_given_twice_is_dropped(script, monkeypatch):
-    given = []
-    threads = []
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    script(lambda *found: given.append(found), "--max-new-tokens", 9, 5, 9, "--threads", 1)
-    ((args, device, _),) = given
-    assert (args.max_new_tokens, args.repeats, device, threads) == ([9, 5], 3, "cpu", [1])
-
-
 def test_the_commit_needs_no_hand(tmp_path, monkeypatch):
     def git(*args):
         command = ["git", "-c", "user.name=x", "-c", "user.email=x@localhost", *args]
@@ -213,8 +202,5 @@ def test_the_commit_needs_no_hand(tmp_path, monkeypatch):
     assert common.commit() == git("rev-parse", "--short", "HEAD")
     (tmp_path / "file").write_text("two")
     assert common.commit() == git("rev-parse", "--short", "HEAD") + "-dirty"
-    (tmp_path / "copy").mkdir()  # a copy without .git in another repository
-    monkeypatch.setattr(common, "ROOT", tmp_path / "copy")
-    assert common.commit() == "unknown"
     monkeypatch.setenv("PATH", "")
     assert common.commit() == "unknown"
