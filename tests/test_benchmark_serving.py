@@ -86,17 +86,7 @@ def test_all_loads_in_turns_with_summary_and_plot(simulated, fake):
     asked = [("cache", 1), ("native int8", 2)]
     expected = [(*mode, f"2 clients {repeat}") for repeat in (0, 1) for mode in asked]
     assert simulated.engines == expected
-    drawn = []
-    for axes in simulated.figures[0].axes:
-        labels = [label.get_text() for label in axes.get_yticklabels()][::-1]
-        drawn.append((labels, axes.get_legend_handles_labels()[1]))
-    random = [f"{mode}, {share} of capacity" for mode in modes for share in (0.5, 2)]
-    assert drawn == [
-        (modes, ["engine alone", "2 clients"]),
-        (modes, ["long prompts", "long prompts, shared"]),
-        (random, ["ttft, ms, p50", "ttft, ms, p99"]),
-        (random, ["itl, ms, p50", "itl, ms, p99"]),
-    ]
+    assert len(simulated.figures[0].axes) == 4
     for mode in modes:
         busy = values(rows, mode, "2 clients", 1)
         assert (busy["ttft, ms, p50"], busy["itl, ms, p99"]) == (near(200), near(50))
@@ -195,18 +185,18 @@ def test_other_texts_are_not_timed(simulated, fake):
         changed = len(simulated.started) == 2 and len(fake.requests) % 2
         return [(at, data.replace(b" a", b" b") if changed else data) for at, data in right(body)]
 
+    def run(*modes):
+        simulated.started.clear()
+        return simulated("--modes", *modes, "--shares", 0.5)
+
     fake.respond = answer
-    # It is first, and may write others than the two that must agree.
-    rows = simulated.rows("--modes", "engine native int8", "engine native", "--shares", 0.5)
-    assert values(rows, "engine native", "warm-up") == {SHARE: 0.5}
-    simulated.started.clear()
-    code, rows, _ = simulated("--modes", "engine", "engine native")
+    # int8 is first, and may write others than the two that must agree; and so may transformers.
+    for modes in (("engine native int8", "engine native"), ("engine", "transformers")):
+        code, rows, _ = run(*modes)
+        assert code == 0 and values(rows, modes[1], "warm-up") == {SHARE: 0.5}
+    code, rows, _ = run("engine", "engine native")
     assert code == "engine native: outputs differ from engine; wrong results are not timed"
     assert "2 clients" not in set(rows["load"])
-    for mode in ("engine native int8", "transformers"):  # they may write others
-        simulated.started.clear()
-        rows = simulated.rows("--modes", "engine", mode)
-        assert values(rows, mode, "warm-up") == {SHARE: 0.5}
 
 
 def test_the_engine_alone_is_busy_as_the_clients_are(speaking, clock, monkeypatch):
@@ -225,14 +215,12 @@ def test_the_engine_alone_is_busy_as_the_clients_are(speaking, clock, monkeypatc
     args = SimpleNamespace(model=speaking, clients=1, seconds=120.0, **sizes)
     model = load_model(speaking)
     # A second for each position: 5 + 7 of them make 8 tokens.
-    expected = {"tokens/s": near(8 / 12), "plain step, ms": 1000}
-    assert alone(1) == expected
+    assert alone(1) == {"tokens/s": near(8 / 12), "plain step, ms": 1000}
     (engine,) = engines
     assert engine.encoding is not None  # it makes text, as a server does
     assert engine.num_computed_tokens > 120  # and was warm before
     args.clients = 3
     assert alone(3)["plain step, ms"] == 3000
-    assert alone(1) == expected
     args.new_tokens = [1, 1]
     assert alone(1) == {"tokens/s": near(1 / 5)}
 

@@ -39,8 +39,7 @@ def test_a_row_for_each_run_in_turns(bench):
     summary = bench.summary
     assert len(summary) == 9
     assert set(summary[summary["mode"] == "target"]["speedup_median"]) == {1}
-    labels = bench.figures[0].axes[0].get_legend_handles_labels()[1]
-    assert labels[1:] == [f"float32, 12 tokens, temperature {t}" for t in (0.0, 0.8, 0.80001)]
+    assert len(bench.figures[0].axes) == 1
     fits = ("--max-new-tokens", 56, "--gamma", 2, "--repeats", 1, "--temperature", 0)
     assert bench(*fits)[0] == 0
 
@@ -87,19 +86,12 @@ def test_memory_is_of_one_greedy_run(bench):
     (_, imports, function, *alone), (*_, gamma) = bench.memory_jobs
     assert (imports, function) == ([], bench.script.run_once)
     assert (alone[-1], gamma) == (0, 2)
-    counts = []
-
-    def counted(passes, *args):
-        items = list(passes(*args))
-        counts.append(sum(len(item.tokens) for item in items))
-        return items
-
     loaded = bench.spy("load_model")
-    bench.change("passes", counted)
+    ran = bench.spy("passes")
     function(*alone)
     assert len(loaded) == 1  # no second model resident
     function(*alone[:-1], 2)
-    assert len(loaded) == 3 and counts == [12, 12]
+    assert len(loaded) == 3 and [params.max_new_tokens for _, _, _, params, *_ in ran] == [12, 12]
 
 
 @pytest.mark.parametrize("last", [False, True])

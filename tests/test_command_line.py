@@ -6,16 +6,20 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, ROOT, is_one_line
+from conftest import CHECKPOINTS, ROOT, is_one_line, refused
 
 import infer
+import infer_speculative
 from command_line.models import pick_device
+from command_line.options import read_prompts
 from command_line.output import OutputWriter
 from command_line.parser import Parser, run_script
-from errors import UserError
+from errors import UserError, catch_out_of_memory
+from infer_speculative import SpeculativeStep, main
 from text.tokenizer import load_encoding
 
 DRAFT = CHECKPOINTS / "stories-draft"  # is loaded sooner than the larger one
@@ -205,3 +209,200 @@ def test_an_interrupted_run_keeps_what_it_has(capsys, monkeypatch):
     out, err = capsys.readouterr()
     assert out.startswith(f"One a a a{RULE}Two")
     assert err == "6 tokens, 2.0 tokens/s, the first after 0.500 s\n"
+
+
+# Several prompts.
+
+
+@pytest.fixture
+def prompts(cli, monkeypatch, tiny_checkpoint):
+    """A function that runs `infer.py` with these arguments and gives the prompts that it read."""
+
+    def run(*args):
+        monkeypatch.setattr(infer, "generate", lambda *args, **options: iter(()))
+        code, out, _ = cli("--model", tiny_checkpoint, *args)
+        assert code == 0
+        return out.removesuffix("\n").split("\n" + "-" * 40 + "\n")
+
+    return run
+
+
+def test_options_come_first_then_the_lines_of_the_file(prompts, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("\ufeffTom and\n\n caf\u00e9\fone line\n".encode())  # with a byte-order mark
+    lines = ["Tom and", " café\fone line"]
+    both = ("--prompt", "Once", "--prompt", "Lily")
+    assert prompts(*both) == ["Once", "Lily"]
+    assert prompts("--prompt-file", file) == lines
+    assert prompts("--prompt-file", file, "--prompt", "Once") == ["Once", *lines]
+    assert prompts() == [""]
+    samples = prompts(*both, "--num-samples", 2, "--temperature", 1)
+    assert samples == ["Once", "Once", "Lily", "Lily"]
+
+
+@pytest.mark.parametrize(
+    "content, complaint",
+    [(None, "No such file"), (b"", "empty"), (b"\n\n", "empty"), (b"caf\xe9", "not UTF-8")],
+)
+def test_a_bad_prompt_file_is_one_line(cli, tmp_path, content, complaint):
+    file = tmp_path / "prompts.txt"
+    if content is not None:
+        file.write_bytes(content)
+    assert is_one_line(cli("--prompt-file", file), str(file), complaint)
+
+
+def test_as_many_texts_as_are_allowed():
+    args = SimpleNamespace(prompt=["a", "b"], prompt_file=None, num_samples=2**15)
+    assert len(read_prompts(args)) == 2**16
+    args.num_samples += 1
+    words = "2 prompts x --num-samples 32769: at most 65536 sequences are allowed"
+    assert refused(read_prompts, args) == words
+
+
+# infer_speculative.py: its text is the target's, its report counts passes.
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """A function that sets what generate_speculative yields, for each prompt, and its calls."""
+    calls = []
+
+    def set_passes(*steps, error=None):
+        def generate(*args, **options):
+            calls.append(args)
+            yield from steps
+            if error:
+                raise error
+
+        monkeypatch.setattr(infer_speculative, "generate_speculative", generate)
+        return calls
+
+    return set_passes
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--prompt", "Once"), ("--prompt", "Once", "--prompt", "Lily and Tom"), ()]
+)
+def test_the_text_is_that_of_the_target(run_main, cli, arguments):
+    arguments = (*arguments, "--max-new-tokens", 6, "--stride", 100)
+    code, out, err = run_main(main, "--target", DRAFT, "--draft", DRAFT, *arguments)
+    assert (code, out) == cli("--model", DRAFT, *arguments)[:2]
+    assert "drafts accepted" in err and "tokens per target pass" in err
+
+
+def test_samples_and_prompt_files(run_main, passes, tmp_path):
+    passes(SpeculativeStep([65], [], 0))
+    file = tmp_path / "prompts.txt"
+    file.write_text("Lily\n")
+    prompts = ("--target", DRAFT, "--prompt", "Once", "--prompt-file", file)
+    draws = ("--num-samples", 2, "--temperature", 1, "--seed", 3)
+    code, out, err = run_main(main, *prompts, *draws)
+    texts = ["Onceb", "Onceb", "Lilyb", "Lilyb"]
+    assert (code, out) == (0, ("\n" + "-" * 40 + "\n").join(texts) + "\n")
+    assert err.endswith(", seed 3\n")
+
+
+def test_the_report_counts_before_the_text_is_cut(run_main, passes, monkeypatch):
+    given = ("--target", DRAFT, "--prompt", "Once")
+    assert run_main(main, *given, "--max-new-tokens", 0) == (0, "Once\n", "")
+    passes(SpeculativeStep([4], [], 0))
+    _, _, err = run_main(main, *given, "--max-new-tokens", 1)
+    assert err.startswith("0 of 0 drafts accepted (0%), 1.00 tokens per target pass\n")
+    steps = ([1, 2, 3], [1, 2], 2), ([4], [5, 6], 0), ([7], [7, 8], 1)
+    passes(*(SpeculativeStep(*step) for step in steps))
+    clock = iter([0.0, 0.5, 1.0, 2.0])
+    monkeypatch.setattr("command_line.output.time.perf_counter", lambda: next(clock))
+    assert run_main(main, *given)[2].splitlines() == [
+        "3 of 6 drafts accepted (50%), 1.67 tokens per target pass",
+        "passes by accepted drafts: 0: 1, 1: 1, 2: 1",
+        "5 tokens, 2.5 tokens/s, the first after 0.500 s",
+    ]
+
+
+def test_options_reach_the_loop(run_main, passes):
+    calls = passes()
+    options = ("--gamma", 5, "--stride", 7, "--temperature", 1, "--seed", 3, "--prompt", "Once")
+    assert run_main(main, "--target", DRAFT, "--draft", DRAFT, *options)[0] == 0
+    ((_, _, _, params, gamma, generator, stride, *_),) = calls
+    assert (params.temperature, gamma, generator.initial_seed(), stride) == (1, 5, 3, 7)
+
+
+@pytest.mark.parametrize(
+    "terminal, no_color, colours",
+    [(True, None, True), (True, "", True), (True, "0", False), (False, None, False)],
+)
+def test_colours_are_for_terminals(run_main, passes, monkeypatch, terminal, no_color, colours):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color is not None:
+        monkeypatch.setenv("NO_COLOR", no_color)
+    passes(SpeculativeStep([65, 66, 67], [65, 66], 2), SpeculativeStep([68], [], 0))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    for arguments, coloured in ((("--show",), colours), ((), False)):
+        _, out, _ = run_main(main, "--target", DRAFT, "--prompt", "Once", *arguments)
+        drafted = "\033[32mb\033[0m\033[32mc\033[0m" if coloured else "bc"
+        own = "\033[35md\033[0m\033[35me\033[0m" if coloured else "de"
+        assert out == f"Once{drafted}{own}\n"
+
+
+def test_ctrl_c_keeps_the_text(run_main, passes):
+    passes(SpeculativeStep([65, 66], [65], 1), error=KeyboardInterrupt)
+    code, out, err = run_main(main, "--target", DRAFT, "--prompt", "Once")
+    assert (code, out) == (130, "Oncebc\n") and "1 of 1 drafts accepted" in err
+
+
+# Errors that the user can put right: one line for each.
+
+
+def test_a_user_error_is_one_line_and_a_value_error():
+    assert str(UserError("this\nand that\r\nand more")) == "this and that and more"
+    assert issubclass(UserError, ValueError)
+
+
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        ("\x1b[2Jx", "\\x1b[2Jx"),  # would clear the terminal
+        ("a\0b\x7f\x9b", "a\\x00b\\x7f\\x9b"),
+        ("\u202egpj.exe", "\\u202egpj.exe"),  # would be shown from right to left
+        ("\udcff", "\\udcff"),  # no UTF-8: a byte of a path that is none
+        ("ein Täßchen Ġ 東京 🙂 \\n", "ein Täßchen Ġ 東京 🙂 \\n"),
+    ],
+)
+def test_what_is_not_printable_is_escaped(text, shown):
+    """Names in files are anyone's, and a terminal obeys what it is sent."""
+    assert str(UserError(f"{text}: no such thing")) == f"{shown}: no such thing"
+
+
+def test_a_long_error_is_cut_in_the_middle():
+    message = str(UserError("begin " + "x" * 100_000 + " end"))
+    assert len(message) <= 1000 and " ... " in message
+    assert message.startswith("begin xxx") and message.endswith("xxx end")
+    assert str(UserError("x" * 1000)) == "x" * 1000
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\n2 GiB"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("MPS backend out of memory"),
+        None,
+    ],
+    ids=repr,
+)
+def test_memory_that_runs_out_names_what_did_not_fit(error):
+    with pytest.raises(UserError, match="^7 bytes do not fit in memory$"):
+        with catch_out_of_memory("7 bytes"):
+            if error:
+                raise error
+            torch.empty(2**50)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("shapes differ"), TypeError("alloc"), UserError("alloc")], ids=repr
+)
+def test_other_errors_are_no_lack_of_memory(error):
+    with pytest.raises(type(error)) as seen, catch_out_of_memory("7 bytes"):
+        raise error
+    assert seen.value is error

@@ -3,11 +3,15 @@
 import ast
 import os
 import runpy
+import shutil
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from conftest import ROOT
+
+from command_line.parser import OPTIONAL_PACKAGES
 
 
 def imported(file) -> set[str]:
@@ -108,3 +112,34 @@ def test_an_older_python_is_one_line(monkeypatch, capsys, file):
         runpy.run_path(str(ROOT / file))
     assert ended.value.code == 2
     assert capsys.readouterr().err.endswith("error: Python 3.11 to 3.14 is needed; this is 3.10\n")
+
+
+@pytest.mark.parametrize("name", ["old", "none"])
+def test_make_names_a_python_that_does_not_fit(tmp_path, name):
+    """It takes the Pythons that torch has wheels for."""
+    program = (ROOT / "Makefile").read_text().partition("SUPPORTED = ")[2].partition("\n")[0]
+    fit = {(3, 10, 9): 0, (3, 11): 1, (3, 14, 9): 1, (3, 15, 0, "alpha"): 0, (4, 0): 0}
+    for version, fits in fit.items():
+        with pytest.raises(SystemExit) as ended:
+            exec(program.replace("sys.version_info", str(version)))
+        assert ended.value.code == (not fits)
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    python = tmp_path / name
+    if name == "old":
+        python.write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.10.12\nexit 1\n')
+        python.chmod(0o755)
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "pyproject.toml").touch()
+    command = ["make", f"PYTHON={python}", ".venv/installed"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    words = f"Python 3.11 to 3.14 is needed, and {python} is"
+    assert found.returncode and words in found.stdout and not (tmp_path / ".venv").exists()
+    assert ("is Python 3.10.12; with" in found.stdout) == (name == "old")
+
+
+def test_running_needs_no_package_of_tests_or_benchmarks():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    lists = project["dependencies"], project["optional-dependencies"]["test"]
+    needed, for_tests = ({line.partition("==")[0] for line in lines} for lines in lists)
+    assert OPTIONAL_PACKAGES <= for_tests and not for_tests & needed

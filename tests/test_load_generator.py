@@ -13,7 +13,6 @@ from loads import (
     END,
     STREAM,
     URL,
-    check_seeds,
     chunk,
     counts,
     in_time_shares,
@@ -93,25 +92,21 @@ def test_tokens_of_one_chunk_came_together(fake):
     assert values["tpot, ms, p50"] == near(500)
 
 
-def test_gaps_between_chunks_are_not_called_gaps_between_tokens(fake):
-    events = [chunk(" a b"), chunk(" c"), chunk("", "length"), counts(4) + DONE]
-    fake.respond = lambda body: [(0, STREAM), *enumerate(map(raw_chunk, events), 1), (4, END)]
-    values = metrics_of(send(4))
-    assert "itl, ms, p50" not in values
-    assert values["chunk gap, ms, p50"] == near(1000)
-    assert values["tpot, ms, p50"] == near(1000 / 3)
-
-
-@pytest.mark.parametrize("last", ["usage in an event", "usage in the last chunk", "no usage"])
-def test_without_counts_a_chunk_is_a_token_if_the_sum_agrees(fake, last):
-    end = {"usage in an event": chunk("", "length") + counts(2) + DONE}
-    end |= {"usage in the last chunk": chunk("", "length", tokens=2)}  # as transformers
-    end |= {"no usage": chunk("", "length") + DONE}  # as llama_cpp.server
-    events = [chunk(" a"), chunk(" b"), end[last]]
-    fake.respond = lambda body: [(0, STREAM), *enumerate(map(raw_chunk, events), 1), (4, END)]
-    load = send(2)
-    assert load.outputs[0].times == [1, 2]
-    assert metrics_of(load)["itl, ms, p50"] == near(1000)
+def test_without_counts_a_chunk_is_a_token_if_the_sum_agrees(fake):
+    """Otherwise gaps between chunks are not called gaps between tokens."""
+    in_an_event = [chunk("", "length"), counts(2) + DONE]
+    in_the_last_chunk = [chunk("", "length", tokens=2)]  # as transformers
+    no_usage = [chunk("", "length") + DONE]  # as llama_cpp.server
+    for end in (in_an_event, in_the_last_chunk, no_usage, [chunk("", "length"), counts(4) + DONE]):
+        chunks = list(enumerate(map(raw_chunk, [chunk(" a"), chunk(" b"), *end]), 1))
+        fake.respond = lambda body, chunks=chunks: [(0, STREAM), *chunks, (4, END)]
+        count = 4 if end[-1] == counts(4) + DONE else 2
+        load = send(count)
+        assert load.outputs[0].times == [1, 2]
+        name = "itl, ms, p50" if count == 2 else "chunk gap, ms, p50"
+        values = metrics_of(load)
+        assert values[name] == near(1000) and ("itl, ms, p50" in values) == (count == 2)
+        assert values["tpot, ms, p50"] == near(1000 / (count - 1))
 
 
 def test_however_the_bytes_come(fake):
@@ -221,15 +216,13 @@ def test_the_command_line_asks_what_it_says(fake, table):
     assert (values["ttft, ms, p99"], values["itl, ms, p50"]) == (250, 250)
     # 12 a second, without those that come after the five seconds.
     assert values["tokens/s"] == pytest.approx(12, abs=0.7)
-    shares = in_time_shares(fake.requests, 5)
-    assert 0 < min(shares) < 1
-    assert values["goodput, requests/s"] == pytest.approx(sum(shares) / 5, rel=1e-3)
+    goodput = sum(in_time_shares(fake.requests, 5)) / 5
+    assert values["goodput, requests/s"] == pytest.approx(goodput, rel=1e-3)
     for _, body in fake.requests:
         assert 2 <= len(body["prompt"].split()) <= 6 and 4 <= body["max_tokens"] <= 8
         assert body["stream"] is True
         assert body["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
         assert (body["model"], body["ignore_eos"], body["temperature"]) == ("x", None, 0)
-    check_seeds(fake, table, line)
     fake.requests.clear()
     table("--clients", 2, "--seconds", 10)
     assert all(body["ignore_eos"] is True for _, body in fake.requests)
@@ -294,16 +287,6 @@ def test_clocks_start_when_a_request_was_due_however_late_it_was_sent(fake):
     assert values["send lag, ms, p100"] == near(2000)
 
 
-def test_rates_are_those_of_the_seconds_to_the_last_request(fake):
-    times = {3: (0.5, 0.7, 1.1), 2: (1.0, 1.25)}
-    fake.respond = lambda body: timed_completion(*times[body["max_tokens"]])
-    values = metrics_of(send_at([1.0, 1.6], 3, 2), ttft=600)
-    # The first of three tokens comes at 1.5, the others after 1.6.
-    assert values["tokens/s"] == near(1 / 1.6)
-    assert values["goodput, requests/s"] == near(1 / 3 / 1.6)
-    assert (values["ttft, ms, p50"], values["send lag, ms, p100"]) == (near(750), near(0))
-
-
 def test_a_client_without_sockets_does_not_blame_the_server(fake, monkeypatch):
     """Its request has a send lag, and nothing else."""
     reason = os.strerror(errno.EMFILE)
@@ -348,12 +331,8 @@ def test_the_command_line_asks_at_random_moments(fake, table):
     assert values["goodput, requests/s"] == pytest.approx(goodput, rel=1e-3)
     gaps = numpy.diff([arrived for arrived, _ in fake.requests])
     assert fake.requests[-1][0] == near(5) and 0.05 < gaps.std() < 0.15
-    check_seeds(fake, table, line)
-
-
-@pytest.mark.parametrize("rate, seconds, count", [(1.1, 50, 55), (1.24, 10, 12), (0.01, 10, 1)])
-def test_a_rate_is_of_so_many_requests(fake, table, rate, seconds, count):
-    fake.respond = lambda body: timed_completion(0.5)
-    code, values, _ = table("--request-rate", rate, "--seconds", seconds, "--new-tokens", 1, 1)
-    assert (code, values["requests"]) == (0, count)  # 1.1 * 50 is above 55, as floats are
-    assert fake.requests[-1][0] == near(count / rate)
+    first = list(fake.requests)
+    for seed, same in ((0, True), (1, False)):
+        fake.requests.clear()
+        table(*line, "--seed", seed)
+        assert (fake.requests == first) is same

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -163,14 +162,6 @@ def each_word_of_a_message_is_there(lessons, pages):
                 assert words in shown, (lesson.id, line)
 
 
-def no_heading_is_empty(lessons, pages):
-    """Each section of a lesson's page has more than its heading, and Try a command or words."""
-    for lesson in lessons:
-        for part in parse(pages[f"{lesson.id}.html"]).iter("section"):
-            heading = first(part, "h2")
-            assert not heading or text_of(part).strip() != heading, (lesson.id, heading)
-
-
 def pages_are_valid_and_not_too_large(lessons, pages):
     """Strict HTML; headings in order below one h1; a text for each picture; each id once."""
     for name, page in pages.items():
@@ -239,7 +230,6 @@ ORACLES = (
     code_is_shown_whole_and_in_order,
     each_command_and_its_output_is_there,
     each_word_of_a_message_is_there,
-    no_heading_is_empty,
     pages_are_valid_and_not_too_large,
     all_links_lead_somewhere_and_few_of_them_out,
     neighbours_and_lists_have_all_lessons,
@@ -466,15 +456,6 @@ def test_the_largest_part_of_a_page_goes_first(monkeypatch, limit, apart):
     assert sorted(part.name for part in sections if part.has_own_page) == list(apart)
 
 
-def test_a_commit_that_prepares_a_lesson_is_folded_behind_its_subject(pages):
-    summary = "infer: a door, because <two> follow"
-    folds = parse(pages["01-add.html"]).iter("details")
-    (fold,) = [found for found in folds if text_of(found.find("summary")) == summary]
-    assert "It & nothing." in text_of(fold) and lines_of(fold, "ins") == ["door = 1"]
-    assert "course/book/door.py: 9 new lines, left out here." in text_of(fold)
-    assert "a door" not in pages["02-mul.html"] and "Before it" not in pages["02-mul.html"]
-
-
 def test_a_diff_names_functions_and_folds_the_rest(pages):
     """The one that changes, not the one above it; none where its first line is shown."""
     part = dict(files_of(pages, "01-add.html"))["infer.py"]
@@ -488,6 +469,13 @@ def test_a_diff_names_functions_and_folds_the_rest(pages):
     # The lines of a string are one, though only the first has its quotation marks.
     (line,) = [line for line in lines_of_code(part) if text_of(line) == "    two <i>"]
     assert [(piece.get("class"), text_of(piece)) for piece in line] == [("s", "    two <i>")]
+    # A commit that prepares a lesson is folded behind its subject.
+    summary = "infer: a door, because <two> follow"
+    folds = parse(pages["01-add.html"]).iter("details")
+    (fold,) = [found for found in folds if text_of(found.find("summary")) == summary]
+    assert "It & nothing." in text_of(fold) and lines_of(fold, "ins") == ["door = 1"]
+    assert "course/book/door.py: 9 new lines, left out here." in text_of(fold)
+    assert "a door" not in pages["02-mul.html"] and "Before it" not in pages["02-mul.html"]
 
 
 def test_prose(pages):
@@ -516,13 +504,6 @@ def test_prose(pages):
     order += ["\nThe tests\n", "\nWrite it yourself\n", "\nExercise\n"]
     places = [text_of(main).rindex(words) for words in order]
     assert places == sorted(places) and "<figure" not in pages["02-mul.html"]
-
-
-def test_a_formula_in_a_sentence_belongs_to_the_problem():
-    words = "Drafts pay if\n\n    k / d > 1 / s\n\nand then only."
-    assert make_book.split_problem(f"{words}\n\nSo it measures.\n") == (words, "So it measures.\n")
-    assert make_book.split_problem("Why.\n\n    x = 1") == ("Why.", "    x = 1")
-    assert make_book.split_problem("no end") == ("no end", "")
 
 
 def test_what_to_read_leads_to_its_line(pages):
@@ -572,39 +553,6 @@ def test_in_a_long_diff_what_read_does_not_name_is_folded(here, monkeypatch):
     assert part.find("details") is None  # a short diff
 
 
-def test_a_diff_is_cut_at_definitions(blobs):
-    """With the comments and blank lines above; what follows a class is none of it."""
-    text = "import a\n\n# why\ndef f():\n    def g():\n        pass\n\n\nclass C:\n    x = 1\n\n"
-    text += "    @a\n    def m(self):\n        pass\n\n    y = 2\n\n\nz = 3\n"
-    blobs(new=text, c="int a;\n/* why\n   so */\nint f(int b) {\n}\n\nint g(void) {\n}\n")
-    found = [diffs.definition_at("new", "a.py", line) for line in range(19)]
-    assert found == [""] + ["f"] * 3 + ["f.g"] * 2 + ["C"] * 4 + ["C.m"] * 4 + ["C"] * 2 + [""] * 3
-    found = [diffs.definition_at("c", "a.c", line) for line in range(8)]
-    assert found == ["", "", "", *["f"] * 2, *["g"] * 3]
-
-
-def test_a_sentence_of_the_message_stands_beside_the_code_it_names(blobs):
-    """The first one, where it is a sentence and the name no word of the language; once."""
-    words = "A step is long.\n\n    `step` in a formula.\n\nFirst `Engine.step(x)`, in\none go."
-    words += " Then `step`: no_code and `draw` meet.\n\n- `last` is longer than usual."
-    reading = "".join(
-        f'<a href="#code-0-{number}"><code>{name}</code></a>'
-        for number, name in enumerate(["step", "no_code", "draw", "last", "run"])
-    )
-    notes = make_book.notes_of(reading, {"": words})
-    assert notes == {
-        "code-0-0": "First <code>Engine.step(x)</code>, in one go.",
-        "code-0-1": "Then <code>step</code>: no_code and <code>draw</code> meet.",
-    }
-    blobs(nothing="", noted="a = 1\n\n\ndef step():\n    pass\n")
-    lines = [diffs.Line("+", 0, number) for number in range(5)]
-    change = diffs.Change("a.py", "nothing", "noted", [diffs.Hunk("", 0, lines)])
-    shown = diffs.show_change(change, True, {3: "code-0-0"}, {3: "<b>So.</b>"})
-    before, _, after = shown.partition('<p class="said"><b>So.</b></p>')
-    assert "a = " in text_of(parse(f"<!doctype html><title>a</title>{before}"))
-    assert "step" in after and "step" not in before
-
-
 # The glossary.
 
 
@@ -621,6 +569,7 @@ def test_the_glossary_names_lessons_and_is_in_order():
 
 
 def test_the_first_use_of_a_word_is_a_link_and_no_other():
+    """Of a word with several meanings, where the words beside it decide."""
     ids = {"init": "00-init", "paged-cache": "39-paged-cache", "page": "70-page"}
     ids |= {"choice-trie": "140-choice-trie"}
 
@@ -641,33 +590,6 @@ def test_the_first_use_of_a_word_is_a_link_and_no_other():
         assert linked(id, "pages of a trie, and pages") == words
     assert linked("87-page", "a page") == []  # on the web
     assert linked("00-init", "Tests pass. It has a pass.") == [("pass", "pass")]
-
-
-@pytest.mark.parametrize(
-    "wanted",  # what a lesson that knows all words links, in brackets
-    [
-        "sampling.py, a/sampling, Sampled.of, mask(x) and seed=1; [sampling]",
-        "steps of a float16, a whole step, three steps; each [step]",
-        "a row of the matrix; ragged [rows]",
-        "an L1 cache, the processor's cache; our [cache]",
-        "it tries; the form of an object; held to a [form]",
-        "an HTTP request; each running [request]",
-    ],
-)
-def test_a_word_with_several_meanings_is_a_link_where_words_beside_it_decide(wanted):
-    link = glossary.link_first_uses("99-all", {word.slug: "99-all" for word in glossary.ENTRIES})
-    shown = link(re.sub(r"[][]", "", wanted))
-    assert re.sub(r"<a [^>]*>(\w+)</a>", r"[\1]", shown) == wanted
-
-
-def test_a_lesson_links_words_once_in_prose_and_nowhere_else(pages):
-    """Over all its sections; the small course has words of lesson 00 only."""
-    tree = parse(pages["02-mul.html"])
-    assert list(map(text_of, of_class(tree, "a", "word"))) == ["tokens", "vocabulary"]
-    for element in tree.iter():
-        assert element.tag not in ("h1", "h2", "code", "pre") or not of_class(element, "a", "word")
-    names = {element.get("id") for element in parse(pages["glossary.html"]).iter("dt")}
-    assert {"token", "vocabulary", "page", "scheduled-request", "span", "context-shift"} <= names
 
 
 def test_the_answer_is_folded_behind_the_exercise(here, pages):
@@ -735,13 +657,6 @@ def test_the_first_page_has_the_path_for_one_evening(here, pages, monkeypatch):
     assert "evening" not in made["01-add.html"]
 
 
-def test_a_plot_without_a_text_is_no_book(here, monkeypatch, tmp_path, capsys):
-    monkeypatch.delitem(make_book.PLOTS, "engine")
-    assert make(tmp_path / "book") == 2
-    words = "benchmark_results/engine_cpu.png has no text for those who cannot see it"
-    assert words in refused(capsys)
-
-
 def test_the_index_of_the_search(pages):
     """Paragraphs, items, formulas and the lines of commands are lines; output is left out."""
     entries = search_entries(pages)
@@ -800,13 +715,15 @@ def test_what_is_no_book_is_not_overwritten(here, tmp_path, capsys, name):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_main_without_lessons_or_a_folder_in_none_writes_nothing(
-    repo, tmp_path, monkeypatch, capsys
-):
+def test_a_course_that_makes_no_book_writes_nothing(here, tmp_path, monkeypatch, capsys):
     assert make(tmp_path / "a\x1b[1m" / "b") == 2
     words = "/a\\x1b[1m is no directory; --output must be a new folder in an existing one\n"
     assert words in refused(capsys)
-    shutil.copytree(repo, tmp_path / "repo")
+    monkeypatch.delitem(make_book.PLOTS, "engine")
+    assert make(tmp_path / "book") == 2
+    words = "benchmark_results/engine_cpu.png has no text for those who cannot see it"
+    assert words in refused(capsys)
+    shutil.copytree(here, tmp_path / "repo")
     git(tmp_path / "repo", "reset", "-q", "--hard", "none")
     monkeypatch.setattr(course, "ROOT", tmp_path / "repo")
     assert make(tmp_path / "book") == 2
@@ -832,30 +749,3 @@ def test_a_book_that_cannot_be_finished_leaves_the_older_one(here, tmp_path, mon
     assert make(tmp_path / "book") == 2
     assert "No space left on device" in refused(capsys)
     assert contents() == before and os.listdir(tmp_path) == ["book"]
-
-
-@pytest.mark.parametrize(
-    "args, script, given",
-    [
-        (["book", "--output", "here"], "make_book.py", ["--output", "{}/here"]),
-        (["picture", "1", "--prompt", "a b"], "draw_picture.py", ["01-add", "--prompt", "a b"]),
-    ],
-)
-def test_the_commands_of_the_course(monkeypatch, tmp_path, capfd, args, script, given):
-    """They run scripts with the packages of `make`, and say where main is if it is not there."""
-    calls = []
-
-    def run(args, **_):
-        calls.append(args)
-        return subprocess.CompletedProcess(args, 7)
-
-    lessons = [course.Lesson("01-add", "", "")]
-    monkeypatch.setattr(course.subprocess, "run", run)
-    monkeypatch.setattr(course, "read_main", lambda: (course.REFS[0], lessons))
-    monkeypatch.chdir(tmp_path)
-    assert course.main(args) == 7
-    given = [each.format(tmp_path) for each in given]
-    assert calls[0][1:] == [str(ROOT / "course" / script), *given]
-    monkeypatch.setattr(course, "ROOT", tmp_path)
-    assert course.main(args) == 2
-    assert capfd.readouterr().err.endswith("on main only; go there with: git switch main\n")

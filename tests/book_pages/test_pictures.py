@@ -1,23 +1,35 @@
-"""Pictures show what the runs gave: records against an oracle, scenes against records."""
+"""Pictures show what the runs gave: the numbers of each caption, and records against an oracle."""
 
 import dataclasses
 import html
+import itertools
+import math
 import re
+import sys
 import xml.etree.ElementTree as ElementTree
 
+import gguf
 import html5lib
 import pytest
 import torch
+import transformers
 from conftest import ROOT
-from scenes import draw, drawn, forms, probs_after, text_of, written
 
 import lessons as course
-import pictures
+from command_line.options import STORIES
 from infer_speculative import generate_speculative
 from model import causal_attention
-from pictures import render, runs, scene
+from quantisation.int8 import quantize
 from sampling import SamplingParams
 
+sys.path.insert(0, str(ROOT / "course"))
+import draw_picture  # noqa: E402
+
+import pictures  # noqa: E402
+from pictures import render, runs, scene  # noqa: E402
+from pictures.scene import Cells, Lanes, Lines, Player, Tokens  # noqa: E402
+
+LLAMA = "stories-llama"
 LARGEST = 120_000  # bytes of a picture
 CAPTIONS = {  # slug -> the numbers and tokens of the caption, which are those of the run
     "lora": "108,544 numbers, 3.5 % of the weights",
@@ -86,6 +98,44 @@ CAPTIONS = {  # slug -> the numbers and tokens of the caption, which are those o
     "window-pages": "After 168 tokens it holds 5.",
     "window-layers": "leaves 38 of 66 scores. ... the last 7 tokens. ... on all 11",
 }
+
+
+def drawn(slug: str, prompt: str | None = None):
+    """The record of a picture and its scene. prompt: None is that of the book."""
+    return pictures.recorded(slug, prompt), pictures.scene_of(slug, prompt)
+
+
+def draw(*args) -> int:
+    """Run the command that draws a picture, and return its exit code."""
+    return draw_picture.main(list(args))
+
+
+def forms(scene, kind: type) -> list:
+    return [panel.form for panel in scene.panels if isinstance(panel.form, kind)]
+
+
+def token_texts(line) -> list[str]:
+    return [token.text for token in line.tokens]
+
+
+def signed(text: str) -> float:
+    return float(text.replace("\u2212", "-"))
+
+
+def text_of(line) -> str:
+    return "".join(token_texts(line))
+
+
+def written(prompt: str, name: str = "stories", **params) -> list[str]:
+    """The tokens that `generate` writes after a prompt."""
+    return runs.token_texts(runs.generate_tokens(runs.encode(prompt, 200), name, **params))
+
+
+def probs_after(text: str, temperature: float = 1.0):
+    """The model's probabilities of the next token, by a pass of its own, in float64."""
+    with torch.inference_mode():
+        logits = runs.load()(torch.tensor([runs.encode(text, 300)]))[0, -1]
+    return (logits.double() / temperature).softmax(dim=-1)
 
 
 def tree_of(shown: str):
@@ -250,15 +300,13 @@ def test_cards(id):
 
 
 def test_a_pass():
-    record, shown = drawn("init")
+    """With the record's weights in the place of torch's attention the result is the same."""
+    record, _ = drawn("init")
     ids = [id for _, id in record.tokens]
-    text = "".join(text for text, _ in record.tokens)
-    assert text == pictures.PICTURES["init"].prompt and ids == runs.encode(text, 20)
     model = runs.load()
     seen = []
 
     def attend(layer, q, k, v):
-        """With the record's weights in the place of torch's attention the result is the same."""
         attended = causal_attention(layer, q, k, v)
         if layer == record.layer - 1:
             own = torch.tensor(record.attention) @ v[0, :, record.head - 1]
@@ -271,12 +319,9 @@ def test_a_pass():
     ((own, real),) = seen
     assert own.allclose(real, atol=1e-4)
     assert torch.tensor(record.vectors).equal(vectors[:, :12])
-    probs = probs_after(text)
-    assert [p for _, p, _ in record.top] == pytest.approx(probs.topk(5).values.tolist(), rel=1e-4)
-    assert record.after[-1][0] == pytest.approx(record.top[0][1]) and len(record.after) == 17
-    # The caption's story: a head looks at "lost", and the answer turns.
-    assert max(record.attention[-1]) == record.attention[-1][1]
-    assert record.after[record.layer][0] < record.after[record.layer][1]
+    probs = probs_after(pictures.PICTURES["init"].prompt).topk(5).values.tolist()
+    assert [p for _, p, _ in record.top] == pytest.approx(probs, rel=1e-4)
+    assert record.after[-1][0] == pytest.approx(probs[0], rel=1e-4) and len(record.after) == 17
 
 
 def test_steps_of_greedy_decoding():
@@ -294,15 +339,6 @@ def test_steps_of_greedy_decoding():
 
 
 # Lessons 13 to 18
-
-
-def test_context_shifts():
-    for each in drawn("kv-cache-fix")[0]:  # as the lesson says: a moving window is computed anew
-        start = 0
-        for length, computed in enumerate(each.computed, 4):
-            moved = max(0, -(-(length - 256) // each.stride) * each.stride)
-            assert computed == (length - moved if moved != start or length == 4 else 1)
-            start = moved
 
 
 def test_drafts_and_a_rejection():
@@ -356,3 +392,245 @@ def test_batches_have_each_token_once():
     assert script not in pictures.page("07-top-p")
     computed = sum(runs.num_scheduled_tokens(frame, 0) for frame in player.frames)
     assert computed == player.frames[-1]["positions"]
+
+
+# Lessons from 20 on.
+
+
+def test_a_row_in_bytes_and_a_scale():
+    record, _ = drawn("int8-weights")
+    values, scale = quantize(runs.load().wte.weight)
+    row = runs.encode("Once upon a time", 9)[-1]
+    assert record.weights == runs.load().wte.weight[row].tolist()
+    assert (record.values, record.scale) == (values[row].tolist(), scale[row].item())
+
+
+@pytest.mark.parametrize("prompt", ["The dog", "Lily", "<b> &\n"])
+def test_text_is_held_back(prompt):
+    """What is sent and what is held is all that was written; a stop string is never sent."""
+    record, shown = drawn("stop-strings", prompt)
+    tokens = [step.token for step in record.steps]
+    assert tokens == written(prompt, max_new_tokens=24)[: len(tokens)]
+    sent = ""
+    for count, step in enumerate(record.steps, 1):
+        sent += step.shown
+        text = "".join(tokens[:count])
+        if record.stopped and count == len(tokens):  # perhaps in the middle of a token
+            assert text.startswith(sent + record.stop)
+        else:
+            assert text == sent + step.held
+        assert record.stop.startswith(step.held) and record.stop not in sent
+    lines, (whole,) = (form.lines for form in forms(shown, Tokens))
+    assert text_of(whole) == sent + record.end
+    good = [token.text for line in lines for token in line.tokens if token.kind == "good"]
+    assert "".join(good) == sent
+
+
+def test_weights_lie_where_gpt_c_reads_them():
+    """Input i of output o is number o % width of vector i of panel o // width."""
+    record, shown = drawn("packed-weights")
+    weight = runs.load().h[0].mlp.c_fc.weight[:6, :4]
+    for number, panel in enumerate(record.panels):
+        for at, vector in enumerate(panel):
+            outputs = [4 * number + lane for lane in range(4)]
+            assert vector == [(output, at) if output < 6 else None for output in outputs]
+    assert len(record.panels) == 2
+    assert record.sums == (weight @ torch.tensor(record.x)).tolist()
+    plain, packed = forms(shown, Cells)
+    cells = [cell for row in plain.rows[1:] for cell in row.cells[:-1]]
+    numbers = [signed(cell.text) for cell in cells]
+    assert numbers == pytest.approx((100 * weight).flatten().tolist(), abs=0.051)
+    own = [cell for row in packed.rows for cell in row.cells if cell.kind.startswith("owner")]
+    assert sorted(own) == sorted(cells)
+    lanes = [cell.text for row in packed.rows if row.name == "sums" for cell in row.cells]
+    assert lanes == [row.cells[-1].text for row in plain.rows[1:]] + ["0", "0"]
+
+
+def test_trials_go_on_with_the_faster_way():
+    record, shown = drawn("drafts-that-pay")
+    small, large = (
+        sum(weight.numel() for weight in runs.load(name).parameters())
+        for name in ("stories-draft", "stories")
+    )
+    costs = [1 + 3 * small / large, 4 + 3 * small / large]
+    assert [each.cost for each in record] == pytest.approx(costs)
+    for each, form, pays in zip(record, forms(shown, Lines), (True, False)):
+        assert [drafts for drafts, _ in each.steps] == [True] * 16 + [False] * 16 + [pays] * 64
+        measured = [tokens for _, tokens in each.steps[:16]]
+        assert each.rates == pytest.approx((sum(measured) / 16 / each.cost, 1))
+        assert (each.rates[0] > 1) == pays and 1 < max(measured) <= 4
+        time = sum(each.cost if drafts else 1 for drafts, _ in each.steps)
+        total = sum(tokens for _, tokens in each.steps)
+        assert form.curves[-1].points[-1] == pytest.approx((time, total))
+    assert shown.panels[1].title.endswith(": drafts do not pay")
+
+
+# Lessons from 110
+
+
+def test_the_bits_of_a_block():
+    """The package `gguf` writes the same bytes, and reads the same numbers."""
+    record, shown = drawn("gguf-blocks")
+    q4_1 = gguf.GGMLQuantizationType.Q4_1
+    data = gguf.quantize(torch.tensor([record.weights]).numpy(), q4_1)
+    assert data[0].tolist() == record.data
+    assert record.numbers == pytest.approx(gguf.dequantize(data, q4_1)[0].tolist(), abs=1e-7)
+    head, codes = forms(shown, Cells)
+    d, m = (int(row.cells[0].text.replace(" ", ""), 2) for row in head.rows)
+    d, m = torch.tensor([d, m], dtype=torch.uint16).view(torch.float16).tolist()
+    q = [int(row.cells[side].text, 2) for side in (1, 0) for row in codes.rows]
+    assert [d * each + m for each in q] == pytest.approx(record.numbers, abs=1e-7)
+
+
+def test_blocks_of_keys_end_in_the_weights_of_transformers():
+    record, shown = drawn("long-texts")
+    ids = runs.encode(pictures.PICTURES["long-texts"].prompt, 60)
+    ids += runs.generate_tokens(ids, max_new_tokens=128 - len(ids))
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(STORIES, **options)
+    with torch.inference_mode():
+        layers = model(torch.tensor([ids]), output_attentions=True).attentions
+    expected = layers[record.layer][0, record.head, -1].tolist()
+    last = record.blocks[-1]
+    ours = [math.exp(score - last.m) / last.total for score in record.scores]
+    assert ours == pytest.approx(expected, abs=1e-5)
+    _, weights = forms(shown, Lines)
+    for at, ((_, now), (_, end)) in enumerate(zip(*(curve.points for curve in weights.curves))):
+        later = math.prod(block.r for block in record.blocks[at // 32 + 1 :])
+        assert now * later == pytest.approx(end) and end == pytest.approx(ours[at] * last.total)
+
+
+@pytest.mark.parametrize("prompt", ["She saw a butterfly", "playground", "\u00e9t\u00e9 <"])
+def test_merges_by_score_end_in_the_tokens_of_the_library(prompt):
+    record, shown = drawn("sentencepiece", prompt)
+    spelled = []
+    for part in record.lines[-1].parts:
+        single = [f"<0x{byte:02X}>" for byte in part.encode()]
+        spelled += single if part in record.missing else [part]
+    assert record.tokens == spelled and bool(record.missing) == ("\u00e9" in prompt)
+    assert "".join(record.lines[0].parts) == f"\u2581{record.word}"
+    for before, after in zip(record.lines, record.lines[1:]):
+        pair = "".join(before.parts[after.at : after.at + 2])
+        assert after.parts == [*before.parts[: after.at], pair, *before.parts[after.at + 2 :]]
+        (id,) = runs.encoding().encode(pair.replace("\u2581", " "))
+        assert after.score == -id
+    merges, tokens = forms(shown, Tokens)
+    assert len(merges.lines) == len(record.lines)
+    assert token_texts(tokens.lines[0]) == record.tokens
+
+
+# Engine, server and ranks.
+
+RUNS = {  # slug -> the runs in its record
+    "paged-cache": lambda record: [record.run],
+    "preemption": lambda record: [record],
+    "prefix-sharing": lambda record: [record.run],
+    "chunked-prefill": lambda record: record.runs,
+}
+
+
+@pytest.mark.parametrize("slug", RUNS)
+def test_runs_of_the_engine(slug):
+    """Texts are those of `generate`, and pages of several requests hold the same."""
+    record, shown = drawn(slug)
+    for run in RUNS[slug](record):
+        texts = [request.tokens for request in run.requests]
+        size = run.setup["page_size"]
+        for request in run.requests:
+            prompt = "".join(runs.token_texts(request.tokens[: request.prompt_length]))
+            assert runs.token_texts(request.output) == written(prompt, **vars(request.params))
+        for frame in run.frames:
+            held = {}
+            for row in frame["running"]:
+                assert len(row["pages"]) * size >= row["computed"]
+                for place, page in enumerate(row["pages"]):
+                    text = texts[row["number"] - 1][: row["computed"]]
+                    held.setdefault(page, set()).add(tuple(text[: size * (place + 1)]))
+            assert all(len(found) == 1 for found in held.values())
+    (player,) = forms(shown, Player)
+    assert player.frames[-1]["running"] == [] and 0 <= player.first < len(player.frames)
+
+
+@pytest.mark.parametrize("slug, common", [("paged-cache", set()), ("prefix-sharing", {0, 1, 2})])
+def test_pages_and_block_tables(slug, common):
+    """A text is on the pages of its table, in order."""
+    record, shown = drawn(slug)
+    pool, tables = forms(shown, Cells)
+    used = set()
+    for row in record.run.frames[record.at]["running"]:
+        number = row["number"]
+        (table,) = (each for each in tables.rows if each.name == f"request {number}")
+        pages = [int(cell.text) for cell in table.cells]
+        assert pages == row["pages"]
+        cells = [cell for page in pages for cell in pool.rows[page].cells]
+        text = record.run.token_texts()[number - 1][: row["computed"]]
+        assert [cell.text for cell in cells if cell.text] == [word.strip() for word in text]
+        kinds = ["kept" if page in common else f"owner{number}" for page in pages]
+        assert [cell.kind for cell in table.cells] == [cell.kind for cell in cells[::4]] == kinds
+        used |= set(pages)
+    for page, row in enumerate(pool.rows):
+        assert (row.value == "free") == (page not in used) == (row.cells[0].kind == "idle")
+
+
+NAME = "stories-llama"
+PROMPT = "Once upon a time"
+
+
+def outputs_are_generated(clients) -> None:
+    """Each client has read what `generate` writes, or the beginning of it."""
+    for client in clients:
+        tokens = sum((tokens for _, tokens in client.reads), [])
+        repeated = len(client.ids) // len(runs.encode(PROMPT, 20))
+        own = written(PROMPT * repeated, NAME, max_new_tokens=client.count, ignore_eos=True)
+        assert runs.token_texts(tokens) == own[: len(tokens)]
+        assert len(tokens) == client.count or client.error
+
+
+def test_a_busy_reader_misses_nothing():
+    clients, shown = drawn("engine-thread")
+    outputs_are_generated(clients)
+    a, b = ([(step, len(tokens)) for step, tokens in client.reads] for client in clients)
+    assert a == [(after, 1) for after in range(1, 9)]
+    assert b == [(2, 1), (3, 1), (4, 1), (7, 3), (8, 1), (9, 1)]
+    _, _, engine_b, reader_b = forms(shown, Lanes)[0].lanes
+    assert [span.text for span in reader_b.spans] == ["1", "1", "1", "3", "1", "1", "busy"]
+    assert [span.start for span in engine_b.spans] == list(range(1, 9))  # it did not wait
+
+
+def test_two_bounds_of_the_queue():
+    clients, shown = drawn("full-queue")
+    outputs_are_generated(clients[:5])
+    assert {client.name: client.error for client in clients if client.error} == {
+        "E": "the queue is full (4 sequences): try again",
+        "F, long": "the queue is full (4 prompt tokens): try again",
+    }
+    shown = {lane.name: [span[:3] for span in lane.spans] for lane in forms(shown, Lanes)[0].lanes}
+    assert shown == {
+        "A": [(0, 4, "first")],
+        "B": [(0, 8, "first")],
+        "C": [(1, 4, "second"), (4, 10, "first")],
+        "D": [(2, 8, "second"), (8, 13, "first")],
+        "E": [(3, 3, "bad")],
+        "F, long": [(5, 5, "bad")],
+        "F, again": [(9, 10, "second"), (10, 14, "first")],
+    }
+
+
+@pytest.mark.parametrize(
+    "slug", ["tensor-parallel", "split-heads", "split-vocabulary", "row-parallel"]
+)
+def test_cuts_are_the_whole_model(slug):
+    record, shown = drawn(slug)
+    assert [record.following] == written(pictures.PICTURES[slug].prompt, NAME, max_new_tokens=1)
+    assert record.off["gather"] < 1e-4 and record.off.get("reduce", 0) < 1e-4
+    whole = {name.split(".")[-2]: weight for name, weight in runs.load(NAME).named_parameters()}
+    whole["lm_head"] = whole["embed_tokens"]
+    for stage in itertools.chain(*record.parallel_modes.values()):
+        if stage.kind:
+            assert sum(stage.widths) == whole[stage.name].shape[stage.kind == "columns"]
+        elif stage.name == "gather":
+            assert stage.sent == [0, 4 * stage.widths[1]]  # rank 0 has its own
+        else:  # a ring of two sends a part to the other, or two halves of the sums
+            assert stage.sent == [4 * width for width in stage.widths]
+    kinds = {cell.kind for row in forms(shown, Cells)[0].rows for cell in row.cells}
+    assert {"owner1", "owner2", "idle"} <= kinds
