@@ -9,6 +9,7 @@ import types
 import numpy
 import pytest
 import torch
+import transformers
 from benches import Bench
 
 from benchmarks import batching
@@ -67,9 +68,9 @@ def test_a_row_for_each_run_of_each_engine(bench):
     assert bench.figures[0].axes[0].get_legend_handles_labels()[1] == OURS + TRANSFORMERS
 
 
-def test_ctranslate2_gets_the_same_prompts_and_ignores_eos(bench, monkeypatch):
-    """A package of that name that runs our own model."""
-    loaded, prompts = [], []
+def test_peers_get_the_same_prompts_and_a_file_of_each_dtype(bench, monkeypatch):
+    """Packages of these names that run our own model."""
+    loaded, prompts, written = [], [], {}
 
     class Generator:
         def __init__(self, directory, **options):
@@ -90,35 +91,11 @@ def test_ctranslate2_gets_the_same_prompts_and_ignores_eos(bench, monkeypatch):
 
     class Converter:
         def __init__(self, directory):
-            import transformers
-
             tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
             assert tokenizer.get_vocab() == {str(token): token for token in range(61)}
 
         def convert(self, directory):
             assert directory.endswith("/ctranslate2")
-
-    converters = types.SimpleNamespace(TransformersConverter=Converter)
-    names = {"__version__": "4.8.5", "Generator": Generator, "converters": converters}
-    monkeypatch.setitem(sys.modules, "ctranslate2", types.SimpleNamespace(**names))
-    monkeypatch.setitem(sys.modules, "ctranslate2.converters", converters)
-    bench.installed(ctranslate2=True)
-    rows = bench.rows("--engines", "CTranslate2", "CTranslate2 int8")
-    assert list(rows["mode"][:3]) == ["cache", "CTranslate2", "CTranslate2 int8"]
-    assert [options["compute_type"] for options in loaded] == ["float32", "int8"]
-    assert loaded[0]["intra_threads"] == torch.get_num_threads()
-    given, options = prompts[0]
-    assert [len(prompt) for prompt in given] == [5, 5]
-    known = {"max_length": 6, "max_batch_size": 2, "sampling_topk": 1, "end_token": []}
-    assert known.items() <= options.items()
-    assert rows["roofline_share"].notna().tolist() == [True, False, False] * 2
-    assert rows["library"].dropna().tolist() == ["ctranslate2 4.8.5"] * 4
-
-
-def test_llama_cpp_gets_a_file_of_each_dtype(bench, monkeypatch):
-    """A package of that name that runs our own model."""
-    written = {}
-    loaded = []
 
     class LlamaCpp:
         def __init__(self, file):
@@ -131,16 +108,31 @@ def test_llama_cpp_gets_a_file_of_each_dtype(bench, monkeypatch):
         def log_probs(self, tokens):
             return batching.log_probs("cache", self.model, tokens)
 
+    converters = types.SimpleNamespace(TransformersConverter=Converter)
+    names = {"__version__": "4.8.5", "Generator": Generator, "converters": converters}
+    monkeypatch.setitem(sys.modules, "ctranslate2", types.SimpleNamespace(**names))
+    monkeypatch.setitem(sys.modules, "ctranslate2.converters", converters)
     monkeypatch.setitem(sys.modules, "llama_cpp", types.SimpleNamespace(__version__="0.3"))
     monkeypatch.setattr(batching, "LlamaCpp", LlamaCpp)
     monkeypatch.setattr(batching, "write_gguf", lambda model, *to: written.update([to]))
-    bench.installed(llama_cpp=True, gguf=True)
-    rows = bench.rows("--engines", "llama.cpp", "llama.cpp int8")
-    assert list(rows["mode"][:3]) == ["cache", "llama.cpp", "llama.cpp int8"]
-    assert list(rows["dtype"][:3]) == ["float32", "float32", "int8"]
-    assert loaded == ["float32", "int8"]
-    assert rows["library"].dropna().tolist() == ["llama_cpp 0.3"] * 4
-    assert [imports for _, imports, *_ in bench.memory_jobs] == [[], ["llama_cpp"], ["llama_cpp"]]
+    bench.installed(ctranslate2=True, llama_cpp=True, gguf=True)
+    engines = ["CTranslate2", "CTranslate2 int8", "llama.cpp", "llama.cpp int8"]
+    rows = bench.rows("--engines", *engines)
+    assert list(rows["mode"]) == ["cache", *engines] * 2
+    assert list(rows["dtype"][1:5]) == ["float32", "int8"] * 2
+    assert [options["compute_type"] for options in loaded[:2]] == ["float32", "int8"]
+    assert loaded[0]["intra_threads"] == torch.get_num_threads()
+    assert loaded[2:] == ["float32", "int8"]
+    given, options = prompts[0]
+    assert [len(prompt) for prompt in given] == [5, 5]
+    known = {"max_length": 6, "max_batch_size": 2, "sampling_topk": 1, "end_token": []}
+    assert known.items() <= options.items()
+    assert rows["roofline_share"].notna().tolist() == [True, *[False] * 4] * 2
+    assert rows["library"].dropna().tolist() == 2 * (
+        2 * ["ctranslate2 4.8.5"] + 2 * ["llama_cpp 0.3"]
+    )
+    packages = [[], *2 * [["ctranslate2"]], *2 * [["llama_cpp"]]]
+    assert [imports for _, imports, *_ in bench.memory_jobs] == packages
 
 
 def test_llama_cpp_decodes_the_prompts_and_then_its_own_tokens():

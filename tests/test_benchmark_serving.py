@@ -156,26 +156,25 @@ def test_each_server_is_told_in_its_own_words(simulated, fake, speaking, monkeyp
     assert "engine alone" not in set(rows[rows["mode"] == "llama.cpp"]["load"])
 
 
-def test_a_server_that_cannot_run_or_fails_at_first_is_left_out(simulated, fake, monkeypatch):
+def test_a_server_that_cannot_run_or_fails_at_first_is_left_out(
+    simulated, fake, monkeypatch, tmp_path
+):
     reasons = {"llama.cpp": "pip install llama-cpp-python"}
     monkeypatch.setattr(script, "unavailable_reason", lambda name, device: reasons.get(name, ""))
     good = fake.respond
     fake.respond = lambda body: [(1, BUSY)] if len(simulated.started) == 1 else good(body)
+    code, _, err = simulated("--modes", "engine")
+    assert "without engine: the warm-up failed: HTTP 429\n" in err
+    assert (code, list(tmp_path.glob("run*"))) == (2, [])
+    assert err.endswith("error: --modes engine: no server could be started\n")
+    simulated.started.clear()
     modes = ("engine native int8", "engine", "engine native", "llama.cpp")
     code, rows, err = simulated("--modes", *modes, "--shares", 0.5)
     assert (code, err.count("without")) == (0, 2)
     assert "without llama.cpp: pip install llama-cpp-python\n" in err
     assert list(rows["mode"].unique()) == ["engine", "engine native"]
     assert SHARE in values(rows, "engine native", "warm-up")
-    assert (simulated.beside, simulated.running) == ([0, 0, 1], 0)  # it ended before the next
-
-
-def test_no_server_is_left(simulated, fake, tmp_path):
-    fake.respond = lambda body: [(1, BUSY)]
-    code, rows, err = simulated("--modes", "engine")
-    assert "without engine: the warm-up failed: HTTP 429\n" in err
-    assert (code, list(tmp_path.glob("run*"))) == (2, [])
-    assert err.endswith("error: --modes engine: no server could be started\n")
+    assert (simulated.beside, simulated.running) == ([0, 0, 0, 1], 0)  # it ended before the next
 
 
 def test_other_texts_are_not_timed(simulated, fake):

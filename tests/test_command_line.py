@@ -6,18 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, ROOT, is_one_line, refused
+from conftest import CHECKPOINTS, PROMPTS, ROOT, is_one_line
 
 import infer
 import infer_speculative
 from command_line.models import pick_device
-from command_line.options import read_prompts
 from command_line.output import OutputWriter
 from command_line.parser import Parser, run_script
+from engine.engine import Engine
 from errors import UserError, catch_out_of_memory
 from infer_speculative import SpeculativeStep, main
 from text.tokenizer import load_encoding
@@ -106,6 +105,10 @@ def test_a_closed_pipe_ends_a_script_quietly(monkeypatch):
     with open("/dev/null", "w") as file:
         monkeypatch.setattr(sys, "stdout", Closed())
         assert print_texts("Once") == 141
+    raw = io.BytesIO()  # a terminal that cannot show a character gets an escape
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    assert print_texts("a caf\xe9") == 0
+    assert raw.getvalue() == b"a caf\\xe9\n"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has /dev/full")
@@ -115,13 +118,6 @@ def test_a_full_disk_is_one_line(capsys, monkeypatch):
         assert print_texts("Once") == 2
         full.flush()  # as Python does at exit
     assert capsys.readouterr().err == "x: error: standard output: No space left on device\n"
-
-
-def test_what_a_terminal_cannot_show_is_written_as_an_escape(monkeypatch):
-    raw = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    assert print_texts("a caf\xe9") == 0
-    assert raw.getvalue() == b"a caf\\xe9\n"
 
 
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
@@ -173,27 +169,19 @@ def test_one_text_is_shown_as_it_comes_and_several_at_the_end(capsys):
             output.end_step()
             assert capsys.readouterr().out == shown
     assert capsys.readouterr().out == "\n"
-    with OutputWriter(["One", "Two"], ENCODING) as output:
-        for row in (1, 0, 1):
-            output.add(row, a)
+    first, second = (ENCODING.encode_single_token(byte) for byte in (b"\xc3", b"\xa9"))
+    with OutputWriter(["One", "Two"], ENCODING) as output:  # each completes its own characters
+        for row, token in ((0, first), (1, first), (0, second), (1, second), (1, first)):
+            output.add(row, token)
         output.end_step()
         assert capsys.readouterr().out == ""
-    assert capsys.readouterr().out == f"One a{RULE}Two a a\n"
+    assert capsys.readouterr().out == f"Oneé{RULE}Twoé\ufffd\n"
     with OutputWriter(["One"], ENCODING):  # without tokens
         pass
     assert capsys.readouterr() == ("One\n", "")
     with pytest.raises(UserError), OutputWriter(["One"], ENCODING):  # before the first token
         raise UserError("no")
     assert capsys.readouterr() == ("", "")
-
-
-def test_each_text_completes_its_own_characters(capsys):
-    first, second = (ENCODING.encode_single_token(byte) for byte in (b"\xc3", b"\xa9"))
-    with OutputWriter(["", ""], ENCODING) as output:
-        for row, token in ((0, first), (1, first), (0, second), (1, second), (1, first)):
-            output.add(row, token)
-        output.end_step()
-    assert capsys.readouterr().out == f"é{RULE}é\ufffd\n"
 
 
 def test_an_interrupted_run_keeps_what_it_has(capsys, monkeypatch):
@@ -214,30 +202,21 @@ def test_an_interrupted_run_keeps_what_it_has(capsys, monkeypatch):
 # Several prompts.
 
 
-@pytest.fixture
-def prompts(cli, monkeypatch, tiny_checkpoint):
-    """A function that runs `infer.py` with these arguments and gives the prompts that it read."""
-
-    def run(*args):
-        monkeypatch.setattr(infer, "generate", lambda *args, **options: iter(()))
-        code, out, _ = cli("--model", tiny_checkpoint, *args)
-        assert code == 0
-        return out.removesuffix("\n").split("\n" + "-" * 40 + "\n")
-
-    return run
-
-
-def test_options_come_first_then_the_lines_of_the_file(prompts, tmp_path):
+def test_options_come_first_then_the_lines_of_the_file(cli, monkeypatch, tiny_checkpoint, tmp_path):
+    monkeypatch.setattr(infer, "generate", lambda *args, **options: iter(()))
     file = tmp_path / "prompts.txt"
     file.write_bytes("\ufeffTom and\n\n caf\u00e9\fone line\n".encode())  # with a byte-order mark
     lines = ["Tom and", " café\fone line"]
     both = ("--prompt", "Once", "--prompt", "Lily")
-    assert prompts(*both) == ["Once", "Lily"]
-    assert prompts("--prompt-file", file) == lines
-    assert prompts("--prompt-file", file, "--prompt", "Once") == ["Once", *lines]
-    assert prompts() == [""]
-    samples = prompts(*both, "--num-samples", 2, "--temperature", 1)
-    assert samples == ["Once", "Once", "Lily", "Lily"]
+    for args, prompts in (
+        (both, ["Once", "Lily"]),
+        (("--prompt-file", file), lines),
+        (("--prompt-file", file, "--prompt", "Once"), ["Once", *lines]),
+        ((), [""]),
+        ((*both, "--num-samples", 2, "--temperature", 1), ["Once", "Once", "Lily", "Lily"]),
+    ):
+        code, out, _ = cli("--model", tiny_checkpoint, *args)
+        assert (code, out.removesuffix("\n").split(RULE)) == (0, prompts)
 
 
 @pytest.mark.parametrize(
@@ -251,12 +230,73 @@ def test_a_bad_prompt_file_is_one_line(cli, tmp_path, content, complaint):
     assert is_one_line(cli("--prompt-file", file), str(file), complaint)
 
 
-def test_as_many_texts_as_are_allowed():
-    args = SimpleNamespace(prompt=["a", "b"], prompt_file=None, num_samples=2**15)
-    assert len(read_prompts(args)) == 2**16
-    args.num_samples += 1
-    words = "2 prompts x --num-samples 32769: at most 65536 sequences are allowed"
-    assert refused(read_prompts, args) == words
+# infer_engine.py: the texts of infer.py, and what they took.
+
+SEEDED = ("--max-new-tokens", 12, "--temperature", 1, "--num-samples", 2, "--seed", 5)
+FILTERED = ("--max-new-tokens", 12, "--temperature", 0.9, "--top-p", 0.9, "--seed", 2**64 - 1)
+
+
+@pytest.mark.parametrize(
+    "args, rows",
+    [
+        (("--max-new-tokens", 12), ()),
+        (("--max-new-tokens", 60, "--ignore-eos", "--stride", 5), ("--max-num-seqs", 2)),
+        (SEEDED, ("--max-num-seqs", 3)),
+        ((*FILTERED, "--repetition-penalty", 2), ()),
+        (("--max-new-tokens", 0), ()),
+        (("--max-new-tokens", 5, "--prompt", "", "--dtype", "int8"), ("--max-num-seqs", 1)),
+    ],
+)
+def test_the_engine_prints_what_is_printed_without_it(
+    cli, engine_cli, tiny_checkpoint, prompts_file, args, rows
+):
+    args = ("--model", tiny_checkpoint, "--prompt-file", prompts_file, *args)
+    code, out, err = engine_cli(*args, *rows)
+    assert code == 0, err
+    assert (code, out) == cli(*args)[:2]
+
+
+def test_a_single_sequence_is_streamed(cli, engine_cli, tiny_checkpoint, monkeypatch):
+    args = ("--model", tiny_checkpoint, "--prompt", "Once", "--max-new-tokens", 6)
+    step = Engine.step
+    shown = []
+    expected = cli(*args)[1]
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(Engine, "step", lambda self: shown.append(out.getvalue()) or step(self))
+    engine_cli(*args)
+    assert shown[0] == "" and len(set(shown)) > 3 and out.getvalue() == expected
+    assert all(expected.startswith(part) for part in shown)
+
+
+def test_replies_of_a_chat_model(cli, engine_cli, prompts_file, monkeypatch):
+    args = ["--model", CHECKPOINTS / "stories-llama", "--chat", "--max-new-tokens", 6]
+    args += ["--temperature", 1, "--seed", 7]
+    expected = cli(*args, "--prompt-file", prompts_file)[:2]
+    assert engine_cli(*args, "--prompt-file", prompts_file, "--max-num-seqs", 2)[:2] == expected
+    outs = []
+    for script in (cli, engine_cli):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"dog, park\ncat, tree\n")))
+        code, out, err = script(*args)
+        assert code == 0 and err.count(" tokens, ") == 2
+        outs.append(out)
+    assert outs[0] == outs[1] != ""
+    # The second line of steps counts those of both replies.
+    steps = [line for line in err.splitlines() if " steps, " in line]
+    assert [line.split()[0] for line in steps] == ["6", "12"]
+    assert [line.endswith(", in all") for line in steps] == [False, True]
+
+
+@pytest.mark.parametrize("max_num_seqs, steps", [(None, 7), (5, 7), (2, 3 * 7), (1, 5 * 7)])
+def test_statistics(engine_cli, tiny_checkpoint, prompts_file, max_num_seqs, steps):
+    args = ["--model", tiny_checkpoint, "--prompt-file", prompts_file, "--max-new-tokens", 7]
+    args += ["--ignore-eos", "--seed", 3, "--temperature", 1]
+    args += [] if max_num_seqs is None else ["--max-num-seqs", max_num_seqs]
+    code, _, err = engine_cli(*args)
+    tokens = sum(len(load_encoding(tiny_checkpoint, 4096).encode(prompt)) for prompt in PROMPTS)
+    first, second = err.splitlines()
+    assert code == 0 and first.startswith("35 tokens, ") and first.endswith(", seed 3")
+    assert f"{second},".startswith(f"{steps} steps, {tokens + 5 * 6} positions computed,")
 
 
 # infer_speculative.py: its text is the target's, its report counts passes.
@@ -288,18 +328,6 @@ def test_the_text_is_that_of_the_target(run_main, cli, arguments):
     code, out, err = run_main(main, "--target", DRAFT, "--draft", DRAFT, *arguments)
     assert (code, out) == cli("--model", DRAFT, *arguments)[:2]
     assert "drafts accepted" in err and "tokens per target pass" in err
-
-
-def test_samples_and_prompt_files(run_main, passes, tmp_path):
-    passes(SpeculativeStep([65], [], 0))
-    file = tmp_path / "prompts.txt"
-    file.write_text("Lily\n")
-    prompts = ("--target", DRAFT, "--prompt", "Once", "--prompt-file", file)
-    draws = ("--num-samples", 2, "--temperature", 1, "--seed", 3)
-    code, out, err = run_main(main, *prompts, *draws)
-    texts = ["Onceb", "Onceb", "Lilyb", "Lilyb"]
-    assert (code, out) == (0, ("\n" + "-" * 40 + "\n").join(texts) + "\n")
-    assert err.endswith(", seed 3\n")
 
 
 def test_the_report_counts_before_the_text_is_cut(run_main, passes, monkeypatch):

@@ -530,21 +530,6 @@ def test_start_refuses(repo, error):
     assert (repo / ".git" / "MERGE_HEAD").exists() and stands(repo) == before
 
 
-@pytest.mark.parametrize("command, place", [("start", "main~3"), ("restart", "my-02-mul")])
-def test_a_start_that_fails_leaves_nothing_half_made(repo, error, command, place):
-    """A filter fails in the middle of a checkout: on the calc.py where lesson 02 starts."""
-    fail = "awk '{print} /apply/ {bad = 1} /a \\* b/ {bad = 0} END {exit bad}'"
-    for name, value in (("clean", "cat"), ("smudge", fail), ("required", "true")):
-        git(repo, "config", f"filter.bad.{name}", value)
-    (repo / ".git" / "info" / "attributes").write_text("calc.py filter=bad\n")
-    if command == "restart":
-        git(repo, "branch", place)
-    git(repo, "checkout", "-q", place)
-    before = stands(repo)
-    assert "smudge filter bad failed" in error(command, "2")
-    assert stands(repo) == before and (repo / "a").exists() == (place != "main~3")
-
-
 @pytest.mark.parametrize("times", [1, 2, 3])
 @pytest.mark.parametrize("command", ["start", "restart"])
 def test_a_start_stopped_after_any_of_its_steps(repo, monkeypatch, command, times):
@@ -611,19 +596,6 @@ def test_check(repo, run, monkeypatch):
     code, out, _ = run("check")  # an earlier lesson breaks
     assert code == 1 and "not yet" in out
     assert out.index("2 passed") < out.index("10 failed")  # of 12: it stops there
-
-
-def test_check_names_all_that_is_missing(repo, run):
-    """A line for each test that fails, and the first in full."""
-    run("start", "02-mul")
-    tests = "".join(f"def test_{n}():\n    assert {n} > 5, 'few'\n\n\n" for n in range(7))
-    (repo / "tests" / "test_mul.py").write_text(tests)
-    code, out, _ = run("check")
-    assert code == 1 and "6 failed, 1 passed" in out
-    lines = [line for line in out.splitlines() if line.startswith("FAILED tests/test_mul.py::")]
-    assert [line.split(" - ")[0][-1] for line in lines] == list("012345")
-    assert "assert 0 > 5" in out.partition("the first failed test")[2]
-    assert out.count("\nE   AssertionError") == 1
 
 
 def test_check_up_to_a_step(repo, run, error):

@@ -1,5 +1,6 @@
 """Which tokens a constraint allowed, place by place. Oracle: all texts of a small one."""
 
+import functools
 import itertools
 import json
 import threading
@@ -30,32 +31,29 @@ SCHEMA = {
     "additionalProperties": False,
 }
 NAMED = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA}}
-CHOICES = ["a cat", "a cow", "a cat sat", "\N{SEAL}"]
-OBJECTS = [
+CHOICES = ("a cat", "a cow", "a cat sat", "\N{SEAL}")
+OBJECTS = tuple(
     json.dumps({"animal": animal, "wild": wild}, separators=(",", ":"))
     for animal, wild in itertools.product(["cat", "dog", "fox"], [True, False])
-]
+)
+STRINGS = ("abd", "abe", "abcd", "abce", "bad", "bae", "bacd", "bace")
 CONSTRAINTS = [
     ({"response_format": NAMED}, OBJECTS),
     ({"structured_outputs": {"choice": CHOICES}}, CHOICES),
-    (
-        {"structured_outputs": {"regex": "(ab|ba)c?[de]"}},
-        ["abd", "abe", "abcd", "abce"] + ["bad", "bae", "bacd", "bace"],
-    ),
+    ({"structured_outputs": {"regex": "(ab|ba)c?[de]"}}, STRINGS),
 ]
 END = 4095
 
 
-def piece_of(token: int) -> bytes:
-    return small_encoding().decode_single_token_bytes(token)
+PIECES = [small_encoding().decode_single_token_bytes(token) for token in range(END + 1)]
 
 
-def may_follow(text: bytes, texts: list[str]) -> list[bytes]:
+@functools.cache
+def may_follow(text: bytes, texts: tuple[str, ...]) -> list[bytes]:
     """The pieces after which it begins one of these texts, and the end after a whole one."""
     wanted = [each.encode() for each in texts]
-    tokens = (piece_of(token) for token in range(END))
-    found = [piece for piece in tokens if any(each.startswith(text + piece) for each in wanted)]
-    return found + [piece_of(END)] * (text in wanted)
+    found = [piece for piece in PIECES[:END] if any(w.startswith(text + piece) for w in wanted)]
+    return found + PIECES[END:] * (text in wanted)
 
 
 def places_of(path: str, choice: dict) -> tuple[list[tuple], tuple | None]:
@@ -84,13 +82,13 @@ def places_of(path: str, choice: dict) -> tuple[list[tuple], tuple | None]:
     return list(zip(map(piece, tokens), tops, map(place, places), strict=True)), after
 
 
-def is_fixed(text: bytes, texts: list[str]) -> bool:
+def is_fixed(text: bytes, texts: tuple[str, ...]) -> bool:
     """Whether one byte alone may follow: a grammar then takes the token that the tokenizer does."""
     wanted = [each.encode()[len(text) :][:1] for each in texts if each.encode().startswith(text)]
     return len(set(wanted)) == 1 and wanted[0] != b""
 
 
-def check_places(places: list[tuple], texts: list[str], most: int) -> None:
+def check_places(places: list[tuple], texts: tuple[str, ...], most: int) -> None:
     text = b""
     for token, top, (count, listed) in places:
         allowed = may_follow(text, texts)
