@@ -499,25 +499,6 @@ def test_blocks_of_keys_end_in_the_weights_of_transformers():
         assert now * later == pytest.approx(end) and end == pytest.approx(ours[at] * last.total)
 
 
-@pytest.mark.parametrize("prompt", ["She saw a butterfly", "playground", "\u00e9t\u00e9 <"])
-def test_merges_by_score_end_in_the_tokens_of_the_library(prompt):
-    record, shown = drawn("sentencepiece", prompt)
-    spelled = []
-    for part in record.lines[-1].parts:
-        single = [f"<0x{byte:02X}>" for byte in part.encode()]
-        spelled += single if part in record.missing else [part]
-    assert record.tokens == spelled and bool(record.missing) == ("\u00e9" in prompt)
-    assert "".join(record.lines[0].parts) == f"\u2581{record.word}"
-    for before, after in zip(record.lines, record.lines[1:]):
-        pair = "".join(before.parts[after.at : after.at + 2])
-        assert after.parts == [*before.parts[: after.at], pair, *before.parts[after.at + 2 :]]
-        (id,) = runs.encoding().encode(pair.replace("\u2581", " "))
-        assert after.score == -id
-    merges, tokens = forms(shown, Tokens)
-    assert len(merges.lines) == len(record.lines)
-    assert token_texts(tokens.lines[0]) == record.tokens
-
-
 # Engine, server and ranks.
 
 RUNS = {  # slug -> the runs in its record
