@@ -49,13 +49,11 @@ class Bench:
         return code, pandas.read_csv(output) if output.exists() else None, err
 
     def rows(self, *args, says: str = ""):
-        """The rows of a run that succeeds, and says these words, among others, on stderr."""
         code, rows, err = self(*args)
         assert code == 0 and says in err, err
         return rows
 
     def stops(self, said, *args):
-        """A run that ends with these words, among others, and without rows."""
         code, rows, _ = self(*args)
         assert said in code and rows is None
 
@@ -69,7 +67,6 @@ class Bench:
         self.patch(owner, name, functools.partial(call, getattr(owner, name)))
 
     def installed(self, **packages):
-        """Let packages be there, or not."""
         find = importlib.util.find_spec
 
         def find_spec(name):
@@ -78,7 +75,6 @@ class Bench:
         self.patch(importlib.util, "find_spec", find_spec)
 
     def spy(self, name, of=None) -> list:
-        """Return a list to which each call of a function adds its arguments."""
         calls = []
 
         def call(real, *args, **options):

@@ -31,13 +31,11 @@ def chunk(text=" a", reason=None, tokens=None) -> str:
 
 
 def counts(tokens: int) -> str:
-    """The event after the last chunk, with the number of tokens."""
     usage = {"prompt_tokens": 1, "completion_tokens": tokens, "total_tokens": 1 + tokens}
     return f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n"
 
 
 def timed_completion(*timestamps: float) -> list[tuple[float, bytes]]:
-    """An answer with a token at each moment, in seconds after the request came."""
     events = [chunk(tokens=number) for number, _ in enumerate(timestamps, 1)]
     events[-1] = chunk(reason="length", tokens=len(timestamps))
     chunks = [(timestamp, raw_chunk(event)) for timestamp, event in zip(timestamps, events)]
@@ -46,7 +44,6 @@ def timed_completion(*timestamps: float) -> list[tuple[float, bytes]]:
 
 
 def steady(body: dict, first: float = 0.25, gap: float = 0.25) -> list[tuple[float, bytes]]:
-    """An answer to a request for so many tokens: the first one, and then one each `gap`."""
     return timed_completion(*[first + gap * at for at in range(body["max_tokens"])])
 
 
@@ -114,8 +111,6 @@ def fake_server(monkeypatch) -> SimpleNamespace:
 
 
 def client_table(capsys):
-    """A function that runs the client's command line: its exit code, its table, and stderr."""
-
     def run(*args):
         code = 0
         try:

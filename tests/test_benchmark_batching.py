@@ -69,7 +69,6 @@ def test_a_row_for_each_run_of_each_engine(bench):
 
 
 def test_peers_get_the_same_prompts_and_a_file_of_each_dtype(bench, monkeypatch):
-    """Packages of these names that run our own model."""
     loaded, prompts, written = [], [], {}
 
     class Generator:

@@ -25,7 +25,6 @@ def checkpoint(tiny, tmp_path_factory):
 
 @pytest.fixture
 def bench(request, checkpoint, monkeypatch):
-    """The model is its own draft."""
     monkeypatch.setattr(script, "STEPS", 6)
     small = "--requests 5 --batch-size 2 3 --prompt-tokens 2 6 --new-tokens 3 8 --long-prompt 20"
     small += " --decode-batch-size 2 --waiting 7 --draft-batch-size 1 2 --repeats 2 --backend torch"
@@ -43,7 +42,6 @@ def values(rows, mode, repeat=0, size=None, temperature=0.0):
 
 
 def queue(count=5, new_tokens=(3, 8)):
-    """The prompts of the queue, and how many tokens follow each."""
     args = SimpleNamespace(prompt_tokens=[2, 6], new_tokens=new_tokens)
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=4096))
     prompts, params = script.sample_requests(script.Bench(args, "torch", model, None, None), count)
@@ -109,11 +107,21 @@ def test_different_tokens_are_not_timed(bench):
             outputs[-1] = outputs[-1][:-1] + [4095 - outputs[-1][-1]]
         return outputs
 
+    def wrong_with_drafts(right, engine, *args):
+        run = right(engine, *args)
+        if engine.drafter:
+            run.outputs[0][0] += 1
+        return run
+
     bench.change("run_engine", wrong)
+    bench.change("decode", wrong_with_drafts)
     code, rows, _ = bench("--only", "throughput")
     said = "1 of 5 sequences differ; wrong results are not timed"
     assert code == f"engine{TORCH}, batch size 3: {said}"
     assert 3 not in set(rows[rows["mode"] == "engine"]["batch_size"])
+    code, rows, _ = bench("--only", "speculation")
+    assert "look-up: 1 of 1 sequences differ" in str(code)
+    assert set(rows["mode"]) == {"passes", "engine"}
 
 
 def test_transformers_writes_the_same_texts_or_is_named_and_left_out(bench, monkeypatch):
@@ -290,16 +298,3 @@ def test_a_draft_that_is_the_model_is_always_right_and_another_is_not(bench, clo
     # Texts end before a whole pass of drafts, so a row has fewer than 1 + gamma on average.
     assert 3 < drafted["positions per pass"] < 4
     assert drafted["x engine, predicted"] == near(drafted["x engine"])
-
-
-def test_greedy_texts_with_drafts_are_those_without(bench):
-    def wrong(right, engine, *args):
-        run = right(engine, *args)
-        if engine.drafter:
-            run.outputs[0][0] += 1
-        return run
-
-    bench.change("decode", wrong)
-    code, rows, _ = bench("--only", "speculation")
-    assert "look-up: 1 of 1 sequences differ" in str(code)
-    assert set(rows["mode"]) == {"passes", "engine"}

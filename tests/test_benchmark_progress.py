@@ -112,11 +112,3 @@ def test_the_rate_is_that_after_the_first_token_of_each_text(tmp_path):
     script.write_text("import sys\nsys.exit('x.py: error: no such option')")
     with pytest.raises(UserError, match="^57-x: infer.py: x.py: error: no such option$"):
         progress.run("57-x", tmp_path, ["infer.py"], 1)
-
-
-def test_the_lessons_are_on_main():
-    try:
-        _, every = lessons.read_main()
-    except lessons.LessonError as error:
-        pytest.skip(str(error))
-    assert {lesson.slug for lesson in every} >= set(progress.SLUGS)

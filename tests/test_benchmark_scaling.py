@@ -73,8 +73,6 @@ def test_a_step_has_a_driver_turns_and_collectives():
 
 @pytest.fixture
 def bench(request, monkeypatch):
-    """Its groups have no processes."""
-
     def run_group(directory, job, size, times=1):
         bench.asked.append((job["join"], size, times, job["threads"], job["parts"]))
         few = {kind: seconds[:3] for kind, seconds in COLLECTIVE_TIMES.items()}
@@ -93,7 +91,6 @@ def bench(request, monkeypatch):
 
 
 def values(rows, mode, processes):
-    """measure -> value."""
     found = rows[(rows["mode"] == mode) & (rows["processes"] == processes)]
     return dict(zip(found["measure"], found["value"]))
 
@@ -220,13 +217,11 @@ def test_replicas_that_fail_or_write_other_texts_are_not_timed(bench, served):
     assert "replicas" not in set(rows["mode"])
 
 
-def test_the_plot_has_what_is_predicted_beside_what_is_measured(bench):
+def test_without_ray_there_are_ranks_alone(bench):
     bench.draws = True
     bench.installed(ray=False)
     rows = bench.rows("--ranks", 2, 3, says="without replicas: pip install '.[ray]'\n")
-    assert "replicas" not in set(rows["mode"])
-    (axes,) = bench.figures[0].axes
-    assert axes.get_legend_handles_labels()[1] == ["one process", "gather", "reduce"]
+    assert "replicas" not in set(rows["mode"]) and len(bench.figures[0].axes) == 1
 
 
 def measured(model, max_num_seqs):

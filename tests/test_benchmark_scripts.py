@@ -125,7 +125,6 @@ def endless(tiny, tmp_path_factory):
 
 @pytest.fixture
 def drafts(request, endless):
-    """The model is its own draft."""
     small = ("--prompts", 2, "--repeats", 2, "--max-new-tokens", 12)
     return Bench(request, benchmark_speculative, "--target", endless, "--draft", endless, *small)
 

@@ -224,19 +224,6 @@ def test_the_engine_alone_is_busy_as_the_clients_are(speaking, clock, monkeypatc
     assert alone(1) == {"tokens/s": near(1 / 5)}
 
 
-def test_what_is_not_known_has_no_row(simulated, fake):
-    good = fake.respond
-    numbers = itertools.count()
-    fake.respond = lambda body: [(1, BUSY)] if next(numbers) % 3 == 2 else good(body)
-    simulated.baseline = {"tokens/s": 0.0}  # too short a time
-    rows = simulated.rows("--modes", "engine", "--shares", 0.5)
-    found = values(rows, "engine", "2 clients")
-    assert "x engine alone" not in found and rows["value"].notna().all()
-    assert found["failed"] == found["failed: HTTP 429"] > 0
-    random = values(rows, "engine", "0.5 of capacity")
-    assert "ttft, ms, p99" in random and "ttft, plain steps, p99" not in random
-
-
 SCRIPT = """
 import http.server, sys
 statuses = [200, 404, 503, None]

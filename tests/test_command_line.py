@@ -80,8 +80,6 @@ RULE = "\n" + "-" * 40 + "\n"
 
 
 def print_texts(*texts):
-    """Run a script that shows these texts and no more; its exit code."""
-
     def action(args):
         with OutputWriter(texts, ENCODING):
             pass
@@ -304,7 +302,6 @@ def test_statistics(engine_cli, tiny_checkpoint, prompts_file, max_num_seqs, ste
 
 @pytest.fixture
 def passes(monkeypatch):
-    """A function that sets what generate_speculative yields, for each prompt, and its calls."""
     calls = []
 
     def set_passes(*steps, error=None):
@@ -409,28 +406,26 @@ def test_a_long_error_is_cut_in_the_middle():
 
 
 @pytest.mark.parametrize(
-    "error",
+    "error, is_memory",
     [
-        MemoryError(),
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\n2 GiB"),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
-        RuntimeError("MPS backend out of memory"),
-        None,
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\n2 GiB"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("MPS backend out of memory"), True),
+        (None, True),
+        (RuntimeError("shapes differ"), False),
+        (TypeError("alloc"), False),
+        (UserError("alloc"), False),
     ],
     ids=repr,
 )
-def test_memory_that_runs_out_names_what_did_not_fit(error):
-    with pytest.raises(UserError, match="^7 bytes do not fit in memory$"):
-        with catch_out_of_memory("7 bytes"):
-            if error:
-                raise error
-            torch.empty(2**50)
-
-
-@pytest.mark.parametrize(
-    "error", [RuntimeError("shapes differ"), TypeError("alloc"), UserError("alloc")], ids=repr
-)
-def test_other_errors_are_no_lack_of_memory(error):
-    with pytest.raises(type(error)) as seen, catch_out_of_memory("7 bytes"):
-        raise error
-    assert seen.value is error
+def test_memory_that_runs_out_names_what_did_not_fit(error, is_memory):
+    with pytest.raises(Exception) as seen, catch_out_of_memory("7 bytes"):
+        if error:
+            raise error
+        torch.empty(2**50)
+    if is_memory:
+        assert type(seen.value) is UserError
+        assert str(seen.value) == "7 bytes do not fit in memory"
+    else:
+        assert seen.value is error

@@ -15,7 +15,6 @@ from command_line.parser import OPTIONAL_PACKAGES
 
 
 def imported(file) -> set[str]:
-    """The names of all modules that a file imports, also inside functions."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text("utf-8"))):
         if isinstance(node, ast.Import):
@@ -42,13 +41,11 @@ def test_libraries_import_no_script():
 
 
 def python(*arguments, **options):
-    """Run this interpreter where the course is."""
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **options)
 
 
 def test_one_sequence_needs_no_engine():
-    """`import infer` loads no engine, server or parallel code."""
     found = python("-c", "import sys, infer; print(*sys.modules)")
     places = {name: ROOT / f"{name.replace('.', '/')}.py" for name in found.stdout.split()}
     names = [name for name, place in places.items() if place.is_file()]

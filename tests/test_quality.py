@@ -72,6 +72,14 @@ def test_divergences_are_those_of_torch():
     assert torch.allclose(loss, expected, rtol=1e-12)
 
 
+def test_what_runs_if_nothing_is_named(monkeypatch):
+    asked = record(monkeypatch, quality, "resolve_source", lambda name: name)
+    assert quality.default_text("checkpoints/stories-draft").name == "stories.txt"
+    assert quality.default_text("random:gpt2").name == "english.txt"
+    assert quality.default_model().endswith(("smollm2", "stories-llama"))
+    assert asked[-1] == "smollm2"
+
+
 def test_each_token_but_the_first_of_a_chunk_is_predicted_from_those_before_it(
     tiny_llama, monkeypatch
 ):
@@ -163,14 +171,6 @@ def test_llama_cpp_gives_the_logits_after_each_token_with_a_float32_cache():
     assert passes == [[[5, 6], [0, 1], [True, True]], [[7], [2], [True]]]
     assert (options.type_k, options.type_v, options.flash_attn_type) == (0, 0, 0)
     assert options.n_ctx == 3 and len(freed) == 2
-
-
-def test_what_runs_if_nothing_is_named(monkeypatch):
-    asked = record(monkeypatch, quality, "resolve_source", lambda name: name)
-    assert quality.default_text("checkpoints/stories-draft").name == "stories.txt"
-    assert quality.default_text("random:gpt2").name == "english.txt"
-    assert quality.default_model().endswith(("smollm2", "stories-llama"))
-    assert asked[-1] == "smollm2"
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,6 @@ def text_of(choice: dict) -> str:
 def test_each_place_has_what_all_texts_of_the_constraint_allow(
     client, path, constraint, texts, most
 ):
-    """And an event tells what may come next."""
     body = ASKED[path] | constraint | {"n": 2, "seed": 1, "max_tokens": 40}
     plain = client.post(path, body)[1]["choices"]
     body["show_allowed"] = most
@@ -184,7 +183,6 @@ def test_what_is_listed_counts_against_the_answer(client):
 
 
 def test_masks_are_made_in_another_thread(tiny_llama, monkeypatch):
-    """While one text's masks take long, the event loop answers, and other texts are written."""
     gate = threading.Event()
     threads = set()
     read = AllowedTokensTracker.read

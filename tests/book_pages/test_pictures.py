@@ -2,31 +2,24 @@
 
 import dataclasses
 import html
-import math
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
 
-import gguf
 import html5lib
 import pytest
 import torch
-import transformers
 from conftest import ROOT
 
 import lessons as course
-from command_line.options import STORIES
-from infer_speculative import generate_speculative
 from model import causal_attention
-from quantisation.int8 import quantize
-from sampling import SamplingParams
 
 sys.path.insert(0, str(ROOT / "course"))
 import draw_picture  # noqa: E402
 
 import pictures  # noqa: E402
 from pictures import render, runs, scene  # noqa: E402
-from pictures.scene import Cells, Lanes, Lines, Player, Tokens  # noqa: E402
+from pictures.scene import Cells, Lanes, Player, Tokens  # noqa: E402
 
 LLAMA = "stories-llama"
 LARGEST = 120_000  # bytes of a picture
@@ -105,7 +98,6 @@ def drawn(slug: str, prompt: str | None = None):
 
 
 def draw(*args) -> int:
-    """Run the command that draws a picture, and return its exit code."""
     return draw_picture.main(list(args))
 
 
@@ -126,7 +118,6 @@ def text_of(line) -> str:
 
 
 def written(prompt: str, name: str = "stories", **params) -> list[str]:
-    """The tokens that `generate` writes after a prompt."""
     return runs.token_texts(runs.generate_tokens(runs.encode(prompt, 200), name, **params))
 
 
@@ -144,7 +135,6 @@ def tree_of(shown: str):
 
 
 def kinds_of(form) -> set[str]:
-    """The kinds that a form uses, wherever they are in it."""
     if isinstance(form, scene.Player | scene.Axis):
         return set()
     if dataclasses.is_dataclass(form):
@@ -158,7 +148,6 @@ def kinds_of(form) -> set[str]:
 
 
 def check(drawn_scene: scene.Scene, shown: str) -> None:
-    """What holds for each picture: its words, its kinds, and its HTML."""
     assert 40 < len(drawn_scene.caption) < 330 and drawn_scene.caption.endswith(".")
     said = {"", "first"}.union(*(panel.key for panel in drawn_scene.panels))
     for panel in drawn_scene.panels:
@@ -281,7 +270,6 @@ def test_each_picture_is_of_a_lesson_and_each_card_is_checked():
 
 @pytest.mark.parametrize("id", CARDS)
 def test_cards(id):
-    """The file is what the code draws, and nothing lies outside it."""
     file = pictures.HERE / f"{id}.svg"
     text = pictures.svg_of(id)
     assert file.read_text("utf-8") == text
@@ -340,29 +328,6 @@ def test_steps_of_greedy_decoding():
 # Lessons 13 to 18
 
 
-def test_drafts_and_a_rejection():
-    record, shown = drawn("speculative-decoding")
-    params = SamplingParams(40, temperature=0.8)
-    generator = torch.Generator().manual_seed(1)
-    given = (runs.load(), runs.load("stories-draft"), runs.encode("One day", 9), params)
-    passes = list(generate_speculative(*given, generator=generator))
-    assert [each.accepted for each in record.verifications] == [each.accepted for each in passes]
-    tokens = [text for each in record.verifications for text in each.tokens]
-    assert tokens == [runs.token_text(id) for each in passes for id in each.tokens]
-    text = forms(shown, scene.Tokens)[0].lines[0]
-    assert sum(token.kind == "third" for token in text.tokens) == len(passes)
-    assert text_of(text) == "One day" + "".join(tokens)
-    found = record.rejection
-    assert 0 < found.acceptance_prob < 1 and found.draft != found.replacement
-    at = text_of(text).index(found.context + found.replacement) + len(found.context)
-    probs = probs_after(text_of(text)[:at], 0.8)
-    for text, p, q in found.rows:
-        (id,) = [id for id in probs.topk(400).indices.tolist() if runs.token_text(id) == text]
-        assert p == pytest.approx(probs[id].item(), rel=1e-3)
-        if text == found.draft:
-            assert found.acceptance_prob == pytest.approx(min(1, p / q))
-
-
 # Lesson 42
 
 
@@ -396,17 +361,8 @@ def test_batches_have_each_token_once():
 # Lessons from 20 on.
 
 
-def test_a_row_in_bytes_and_a_scale():
-    record, _ = drawn("int8-weights")
-    values, scale = quantize(runs.load().wte.weight)
-    row = runs.encode("Once upon a time", 9)[-1]
-    assert record.weights == runs.load().wte.weight[row].tolist()
-    assert (record.values, record.scale) == (values[row].tolist(), scale[row].item())
-
-
 @pytest.mark.parametrize("prompt", ["The dog", "Lily", "<b> &\n"])
 def test_text_is_held_back(prompt):
-    """What is sent and what is held is all that was written; a stop string is never sent."""
     record, shown = drawn("stop-strings", prompt)
     tokens = [step.token for step in record.steps]
     assert tokens == written(prompt, max_new_tokens=24)[: len(tokens)]
@@ -445,58 +401,7 @@ def test_weights_lie_where_gpt_c_reads_them():
     assert lanes == [row.cells[-1].text for row in plain.rows[1:]] + ["0", "0"]
 
 
-def test_trials_go_on_with_the_faster_way():
-    record, shown = drawn("drafts-that-pay")
-    small, large = (
-        sum(weight.numel() for weight in runs.load(name).parameters())
-        for name in ("stories-draft", "stories")
-    )
-    costs = [1 + 3 * small / large, 4 + 3 * small / large]
-    assert [each.cost for each in record] == pytest.approx(costs)
-    for each, form, pays in zip(record, forms(shown, Lines), (True, False)):
-        assert [drafts for drafts, _ in each.steps] == [True] * 16 + [False] * 16 + [pays] * 64
-        measured = [tokens for _, tokens in each.steps[:16]]
-        assert each.rates == pytest.approx((sum(measured) / 16 / each.cost, 1))
-        assert (each.rates[0] > 1) == pays and 1 < max(measured) <= 4
-        time = sum(each.cost if drafts else 1 for drafts, _ in each.steps)
-        total = sum(tokens for _, tokens in each.steps)
-        assert form.curves[-1].points[-1] == pytest.approx((time, total))
-    assert shown.panels[1].title.endswith(": drafts do not pay")
-
-
 # Lessons from 110
-
-
-def test_the_bits_of_a_block():
-    """The package `gguf` writes the same bytes, and reads the same numbers."""
-    record, shown = drawn("gguf-blocks")
-    q4_1 = gguf.GGMLQuantizationType.Q4_1
-    data = gguf.quantize(torch.tensor([record.weights]).numpy(), q4_1)
-    assert data[0].tolist() == record.data
-    assert record.numbers == pytest.approx(gguf.dequantize(data, q4_1)[0].tolist(), abs=1e-7)
-    head, codes = forms(shown, Cells)
-    d, m = (int(row.cells[0].text.replace(" ", ""), 2) for row in head.rows)
-    d, m = torch.tensor([d, m], dtype=torch.uint16).view(torch.float16).tolist()
-    q = [int(row.cells[side].text, 2) for side in (1, 0) for row in codes.rows]
-    assert [d * each + m for each in q] == pytest.approx(record.numbers, abs=1e-7)
-
-
-def test_blocks_of_keys_end_in_the_weights_of_transformers():
-    record, shown = drawn("long-texts")
-    ids = runs.encode(pictures.PICTURES["long-texts"].prompt, 60)
-    ids += runs.generate_tokens(ids, max_new_tokens=128 - len(ids))
-    options = {"dtype": torch.float32, "attn_implementation": "eager"}
-    model = transformers.AutoModelForCausalLM.from_pretrained(STORIES, **options)
-    with torch.inference_mode():
-        layers = model(torch.tensor([ids]), output_attentions=True).attentions
-    expected = layers[record.layer][0, record.head, -1].tolist()
-    last = record.blocks[-1]
-    ours = [math.exp(score - last.m) / last.total for score in record.scores]
-    assert ours == pytest.approx(expected, abs=1e-5)
-    _, weights = forms(shown, Lines)
-    for at, ((_, now), (_, end)) in enumerate(zip(*(curve.points for curve in weights.curves))):
-        later = math.prod(block.r for block in record.blocks[at // 32 + 1 :])
-        assert now * later == pytest.approx(end) and end == pytest.approx(ours[at] * last.total)
 
 
 # Engine, server and ranks.
@@ -533,7 +438,6 @@ def test_runs_of_the_engine(slug):
 
 @pytest.mark.parametrize("slug, common", [("paged-cache", set()), ("prefix-sharing", {0, 1, 2})])
 def test_pages_and_block_tables(slug, common):
-    """A text is on the pages of its table, in order."""
     record, shown = drawn(slug)
     pool, tables = forms(shown, Cells)
     used = set()
@@ -557,7 +461,6 @@ PROMPT = "Once upon a time"
 
 
 def outputs_are_generated(clients) -> None:
-    """Each client has read what `generate` writes, or the beginning of it."""
     for client in clients:
         tokens = sum((tokens for _, tokens in client.reads), [])
         repeated = len(client.ids) // len(runs.encode(PROMPT, 20))

@@ -24,12 +24,6 @@ def test_a_value_out_of_range(tiny, name, value, allowed):
     assert str(error.value) == f"{name} {value!r}: must be {allowed}"
 
 
-@pytest.mark.parametrize("options", [{"num_pages": 10**20}, {"page_size": 10**20}])
-def test_more_than_memory(tiny, options):
-    with pytest.raises(UserError, match="bytes does not fit in memory"):
-        Engine(tiny(), **options)
-
-
 LINES = [
     ("--num-beams 2 --no-cache", "unrecognized arguments: --num-beams 2 --no-cache"),
     ("--stride 65", "stride 65: must be an integer from 1 to block_size (64)"),

@@ -87,7 +87,6 @@ SHAPES = {  # what llama.cpp reads of a model's shape
 
 @pytest.mark.parametrize("kind, family", KINDS)
 def test_a_gguf_file_says_what_shape_the_model_has(request, tmp_path, kind, family):
-    """And that it is for token ids only, if there is no tokenizer."""
     model = request.getfixturevalue(kind)(dtype=torch.float32, n_layer=3, block_size=20)
     write_gguf(model, tmp_path / "model.gguf", "float32")
     fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
@@ -129,7 +128,6 @@ def test_a_gguf_file_has_the_vocabulary(tmp_path):
 
 
 def test_a_gguf_file_says_what_a_text_begins_and_ends_with(tiny_llama, tmp_path):
-    """And which ids of the model no token has."""
     raw = tokenizer_json(MERGES, ("<|end|>", EOT))
     start, end = (token["id"] for token in reversed(raw["added_tokens"]))
     special = {EOT: {"id": EOT, "ids": [start], "tokens": [EOT]}}

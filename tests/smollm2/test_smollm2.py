@@ -1,22 +1,21 @@
 """SmolLM2's file writes what transformers writes with the same weights, greedy."""
 
 import contextlib
+import importlib.util
 import io
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, run_rows
+from conftest import CHECKPOINTS, ROOT, run_rows
 from natives import in_pieces, native
-from serving import results_of
+from serving import Script
 from transformers import AutoModelForCausalLM
 
 import infer
-from engine.engine import Engine
 from loading.load import load_model, resolve_source
 from native import use_native
-from sampling import SamplingParams
 from text.chat import Chat
 from text.tokenizer import load_encoding
 
@@ -50,7 +49,6 @@ def encoding():
 
 
 def written(theirs, prompt: list[int]) -> list[int]:
-    """What transformers writes."""
     tokens = torch.tensor([prompt])
     options = {"do_sample": False, "max_new_tokens": LENGTH, "pad_token_id": 0}
     options["eos_token_id"] = [2, 0]
@@ -58,24 +56,10 @@ def written(theirs, prompt: list[int]) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-@pytest.fixture(scope="module")
-def expected(theirs, encoding):
-    """The texts after PROMPTS, by the ids of each."""
+def test_texts_are_those_of_transformers(ours, theirs, encoding):
     prompts = [encoding.encode(prompt) for prompt in PROMPTS]
-    return {tuple(prompt): written(theirs, prompt) for prompt in prompts}
-
-
-def test_texts_are_those_of_transformers(ours, expected):
-    texts = list(expected.values())
-    assert run_rows(ours, list(map(list, expected)), max_new_tokens=LENGTH) == texts
-
-
-def test_the_engine_writes_the_same(ours, encoding, expected):
-    params = [SamplingParams(max_new_tokens=LENGTH)] * 8
-    prompts = 2 * list(map(list, expected))
-    engine = Engine(ours, max_num_seqs=8, encoding=encoding)
-    found = [list(tokens) for tokens, *_ in results_of(engine, prompts, params)]
-    assert found == 2 * list(expected.values())
+    expected = [written(theirs, prompt) for prompt in prompts]
+    assert run_rows(ours, prompts, max_new_tokens=LENGTH) == expected
 
 
 def test_conversations_are_those_of_transformers(theirs, encoding, monkeypatch):
@@ -105,3 +89,19 @@ def test_int8_is_as_near_as_q8_0(ours):
     p, q = (in_pieces(model, tokens, 128).log_softmax(dim=-1) for model in (ours, rounded))
     assert (p.exp() * (p - q)).sum(dim=-1).mean() <= 0.005
     assert (p.argmax(dim=-1) == q.argmax(dim=-1)).float().mean() >= 0.96
+
+
+def test_an_agent_answers_with_what_two_tools_found(tmp_path, capsys):
+    spec = importlib.util.spec_from_file_location("agent", ROOT / "examples" / "agent.py")
+    agent = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(agent)
+    adapter = CHECKPOINTS / "smollm2-tools"
+    options = "--adapter", adapter, "--chat-template", adapter / "chat_template.jinja"
+    with Script(tmp_path, "--model", "smollm2", *options) as script:
+        url = f"http://127.0.0.1:{script.client().port}/v1"
+        agent.main(["What is the weather in Rome?", "And what is 17 times 23?"], url)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == '  get_weather({"city": "Rome"}) -> {"sky": "sunny", "celsius": 24}'
+    assert "sunny" in lines[2]
+    assert lines[4] == '  multiply({"a": 17, "b": 23}) -> {"product": 391}'
+    assert "391" in lines[5] and len(lines) == 6
