@@ -234,8 +234,6 @@ ORACLES = (
 )
 
 
-# A small course.
-
 README = "# Learn <little>\n\nHow?\n\n- by `git`;\n- slowly.\n\n`make book` makes\npages.\n\n"
 README += "One command sets it up:\n"
 README += "\n## Start\n\n    make it\n\n## More\n"
@@ -530,9 +528,6 @@ def test_links_into_code_know_files_and_their_order(blobs):
     assert re.sub("</?a[^>]*>", "", shown) == reading
 
 
-# The glossary.
-
-
 def test_the_glossary_names_lessons_and_is_in_order():
     words = glossary.ENTRIES
     _, lessons = course.read_main()
@@ -643,9 +638,6 @@ def test_the_index_of_the_search(pages):
     assert any(line.startswith(named) and line.endswith("its_member, alone") for line in lines)
     assert "after an empty line" not in entries[1]["text"]
     assert entries[0]["text"].endswith("\nDefines MOST, Thing, after, first, last, method")
-
-
-# The command
 
 
 def make(output, *args) -> int:
