@@ -187,19 +187,6 @@ def random_texts(model, count: int, length: int = 16) -> torch.Tensor:
     return torch.tensor(rows)
 
 
-def check_logits(model, target) -> None:
-    """A model with these random weights has logits in C as near to float64's as torch's."""
-    generator = torch.Generator().manual_seed(0)
-    model.init_weights(std=0.8 * model.config.n_embd**-0.5, generator=generator)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:  # norms and biases
-            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
-    texts = random_texts(model, 1)
-    expected = copy.deepcopy(model).double()(texts).float()
-    native(model, target)
-    torch.testing.assert_close(in_pieces(model, texts, 1), expected, rtol=1e-5, atol=1e-5)
-
-
 def on_each_target(model, texts: torch.Tensor, size: int, *dtype) -> torch.Tensor:
     """The logits from passes of `size` tokens, whose bits are the same on each processor."""
     copies = [native(copy.deepcopy(model), target) for target in TARGETS]
@@ -229,8 +216,9 @@ def quantized_in_blocks(model):
 
 
 def native_in_dtype(model, dtype):
-    """The model in C, in float32 or int8."""
-    return native(to_int8(model) if dtype == torch.int8 else model)
+    """The model in C, with its weights in this dtype."""
+    rounded = dtype in (torch.int8, torch.uint8)
+    return native(quantised(model, dtype) if rounded else model.to(dtype))
 
 
 def in_passes(model, texts: list, passes: list[list[int]], page_size: int, seed=0) -> torch.Tensor:
