@@ -25,7 +25,7 @@ from conftest import (
 )
 from engines import finish, make_engine, own_texts, request_params
 from families import EACH_FAMILY, EAGER, PEERS, SAVED, family, random_shape
-from natives import in_pieces, native_in_dtype, random_texts, to_int8
+from natives import in_pieces, native_in_dtype, quantised, random_texts, to_int8
 from ranks import ROUNDING, check_two_ranks, compared, save_uneven
 from safetensors.torch import load_file, save_file
 
@@ -187,16 +187,18 @@ def test_a_gemma_in_bfloat16_rounds_where_transformers_does(tiny_gemma):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "dtype, tied", [(torch.int8, True), (torch.int8, False), (torch.uint8, True)]
+)
 @EACH_FAMILY
-def test_int8_rounds_all_matrices_and_nothing_else(request, tmp_path, kind, tied):
+def test_all_matrices_are_rounded_and_nothing_else(request, tmp_path, kind, dtype, tied):
     shape = SAVED.get(kind, {}) | ({} if kind == "GPT2" else {"tie_word_embeddings": tied})
     whole = family(request, kind)(dtype=torch.float32, **shape)
     save_model(whole, tmp_path)
     texts = random_texts(whole, 4)
     exact = whole(texts)
-    read = load(tmp_path, torch.int8)
-    rounded = to_int8(whole).state_dict()
+    read = load(tmp_path, dtype)
+    rounded = quantised(whole, dtype).state_dict()
     tensors = read.state_dict()
     assert tensors.keys() == rounded.keys() and read.dtype == torch.float32
     for name, tensor in rounded.items():
