@@ -211,10 +211,6 @@ def to_int8(model):
     return quantised(model, torch.int8)
 
 
-def quantized_in_blocks(model):
-    return quantised(model, torch.uint8)
-
-
 def native_in_dtype(model, dtype):
     """The model in C, with its weights in this dtype."""
     rounded = dtype in (torch.int8, torch.uint8)

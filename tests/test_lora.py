@@ -1,6 +1,4 @@
-"""Lesson 146: an adapter becomes a part of the weights."""
-
-import shutil
+"""A LoRA adapter that becomes a part of the weights, and adapters that are refused."""
 
 import gguf_files
 import pytest
@@ -19,7 +17,6 @@ from ranks import run_engine_script
 
 import infer_speculative
 from benchmarks.export_gguf import write_gguf
-from loading.checkpoint import read_json
 from loading.load import load_model, save_model
 from loading.lora import read_adapter
 
@@ -142,35 +139,14 @@ def test_weights_of_a_gguf_file_get_it_in_their_order(tiny_llama, tmp_path):
     assert all(map(torch.equal, found.parameters(), load_model(both).parameters()))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_the_command_line_writes_its_texts(tiny, cli, tmp_path, dtype):
-    save_speaking(tiny, tmp_path, eos_token_id=4095)
-    model = load_model(tmp_path)
-    targets = ("c_attn", "c_proj")
-    adapter = save_adapter(tmp_path / "adapter", random_tensors(model, targets))
-    own = ["--prompt", "Tom", "--max-new-tokens", 12, "--ignore-eos", "--dtype", dtype]
-    code, text, err = cli("--model", tmp_path, "--adapter", adapter, *own)
-    assert code == 0, err
-    save_model(loaded(tmp_path, adapter, torch.float32), tmp_path / "both")
-    shutil.copy(tmp_path / "tokenizer.json", tmp_path / "both")
-    assert cli("--model", tmp_path / "both", *own)[1] == text
-    assert cli("--model", tmp_path, *own)[1] != text
-    torch_text = cli("--model", tmp_path, "--adapter", adapter, *own, "--backend", "torch")[1]
-    assert torch_text == text
-
-
-def test_all_scripts_tell_of_frogs(cli, engine_cli, run_main):
+def test_all_scripts_tell_of_frogs(cli, engine_cli, run_main, tmp_path):
     code, text, err = cli(*WORDS, "--adapter", FROGS)
     assert code == 0 and "a little frog named" in text, err
     assert "frog" not in cli(*WORDS)[1]
     assert engine_cli(*WORDS, "--adapter", FROGS)[1] == text
     speculative = ["--target", *WORDS[1:], "--draft", LLAMA, "--adapter", FROGS]
     assert run_main(infer_speculative.main, *speculative)[1] == text
-
-
-def test_two_processes_write_the_text_of_one(cli, tmp_path):
-    text = cli(*WORDS, "--adapter", FROGS)[1]
-    assert "frog" in text and run_engine_script(2, tmp_path, *WORDS, "--adapter", FROGS)[0] == text
+    assert run_engine_script(2, tmp_path, *WORDS, "--adapter", FROGS)[0] == text
 
 
 def test_the_embedded_adapter_is_small_and_peft_reads_it():
@@ -186,165 +162,109 @@ def test_the_embedded_adapter_is_small_and_peft_reads_it():
         assert (ours - theirs(tokens).logits).abs().max() < 1e-3
 
 
+LAYER = "layers.0.self_attn.q_proj"
+NAME = f"base_model.model.model.{LAYER}"
+LEFT_OUT = "base_model.model.model.layers."
+NO_PLACE = "is not lora_A or lora_B of a linear layer of this model"
+CONFIGS = [  # fields, and what is said
+    ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; supported is 'LORA'"),
+    ({"bias": "lora_only"}, "bias is 'lora_only'; supported is 'none'"),
+    ({"use_dora": True}, "'use_dora' is True, which is not supported"),
+    ({"use_rslora": "yes"}, "use_rslora is 'yes'; supported is False or True"),
+    ({"rank_pattern": {"q_proj": 2}}, "'rank_pattern' is {'q_proj': 2}"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+    ({"task_type": "SEQ_CLS"}, "task_type is 'SEQ_CLS'"),
+    ({"a_new_field": 1}, "'a_new_field' is 1, which is not supported"),
+    ({"r": 4}, "k_proj.lora_A.weight has shape (3, 16); adapter_config.json"),
+    ({"r": 0}, "r is 0; it must be an integer from 1"),
+    ({"r": True}, "r is True"),
+    ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
+    ({"lora_alpha": "16"}, "lora_alpha is '16'"),
+    (
+        {"target_modules": [*ATTENTION, "gate_proj"]},
+        "names 'gate_proj', but adapter_model.safetensors lacks layers.0.mlp.gate_proj",
+    ),
+    # Layers that peft would leave out.
+    ({"target_modules": ["q_proj", "k_proj", "v_proj"]}, LEFT_OUT, "target_modules of adapter_c"),
+    ({"target_modules": []}, LEFT_OUT, "target_modules of adapter_config.json"),
+    ({"target_modules": ["proj"]}, LEFT_OUT, "target_modules of adapter_config.json"),
+    ({"exclude_modules": ["o_proj"]}, LEFT_OUT, "exclude_modules of adapter_config.json"),
+    ({"exclude_modules": [f"model.{LAYER}"]}, LEFT_OUT, "exclude_modules of adapter_config.json"),
+    ({"layers_to_transform": [0]}, LEFT_OUT, "layers_to_transform of adapter_config.json"),
+    ({"layers_to_transform": 1}, LEFT_OUT, "layers_to_transform of adapter_config.json"),
+]
+TENSORS = [  # what is written in the place of a tensor, None for none; and what is said
+    (f"{NAME}.lora_B.weight", None, f"{NAME}.lora_B.weight is missing"),
+    (f"{NAME}.lora_A.weight", torch.ones(3, 17), "q_proj.lora_A.weight has shape (3, 17)"),
+    (f"{NAME}.lora_B.weight", torch.ones(23, 3), "q_proj.lora_B.weight has shape (23, 3)"),
+    (f"{NAME}.lora_A.weight", torch.ones(3, 16).int(), "it must be floating-point"),
+    (f"{NAME}.lora_magnitude_vector", torch.ones(24), NO_PLACE),
+    (f"{NAME}.lora_B.bias", torch.ones(24), NO_PLACE),
+    (
+        f"{NAME.replace('0', '7')}.lora_A.weight",
+        torch.ones(3, 16),
+        f"7.self_attn.q_proj.lora_A.weight' {NO_PLACE}",
+    ),
+    ("a.b.c\nd", torch.ones(3, 16), rf"tensor 'a.b.c\nd' {NO_PLACE}"),
+    ("base_model.model.model.norm.lora_A.weight", torch.ones(3, 16), NO_PLACE),
+    ("base_model.model.model.embed_tokens.lora_embedding_A", torch.ones(3, 61), NO_PLACE),
+    (f"base_model.model.{LAYER}.lora_A.weight", torch.ones(3, 16), "with and without 'model.'"),
+]
+
+
 @pytest.fixture
-def refusal(tiny_llama, tmp_path):
-    """A function that changes a valid adapter and returns the error of `read_adapter`.
-
-    change: a function of the adapter's directory and its tensors, or fields of its configuration.
-    """
+def adapter(tiny_llama, tmp_path):
+    """A model, the tensors of an adapter of it, and where this is saved."""
     model = tiny_llama()
-
-    def refusal(change) -> str:
-        tensors = random_tensors(model, ATTENTION)
-        adapter = save_adapter(tmp_path / "adapter", tensors)
-        read_adapter(adapter, model)
-        if isinstance(change, dict):
-            edit_json(adapter / "adapter_config.json", change)
-        else:
-            change(adapter, tensors)
-        return refused(read_adapter, adapter, model)
-
-    return refusal
+    tensors = random_tensors(model, ATTENTION)
+    directory = save_adapter(tmp_path / "adapter", tensors)
+    read_adapter(directory, model)
+    return model, tensors, directory
 
 
-@pytest.mark.parametrize(
-    "fields, words",
-    [
-        ({"peft_type": "LOHA"}, ["peft_type is 'LOHA'", "'LORA'"]),
-        ({"bias": "lora_only"}, ["bias is 'lora_only'", "'none'"]),
-        ({"use_dora": True}, ["'use_dora' is True", "not supported"]),
-        ({"use_rslora": "yes"}, ["use_rslora is 'yes'", "False or True"]),
-        ({"rank_pattern": {"q_proj": 2}}, ["'rank_pattern' is {'q_proj': 2}"]),
-        ({"init_lora_weights": "pissa"}, ["init_lora_weights is 'pissa'"]),
-        ({"task_type": "SEQ_CLS"}, ["task_type is 'SEQ_CLS'"]),
-        ({"a_new_field": 1}, ["'a_new_field' is 1, which is not supported"]),
-        ({"r": 4}, ["k_proj.lora_A.weight has shape (3, 16); adapter_config.json"]),
-        ({"r": 0}, ["r 0", "an integer from 1"]),
-        ({"r": True}, ["r True"]),
-        ({"lora_alpha": float("nan")}, ["lora_alpha nan"]),
-        ({"lora_alpha": "16"}, ["lora_alpha '16'"]),
-        (
-            {"target_modules": [*ATTENTION, "gate_proj"]},
-            ["names 'gate_proj', but adapter_model.safetensors lacks layers.0.mlp.gate_proj"],
-        ),
-    ],
-    ids=str,
-)
-def test_configurations_that_are_refused(refusal, fields, words):
-    message = refusal(fields)
+@pytest.mark.parametrize("fields, words", [(fields, words) for fields, *words in CONFIGS], ids=str)
+def test_configurations_that_are_refused(adapter, fields, words):
+    model, _, directory = adapter
+    edit_json(directory / "adapter_config.json", fields)
+    message = refused(read_adapter, directory, model)
     assert all(word in message for word in ("config.json", *words))
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"target_modules": ["q_proj", "k_proj", "v_proj"]},
-        {"target_modules": []},
-        {"target_modules": ["proj"]},
-        {"exclude_modules": ["o_proj"]},
-        {"exclude_modules": ["model.layers.1.self_attn.q_proj"]},
-        {"layers_to_transform": [0]},
-        {"layers_to_transform": 1},
-    ],
-    ids=str,
-)
-def test_layers_that_peft_would_leave_out_are_refused(refusal, fields):
-    (field,) = fields
-    message = refusal(fields)
-    assert "adapter_model.safetensors: base_model.model.model.layers." in message
-    assert f"{field} of adapter_config.json" in message
-
-
-def test_a_file_with_fewer_layers_is_refused(refusal):
-    def edit(adapter, tensors):
-        save_adapter(adapter, {name: tensors[name] for name in tensors if ".layers.0." in name})
-
-    message = refusal(edit)
-    assert "target_modules" in message and "layers.1.self_attn.k_proj" in message
-
-
-NAME = "base_model.model.model.layers.0.self_attn.q_proj"
-CHANGED = {  # what is written in the place of some tensors, None for none; and what is said
-    "missing": ({f"{NAME}.lora_B.weight": None}, f"{NAME}.lora_B.weight is missing"),
-    "width": (
-        {f"{NAME}.lora_A.weight": torch.ones(3, 17)},
-        "q_proj.lora_A.weight has shape (3, 17)",
-    ),
-    "outputs": (
-        {f"{NAME}.lora_B.weight": torch.ones(23, 3)},
-        "q_proj.lora_B.weight has shape (23, 3)",
-    ),
-    "dtype": ({f"{NAME}.lora_A.weight": torch.ones(3, 16).int()}, "must be floating-point"),
-    "dora": ({f"{NAME}.lora_magnitude_vector": torch.ones(24)}, "is not lora_A or lora_B"),
-    "bias": ({f"{NAME}.lora_B.bias": torch.ones(24)}, "is not lora_A or lora_B"),
-    "layer": (
-        {NAME.replace("0", "7") + ".lora_A.weight": torch.ones(3, 16)},
-        "layers.7.self_attn.q_proj.lora_A.weight' is not lora_A or lora_B of a linear",
-    ),
-    "newline": ({"a.b.c\nd": torch.ones(3, 16)}, r"tensor 'a.b.c\nd' is not lora_A or"),
-    "norm": (
-        {"base_model.model.model.norm.lora_A.weight": torch.ones(3, 16)},
-        "is not lora_A or lora_B",
-    ),
-    "embedding": (
-        {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(3, 61)},
-        "embed_tokens.lora_embedding_A' is not lora_A or",
-    ),
-    "twice": (
-        {NAME.replace("model.model.model.", "model.model.") + ".lora_A.weight": torch.ones(3, 16)},
-        "q_proj, with and without 'model.'",
-    ),
-}
-
-
-@pytest.mark.parametrize("change", CHANGED)
-def test_tensors_that_are_refused(refusal, change):
-    changes, words = CHANGED[change]
-
-    def edit(adapter, tensors):
-        kept = {name: tensor for name, tensor in (tensors | changes).items() if tensor is not None}
-        fields = read_json(adapter / "adapter_config.json")
-        save_adapter(adapter, kept, target_modules=fields["target_modules"])
-
-    message = refusal(edit)
+@pytest.mark.parametrize("name, tensor, words", TENSORS)
+def test_tensors_that_are_refused(adapter, name, tensor, words):
+    model, tensors, directory = adapter
+    changed = {key: part for key, part in (tensors | {name: tensor}).items() if part is not None}
+    save_adapter(directory, changed, target_modules=ATTENTION)
+    message = refused(read_adapter, directory, model)
     assert "adapter_model.safetensors: " in message and words in message
 
 
-def test_the_head_of_an_embedding_has_no_adapter(cli, tiny_llama, tmp_path):
-    save_speaking(tiny_llama, tmp_path, tie_word_embeddings=True)
-    adapter = save_adapter(tmp_path / "a", random_tensors(load_model(tmp_path), ("lm_head",)))
-    result = cli("--model", tmp_path, "--adapter", adapter)
-    assert is_one_line(
-        result, "lm_head.lora_A.weight' is not lora_A or lora_B of a linear layer of this model"
-    )
+def test_files_that_are_refused(adapter, cli, tiny_llama, tmp_path):
+    model, tensors, directory = adapter
+    file = directory / "adapter_model.safetensors"
 
+    def says(*words) -> bool:
+        message = refused(read_adapter, directory, model)
+        return all(word in message for word in words)
 
-def test_files_that_are_refused(refusal, cli):
-    def only_pickle(adapter, tensors):
-        (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
-
-    def cut(adapter, tensors):
-        file = adapter / "adapter_model.safetensors"
-        file.write_bytes(file.read_bytes()[:-1])
-
-    def no_tensors(adapter, tensors):
-        save_adapter(adapter, {})
-
-    def no_json(adapter, tensors):
-        (adapter / "adapter_config.json").write_text("[")
-
-    def gone(adapter, tensors):
-        (adapter / "adapter_model.safetensors").unlink()
-
-    assert "not a complete safetensors file" in refusal(cut)
-    assert "no tensors" in refusal(no_tensors)
-    assert "adapter_config.json: not a JSON object" in refusal(no_json)
-    assert "adapter_model.safetensors: not a complete safetensors file" in refusal(gone)
-    assert "adapter_model.bin is a pickle" in refusal(only_pickle)
+    file.write_bytes(file.read_bytes()[:-1])
+    assert says("not a complete safetensors file")
+    file.rename(directory / "adapter_model.bin")
+    assert says("adapter_model.bin is a pickle")
+    (directory / "adapter_model.bin").unlink()
+    assert says("adapter_model.safetensors: not a complete safetensors file")
+    save_adapter(directory, {name: tensors[name] for name in tensors if ".layers.0." in name})
+    assert says("target_modules", "layers.1.self_attn.k_proj")
+    save_adapter(directory, {})
+    assert says("no tensors")
+    (directory / "adapter_config.json").write_text("[")
+    assert says("adapter_config.json: not a JSON object")
     assert is_one_line(cli("--adapter", "nowhere"), "nowhere/adapter_config.json: No such file")
-    assert is_one_line(
-        cli("--adapter", FROGS), "is not lora_A or lora_B of a linear layer of this model"
-    )
+    assert is_one_line(cli("--adapter", FROGS), NO_PLACE)
+    tied = save_speaking(tiny_llama, tmp_path, tie_word_embeddings=True)
+    head = save_adapter(tmp_path / "head", random_tensors(load_model(tied), ("lm_head",)))
+    words = f"lm_head.lora_A.weight' {NO_PLACE}"
+    assert is_one_line(cli("--model", tied, "--adapter", head), words)
 
 
 @pytest.mark.parametrize("beginning", ["model.language_model.", "language_model.model."])
