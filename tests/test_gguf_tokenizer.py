@@ -1,16 +1,31 @@
-"""Lesson 112: the tokenizer in a GGUF file."""
+"""The tokenizer in a GGUF file, what ends a text, and its chat template."""
+
+import json
 
 import pytest
-from chats import EOS
+from chats import BOS, CHATML, END, EOS, HEADERS, HERMES, control_ids, conversation, theirs, tool
 from conftest import CHECKPOINTS, refused
-from gguf_files import CONTROL, NORMAL, OWNER, UNKNOWN, UNUSED, USER_DEFINED, metadata_of, written
-from test_any_bpe import FORMS, LEVEL, RANDOM, made, split, steps
+from gguf_files import (
+    CONTROL,
+    NORMAL,
+    OWNER,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    edited,
+    metadata_of,
+    written,
+)
+from test_any_bpe import FORMS, LEVEL, RANDOM, TOOL, made, split, steps
 from test_llama_3_tokenizer import TEXTS
+from test_sentencepiece import BYTE, BYTES
 from test_tokenizer import MERGES, library, tokenizer_json
 
 from benchmarks.export_gguf import write_gguf
+from errors import UserError
 from loading.byte_level import PATTERNS
-from loading.load import load_model
+from loading.load import load_config, load_model
+from text.chat import Chat
 from text.tokenizer import load_encoding
 
 BYTES_ONLY = LEVEL | {"use_regex": False}
@@ -96,8 +111,8 @@ def test_names_of_one_split_are_one_tokenizer(smol, load, pre):
 @pytest.mark.parametrize("pre", ["glm4", "chatglm-bpe"])
 def test_a_glm_splits_as_a_llama_3_and_begins_with_nothing(smol, load, pre):
     metadata = metadata_of(smol, pre, bos_token_id=1)
-    other = load(metadata | {f"{OWNER}.pre": "llama-bpe", f"{OWNER}.add_bos_token": False})
     ours = load(metadata)
+    other = load(metadata | {f"{OWNER}.pre": "llama-bpe", f"{OWNER}.add_bos_token": False})
     texts = TEXTS if pre == "glm4" else ["12345 a'LL", "a\n\nb"]  # of which no piece is whole
     assert ours.prefix_ids == []
     for text in texts:
@@ -253,16 +268,169 @@ def test_a_tokenizer_that_makes_no_sense_is_one_line(load, changes, words):
     assert "\n" not in message and len(message) < 400
 
 
-def test_a_prompt_needs_no_file_but_the_model(cli, engine_cli, tmp_path):
-    """A tokenizer beside it is not asked."""
-    directory = CHECKPOINTS / "stories-llama"
-    file = tmp_path / "stories.gguf"
+def test_a_vocabulary_with_turns_and_runs_of_blanks(tiny_gemma, tmp_path):
+    """Runs of blanks and HTML are tokens in any text, what ends a turn is not."""
+    special = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
+    runs = ["\n", "\n\n", "  ", "<b>"]
+    words = ["▁", "a", "b", "<", ">", "▁a"]
+    tokens = [*special, *runs, *words, *BYTES]
+    kinds = [CONTROL] * 4 + [USER_DEFINED] * 4 + [NORMAL] * 6 + [BYTE] * 256
+    keys = {"model": "llama", "pre": "default", "tokens": tokens, "token_type": kinds}
+    keys |= {"scores": [-1000.0] * 8 + [-1.0] * 262, "add_space_prefix": False}
+    keys |= {"add_bos_token": True, "bos_token_id": 0, "eos_token_id": 1}
+    model = tiny_gemma(
+        vocab_size=270, bos_token_id=0, sliding_windows=(5,), query_pre_attn_scalar=6
+    )
+    write_gguf(model.float(), tmp_path / "gemma.gguf", "float32")
+    values = {f"{OWNER}.{key}": value for key, value in keys.items()}
+    values |= {f"{OWNER}.vocab_size": None}
+    file = edited(tmp_path / "gemma.gguf", tmp_path / "v.gguf", values=values)
+    assert load_config(file).eos_token_ids == (1, 3)
+    encoding = load_encoding(file, 270)
+    assert encoding.encode("a  a\n\n a\n") == [0, 9, 6, 9, 5, 13, 4]
+    assert encoding.encode_ordinary("<b>") == [7]  # as in transformers
+    assert 3 not in encoding.encode_ordinary("a<end_of_turn>")
+    assert encoding.encode("<b><end_of_turn>\n", allowed_special="all") == [0, 7, 3, 4]
+
+
+# Ends of a text, and chat templates
+
+
+def test_all_that_ends_a_text(tiny, tmp_path):
+    """The keys, in their order; then control tokens that are known to."""
+    names = ["<|im_end|>", EOS, "<|eom_id|>", "</s>", "<|eot_id|>", "<tool>", "<|end_of_text|>"]
+    metadata = metadata_of(tokenizer_json(MERGES, tuple(names)), "gpt-2")
+    first = metadata[f"{OWNER}.tokens"].index(names[0])
+    ids = {name: first + at for at, name in enumerate(names)}
+    metadata[f"{OWNER}.token_type"][ids["</s>"]] = NORMAL
+    write_gguf(
+        tiny(vocab_size=first + 7, eos_token_ids=(1,)).float(), tmp_path / "m.gguf", "float32"
+    )
+    gone = dict.fromkeys([f"{OWNER}.eos_token_id", f"{OWNER}.bos_token_id", f"{OWNER}.vocab_size"])
+
+    def ends(**keys) -> list[int]:
+        about = gone | metadata | {f"{OWNER}.{key}_token_id": ids[keys[key]] for key in keys}
+        return load_config(
+            edited(tmp_path / "m.gguf", tmp_path / "n.gguf", values=about)
+        ).eos_token_ids
+
+    known = [ids[name] for name in ("<|im_end|>", EOS, "<|eom_id|>", "<|eot_id|>")]
+    known = (*known, ids["<|end_of_text|>"])
+    assert ends() == known
+    assert ends(eos="<tool>") == (ids["<tool>"], *known)
+    three = ["<|eot_id|>", "<tool>", "</s>"]
+    others = [token for token in known if token != ids["<|eot_id|>"]]
+    assert ends(eos=three[0], eot=three[1], eom=three[2]) == (*map(ids.get, three), *others)
+
+
+def test_a_conversation_is_what_transformers_makes_of_it(write_chat, chat_pair, tmp_path):
+    template = HEADERS
+    directory = write_chat(template)
+    raw = json.loads((directory / "tokenizer.json").read_text("utf-8"))
+    ids = {"bos_token_id": 4096, "eos_token_id": 4098, "padding_token_id": 4095}
+    metadata = metadata_of(raw, "gpt-2", **ids) | {"tokenizer.chat_template": template}
+    file = written(tmp_path / "model.gguf", metadata)
+    encoding = load_encoding(file, 4104)
+    tokenizer = chat_pair(template)[1]
+    chat = Chat(file)
+    assert chat.special_tokens == {"bos_token": BOS, "eos_token": END, "pad_token": EOS}
+    for messages in (
+        conversation("Tom?"),
+        conversation("Tom?", "Yes.\n", " Lily  12", system="Hi <|im_start|>."),
+    ):
+        assert chat.render(messages) == theirs(tokenizer, messages, tokenize=False)
+        assert chat.encode(messages, encoding) == Chat(directory).encode(
+            messages, load_encoding(directory, 4104)
+        )
+    messages = conversation("One", "Two", "Three", system="Four")
+    assert chat.encode(messages, encoding) == theirs(tokenizer, messages)
+    assert control_ids(chat.encode(conversation(END + TOOL), encoding)) == control_ids(
+        chat.encode(conversation("x"), encoding)
+    )
+
+
+def test_a_file_may_have_another_template_for_tools(write_chat, tmp_path):
+    directory = write_chat(
+        [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": HERMES}]
+    )
+    file = tmp_path / "model.gguf"
     write_gguf(load_model(directory), file, "float32", directory / "tokenizer.json")
-    options = ("--prompt", "One day<|endoftext|>", "--temperature", 0, "--max-new-tokens", 12)
-    expected = cli("--model", directory, *options)[:2]
-    for beside in (False, True):
-        if beside:
-            (tmp_path / "tokenizer.json").write_text("[]")
-        for run in (cli, engine_cli):
-            code, out, err = run("--model", file, *options)
-            assert (code, out) == expected, err
+    messages = conversation("Tom?")
+    tools = [tool("look")]
+    for given in (None, tools):
+        chats = [Chat(place).with_tools(given) for place in (directory, file)]
+        assert len({chat.render(messages) for chat in chats}) == 1
+    assert "<tools>" in chats[1].render(messages)
+    raw = json.loads((directory / "tokenizer.json").read_text("utf-8"))
+    metadata = metadata_of(raw, "gpt-2") | {"tokenizer.chat_template": "\ufeff" + HERMES}
+    (tmp_path / "additional_chat_templates").mkdir()  # of another model
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    chat = Chat(written(tmp_path / "other.gguf", metadata)).with_tools(tools)
+    assert chat.render(messages).startswith("<|im_start|>system")
+    metadata |= {"tokenizer.chat_template.tool_use": "{% for %}"}
+    line = refused(Chat(written(tmp_path / "other.gguf", metadata)).with_tools, tools)
+    assert "other.gguf: chat template: Expected an expression" in line
+
+
+def test_a_wrong_id_that_no_template_names_is_ignored(tmp_path):
+    metadata = metadata_of(tokenizer_json(MERGES), "gpt-2", padding_token_id=10**6)
+    for template, words in (("x", ""), ("{{ pad_token }}", "padding_token_id is 1000000; it must")):
+        about = metadata | {"tokenizer.chat_template": template}
+        file = written(tmp_path / "model.gguf", about)
+        try:
+            found = Chat(file).special_tokens.get("pad_token")
+        except UserError as error:
+            assert words and words in str(error)
+        else:
+            assert not words and found is None
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        ("{% for %}", "chat template: Expected an expression, got 'end of statement block'"),
+        (7, "not a chat model: it has neither tokenizer.chat"),
+    ],
+)
+def test_a_template_that_fails_is_one_line(template, words, tmp_path):
+    file = written(
+        tmp_path / "model.gguf",
+        metadata_of(tokenizer_json(MERGES), "gpt-2") | {"tokenizer.chat_template": template},
+    )
+
+    def render():
+        return Chat(file).render(conversation("x"))
+
+    message = refused(render)
+    assert words in message and "model.gguf: " in message
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory, write_chat):
+    """A chat model as a directory, and as one file."""
+    directory = write_chat(CHATML)
+    file = tmp_path_factory.mktemp("gguf") / "speaking.gguf"
+    write_gguf(load_model(directory), file, "float32", directory / "tokenizer.json")
+    # Only one of its control tokens ends a text of the directory.
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ENDS}))
+    return directory, file
+
+
+ENDS = [4098, 4095, 4101]  # <|im_end|>, <|endoftext|> and <|eot_id|>
+
+
+def test_one_file_prompts_and_chats_as_its_directory(speaking, cli, engine_cli):
+    options = ("--temperature", 0, "--max-new-tokens", 12, "--prompt")
+    for run in (cli, engine_cli):
+        for more in ((*options, "2024 <|im_start|>user"), ("--chat", *options, "<|im_end|> Tom")):
+            results = [run("--model", name, *more) for name in speaking]
+            assert results[0][0] == 0, results[0][2]
+            assert results[0][:2] == results[1][:2]
+
+
+def test_files_beside_it_are_not_asked(speaking, cli, tmp_path):
+    file = tmp_path / "m.gguf"
+    file.write_bytes(speaking[1].read_bytes())
+    (tmp_path / "tokenizer.json").write_text("[]")
+    (tmp_path / "chat_template.jinja").write_text("{% for %}")
+    assert cli("--model", file, "--chat", "--prompt", "Tom", "--max-new-tokens", 2)[0] == 0

@@ -1,22 +1,30 @@
-"""Tensor parallelism: collectives, shards, parallel layers, and a server on several ranks."""
+"""Tensor parallelism: collectives, shards and their memory, scripts and a server on ranks."""
 
 import os
 import signal
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, random_tokens
+from conftest import CHECKPOINTS, ROOT, random_tokens
 from ranks import (
     LLAMA,
+    ROUNDING,
     SAMPLES,
+    SCRIPT,
     SMALL,
+    TORCHRUN,
+    attention_in_float64,
     compared,
+    logits_of,
     parallel_model,
     results,
     run_engine_script,
     save_uneven,
     script,
     serving,
+    single_process_logits,
     start,
     wait,
     written,
@@ -24,13 +32,19 @@ from ranks import (
 
 import infer_engine
 from engine import options
-from loading.load import load_model
+from loading import load
+from loading.load import load_model, save_model
+from model import GPTConfig
 from parallel.ranks import TensorParallelGroup
 from parallel.shards import ColumnParallelLinear, load_shard, split
 from sampling import SamplingParams
 
+DRAFT = CHECKPOINTS / "stories-draft"
 WIDTHS = [3, 1, 2]
 OUTPUTS = [20, 25, 15]
+IN_TORCH = {"dtype": torch.float64, "native": False}
+
+# Collectives and what crosses
 
 
 def test_all_gather_and_column_parallel_linear():
@@ -56,19 +70,64 @@ def test_all_gather_and_column_parallel_linear():
 def test_reduce_sends_less_and_rounds_otherwise(request, tmp_path, kind, size):
     name = save_uneven(request.getfixturevalue(kind), tmp_path, kind)
     tokens = torch.tensor([random_tokens(23)])
-    options = {"dtype": torch.float64, "native": False}
-    difference, (collectives, bytes_sent), _ = compared(size, name, tokens, "reduce", **options)
+    difference, (collectives, bytes_sent), _ = compared(size, name, tokens, "reduce", **IN_TORCH)
     assert difference < 1e-11 and collectives == 2 * 2 + 2
     width = 160 if kind == "tiny" else 70
     # Two layers, and the embedding; rank 0 sends no logits.
     assert bytes_sent == 5 * (2 * (size - 1) * 23 * width * 8 // size)
 
 
-def test_reduce_on_the_command_line(engine_cli, tmp_path):
-    out = engine_cli(*SAMPLES)[1]
-    found, err = run_engine_script(2, tmp_path, *SAMPLES, "--join", "reduce")
-    assert found == out
-    assert "2 ranks: 18 collectives a step, " in err
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_vocabulary_that_three_does_not_divide(compiled, tiny_llama, tmp_path, tied):
+    shape = {"n_embd": 64, "n_head": 4, "head_dim": 32, "n_inner": 96, "tie_word_embeddings": tied}
+    save_model(tiny_llama(dtype=torch.float32, **shape), tmp_path)
+    edges = [0, 20, 21, 40, 41, 60]  # the first and the last id of each part
+    tokens = torch.tensor([[*edges, *random_tokens(10)]])
+
+    def near(logits, expected):
+        return (torch.from_numpy(logits) - expected).abs().max() <= ROUNDING[torch.float32]
+
+    with attention_in_float64():
+        (logits, (collectives, bytes_sent), _), *others = results(
+            3, lambda: logits_of(tmp_path, tokens)
+        )
+        expected = single_process_logits(tmp_path, tokens)
+    assert near(logits, expected) and collectives == 2 * 4 + 2
+    ends = 0, 21, 41, 61
+    # Heads, two of a rank at most, outputs, inputs, outputs; of the others: what they lack.
+    layers = 2 * 2 * 16 * 4 * (64 + 22 + 32 + 22)
+    rows = 2 * 2 * 16 * 4 * 64 // 3
+    assert bytes_sent == layers + rows  # the logits go to rank 0 only
+    for (own, (_, bytes_sent), _), first, end in zip(others, ends[1:], ends[2:]):
+        assert near(own, expected[..., first:end])
+        assert bytes_sent == layers + rows + 16 * 4 * 21
+
+
+def test_heads_that_keys_do_not_divide(compiled, tiny_llama, tmp_path):
+    """Queries 3, 4 and 5 have keys 0, 1 and 1; and a rank may have a query for each of two keys."""
+    shape = {"n_head": 12, "n_kv_head": 3, "n_embd": 84}
+    name = save_uneven(tiny_llama, tmp_path, "tiny_llama", **shape)
+    difference, _, heads = compared(4, name, torch.tensor([random_tokens(23)]))
+    assert difference <= ROUNDING[torch.float32] and heads == [1, 3, 3, 1]
+    tokens = torch.tensor([random_tokens(40, 4096)])
+    difference, _, heads = compared(3, LLAMA, tokens, dtype=torch.int8)
+    assert difference == 0 and heads == [1, 2, 1]
+
+
+def test_splits():
+    assert split(7, 3) == [range(0, 3), range(3, 5), range(5, 7)]
+    assert split(512, 3) == [range(0, 192), range(192, 352), range(352, 512)]
+    assert split(64, 3) == [range(0, 22), range(22, 43), range(43, 64)]
+
+
+def test_statistics_are_of_one_pass():
+    tp_group = object.__new__(TensorParallelGroup)
+    tp_group.__dict__.update(size=3, collectives=8, bytes_sent=5000, seconds=2.0)
+    assert tp_group.statistics(2) == "3 ranks: 4 collectives a step, 2,500 bytes sent, 1000.0 ms"
+    assert tp_group.statistics(1) == "3 ranks: 8 collectives a step, 5,000 bytes sent, 2000.0 ms"
+
+
+# Shards of the weights
 
 
 def test_a_rank_has_its_shards_and_draws_in_c(compiled):
@@ -88,26 +147,119 @@ def test_a_rank_has_its_shards_and_draws_in_c(compiled):
     assert rows.min() > 0
 
 
-def test_statistics_are_of_one_pass():
-    tp_group = object.__new__(TensorParallelGroup)
-    tp_group.__dict__.update(size=3, collectives=8, bytes_sent=5000, seconds=2.0)
-    assert tp_group.statistics(2) == "3 ranks: 4 collectives a step, 2,500 bytes sent, 1000.0 ms"
-    assert tp_group.statistics(1) == "3 ranks: 8 collectives a step, 5,000 bytes sent, 2000.0 ms"
+SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 256, "vocab_size": 24000, "block_size": 16}
 
 
-def test_other_devices_are_told_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(options, "pick_device", lambda name: "cuda")
-    processes = start(2, script, tmp_path, infer_engine.main, ["--prompt", "A"])
-    assert wait(processes) == [2, 2]
-    (out, err), other = written(tmp_path, 2)
-    assert (out, other) == ("", ("", ""))
-    assert err.endswith("error: several processes require --device cpu, not cuda\n")
+def peak(action) -> int:
+    """By how many bytes the memory of this process grows while an action runs, at most."""
+
+    def read(name):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = read("VmRSS")
+    action()
+    return read("VmHWM") - before
 
 
-def test_splits():
-    assert split(7, 3) == [range(0, 3), range(3, 5), range(5, 7)]
-    assert split(512, 3) == [range(0, 192), range(192, 352), range(352, 512)]
-    assert split(64, 3) == [range(0, 22), range(22, 43), range(43, 64)]
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts it")
+@pytest.mark.parametrize("parallel_mode", ["gather", "reduce"])
+def test_no_rank_holds_the_whole_model(tiny, tmp_path, parallel_mode):
+    save_model(tiny(dtype=torch.float32, **SHAPE), tmp_path)  # 37 MB
+    save_model(tiny(dtype=torch.float32, n_head=4), tmp_path / "small")
+
+    def action():
+        with TensorParallelGroup(parallel_mode) as tp_group:
+            load_shard(tmp_path / "small", tp_group=tp_group)  # code takes memory, too
+            return peak(lambda: load_shard(tmp_path, tp_group=tp_group))
+
+    whole = (tmp_path / "model.safetensors").stat().st_size
+    assert all(grown < whole // 2 for grown in results(4, action))  # a quarter, and 4 MB blocks
+
+
+def test_random_weights_are_those_of_one_process(monkeypatch):
+    shape = GPTConfig(**SHAPE | {"vocab_size": 61, "eos_token_ids": (60,)})
+    monkeypatch.setitem(load.PRESETS, "small", shape)
+    tokens = torch.tensor([[3, 1, 4, 1, 5]])
+    assert compared(3, "random:small", tokens, "reduce", **IN_TORCH)[0] < 1e-12
+
+
+# Scripts and servers
+
+
+def test_torchrun_writes_one_text(engine_cli):
+    arguments = ["--model", DRAFT, "--prompt", "Lily", "--max-new-tokens", 8]
+    code, out, _ = engine_cli(*arguments)
+    command = [*TORCHRUN, "2", SCRIPT, "--device", "cpu", *map(str, arguments)]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    threads = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, **options, env=threads) as process:
+        try:
+            found, notes = process.communicate(timeout=200)
+        finally:
+            process.terminate()  # then torchrun ends its own processes; a kill would leave them
+    assert (process.returncode, found) == (code, out) == (0, out)
+    assert notes.count("tokens/s") == 1
+
+
+def test_reduce_on_the_command_line(engine_cli, tmp_path):
+    out = engine_cli(*SAMPLES)[1]
+    found, err = run_engine_script(2, tmp_path, *SAMPLES, "--join", "reduce")
+    assert found == out and "2 ranks: 18 collectives a step, " in err
+
+
+def test_drafts_are_rank_0_s(engine_cli, tmp_path):
+    # Without --gamma: whether they are asked for is decided by a clock.
+    arguments = ["--prompt", "Tom had a red ball and", "--prompt", "Tom had a red ball"]
+    arguments += ["--seed", 1, "--temperature", 0.8, "--max-new-tokens", 12]
+    arguments += ["--model", DRAFT, "--draft", DRAFT]
+    found, notes = run_engine_script(2, tmp_path, *arguments)
+    assert found == engine_cli(*arguments)[1] and "drafts accepted" in notes
+
+
+def test_all_that_an_engine_does_on_ranks(engine_cli, tmp_path):
+    prompts = "A big ball, a red ball, a", "A big ball, a red ball and"
+    arguments = ["--model", LLAMA, "--prompt", prompts[0], "--prompt", prompts[1]]
+    arguments += ["--max-new-tokens", 14, "--dtype", "int8", "--draft", "lookup", "--gamma", 3]
+    arguments += ["--num-pages", 14, "--page-size", 2, "--max-num-seqs", 2]
+    arguments += ["--max-num-batched-tokens", 6]
+    _, out, err = engine_cli(*arguments, "--backend", "torch")
+    work = err.splitlines()[-1]
+    assert " 0 shared" not in work and " 0 preempt" not in work and " of 0 drafts" not in work
+    found, err = run_engine_script(3, tmp_path, *arguments)
+    # 8 layers of four, the embedding and the head.
+    assert found == out and work in err and "3 ranks: 34 collectives a step, " in err
+
+
+def test_rank_0_reads_and_draws_a_seed(tmp_path, engine_cli):
+    arguments = ["--model", DRAFT, "--temperature", 1, "--max-new-tokens", 9]
+    pipe, end = os.pipe()  # what is in it can be read once
+    os.write(end, b"A")
+    os.close(end)
+    out, err = run_engine_script(2, tmp_path, *arguments, "--prompt-file", f"/dev/fd/{pipe}")
+    os.close(pipe)
+    seed = err.splitlines()[0].rsplit(" ", 1)[1]
+    assert engine_cli(*arguments, "--prompt", "A", "--seed", seed)[1] == out
+
+
+@pytest.mark.parametrize(
+    "size, device, model, words",
+    [
+        (2, "cpu", "nowhere", "unknown model 'nowhere'"),
+        (2, "cuda", DRAFT, "error: several processes require --device cpu, not cuda\n"),
+        (3, "cpu", DRAFT, "3 processes: this model has 2 heads, and each process needs one\n"),
+    ],
+)
+def test_bad_input_is_told_once(tmp_path, monkeypatch, size, device, model, words):
+    monkeypatch.setattr(options, "pick_device", lambda name: device)
+    processes = start(
+        size, script, tmp_path, infer_engine.main, ["--model", model, "--prompt", "A"]
+    )
+    assert wait(processes)[0] == 2
+    outputs, errors = zip(*written(tmp_path, size))
+    (told,) = filter(None, errors)
+    assert not any(outputs) and told.count("error") == 1 and words in told
 
 
 def test_a_server_of_three_processes(engine_cli, tmp_path):
