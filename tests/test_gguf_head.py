@@ -1,14 +1,18 @@
 """The head of a GGUF file, beside what the package `gguf` reads, and files that lie."""
 
+import math
 import struct
 import tracemalloc
 
+import gguf
 import numpy as np
 import pytest
 import torch
-from conftest import CHECKPOINTS, is_one_line, module_with, refused
+from conftest import CHECKPOINTS, is_one_line, refused
 
 from benchmarks.export_gguf import write_gguf
+from loading.gguf import GGML_TYPES, read_gguf
+from loading.list_gguf import main
 
 
 @pytest.fixture
@@ -40,15 +44,12 @@ def value(key: str, kind: int, form: str, *numbers) -> bytes:
 
 
 def read(file, data: bytes | None = None):
-    reader = module_with("loading.gguf", "read_gguf")
     if data is not None:
         file.write_bytes(data)
-    return reader.read_gguf(file)
+    return read_gguf(file)
 
 
 def test_it_says_what_the_package_gguf_reads(written):
-    import gguf
-
     theirs = gguf.GGUFReader(written)
     ours = read(written)
     names = [name for name in theirs.fields if not name.startswith("GGUF.")]
@@ -66,7 +67,7 @@ def test_it_says_what_the_package_gguf_reads(written):
         assert found.shape == tuple(tensor.shape.tolist())[::-1]
         assert (found.type, found.offset) == (tensor.tensor_type.name, tensor.data_offset)
         assert data[found.offset :][: found.nbytes] == tensor.data.tobytes()
-    for kind, (name, *sizes) in module_with("loading.gguf").GGML_TYPES.items():
+    for kind, (name, *sizes) in GGML_TYPES.items():
         theirs = gguf.GGMLQuantizationType(kind)
         assert (theirs.name, gguf.GGML_QUANT_SIZES[theirs]) == (name, tuple(sizes))
 
@@ -85,18 +86,12 @@ def test_each_type_of_value(tmp_path):
     assert found["s"] == "d\u00e9" and found["w"] == ["a", ""]
     assert [list(found[key]) for key in "abe"] == [[-1, 0, 1], [1, 0], []]
     assert read(tmp_path / "f", file_of(version=2)).tensors == {}
-
-
-def test_bytes_that_are_no_text_are_kept(tmp_path):
-    token = struct.pack("<IIQQ", 9, 8, 1, 2) + b"\xe2\x96"
+    token = struct.pack("<IIQQ", 9, 8, 1, 2) + b"\xe2\x96"  # bytes that are no text are kept
     (found,) = read(tmp_path / "f", file_of(text("t") + token)).metadata["t"]
     assert found.encode("utf-8", "surrogateescape") == b"\xe2\x96"
-
-
-def test_a_float32_is_its_shortest_decimal(tmp_path):
     for number in (1e-5, 0.1, 3.4e38, 1e6, 0.0008022651, 0.25506902, 127.118706):
         found = read(tmp_path / "f", file_of(value("k", 6, "f", number))).metadata["k"]
-        assert found == number and np.float32(found) == np.float32(number)
+        assert found == number and np.float32(found) == np.float32(number)  # the shortest decimal
 
 
 TENSOR = ("t", (2, 4), 0, 0)  # 32 bytes
@@ -137,12 +132,9 @@ def test_a_file_that_lies_is_one_line(tmp_path, words):
     assert message.startswith(f"{tmp_path / 'f'}: ") and words in message
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_a_file_that_is_not_there_or_cut_off_anywhere_is_one_line(tmp_path):
     assert refused(read, tmp_path / "f") == f"{tmp_path / 'f'}: No such file or directory"
     assert "Is a directory" in refused(read, tmp_path)
-
-
-def test_a_file_cut_off_anywhere_is_one_line(tmp_path):
     whole = file_of(value("k", 4, "I", 7), value("a", 9, "IQ4H", 2, 4, 1, 2, 3, 4),
                     tensors=[TENSOR], end=bytes(32))  # fmt: skip
     assert read(tmp_path / "f", whole).metadata["k"] == 7
@@ -170,9 +162,7 @@ def test_absurd_counts_take_no_memory(tmp_path, data):
         tracemalloc.stop()
 
 
-def test_the_list_of_a_file(written, capsys):
-    main = module_with("loading.list_gguf", "main").main
-
+def test_the_list_of_a_file(written, tmp_path, capsys):
     main([str(written)])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["general.architecture", "'llama'"]
@@ -181,21 +171,14 @@ def test_the_list_of_a_file(written, capsys):
     (row,) = (line for line in lines if line.startswith("blk.0.attn_k.weight"))
     assert row.split()[1:4] == ["Q8_0", "(12,", "32)"]
     assert lines[-1].startswith("13 tensors (7 Q8_0, 6 F32), ")
-
-
-def test_names_cannot_control_a_terminal(tmp_path, capsys):
-    main = module_with("loading.list_gguf", "main").main
-
-    name = "a\x1b[2J\nb"
+    numbers = sum(math.prod(tensor.shape) for tensor in read(written).tensors.values())
+    loaded = f"loaded {4 * numbers:,} in float32, {2 * numbers:,} in float16 or bfloat16"
+    assert lines[-1].endswith(f" bytes; {loaded}")
+    name = "a\x1b[2J\nb"  # which cannot control a terminal
     (tmp_path / "f").write_bytes(file_of(value(name, 0, "B", 1), tensors=[(name, (1,), 0, 0)]))
     main([str(tmp_path / "f")])
     out = capsys.readouterr().out
     assert "\x1b" not in out and out.count("a\\x1b[2J\\nb ") == 2 and out.count("\n") == 3
-
-
-def test_the_list_of_no_gguf_file(capsys):
-    main = module_with("loading.list_gguf", "main").main
-
     file = CHECKPOINTS / "stories" / "config.json"
     with pytest.raises(SystemExit) as ended:
         main([str(file)])

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import PLAIN, TARGETS, random_tokens, run_rows
+from conftest import random_tokens, run_rows
 from natives import both, native, passed, to_int8
 
 from cache import KVCache
@@ -13,7 +13,7 @@ from errors import UserError
 from infer import pass_logits
 from llama import rotary_embedding
 from model import TorchRunner
-from native import build, use_native
+from native import use_native
 
 pytestmark = pytest.mark.usefixtures("compiled")
 REFUSED = "native code reads contiguous torch"
@@ -141,13 +141,6 @@ def test_layers_become_native_once(tiny):
     model = native(tiny(dtype=torch.float32))
     with pytest.raises(ValueError, match="the layers of this model are native already"):
         native(model)
-
-
-def test_it_is_compiled_for_its_target(tiny):
-    for target in TARGETS:
-        library = build.load() if target is None else build.load(target)
-        assert native(tiny(dtype=torch.float32), target).runner.library is library
-    assert build.load() is not build.load(PLAIN)
 
 
 @pytest.mark.parametrize(
