@@ -189,22 +189,6 @@ def test_a_head_of_its_own_has_its_own_form(made, tmp_path):
     assert torch.equal(model.lm_head.blocks().dequantize(), load_model(file).lm_head.weight)
 
 
-def test_a_vector_in_blocks(made, monkeypatch):
-    """No program writes one, but a file may say so. It comes whole, however small blocks are."""
-    file = made()
-    data = bytearray(file.read_bytes())
-    name = b"output_norm.weight"
-    place = data.index(name) + len(name) + 4 + 8
-    assert data[place : place + 4] == bytes(4)
-    data[place] = 8
-    file.write_bytes(data)
-    tensor = resolve_source(file).gguf.tensors["output_norm.weight"]
-    raw = np.frombuffer(bytes(data[tensor.offset :][: tensor.nbytes]), np.uint8)
-    monkeypatch.setattr(gguf_model, "CHUNK_BYTES", 4 * 5)
-    theirs = gguf.dequantize(raw, TYPES["Q8_0"])
-    assert np.array_equal(load_model(file).norm.weight.detach().numpy(), theirs)
-
-
 MEASURE = """
 import resource, sys
 from loading.load import load_model

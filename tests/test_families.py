@@ -242,21 +242,6 @@ def test_of_experts_that_tie_the_lower_numbers_win(tiny_experts, count):
 
 
 @torch.inference_mode()
-def test_each_chosen_expert_runs_once_for_all_its_tokens(tiny_experts):
-    layer = tiny_experts().layers[1].mlp
-    runs = {}
-    for number, expert in enumerate(layer.experts):
-        expert.register_forward_hook(
-            lambda module, args, y, number=number: runs.setdefault(number, []).append(len(y))
-        )
-    x = torch.randn(3, 4, 16).double()
-    layer(x)
-    _, experts = layer.route(x.flatten(0, 1))
-    assert runs == {number: [int((experts == number).sum())] for number in runs}
-    assert sorted(runs) == experts.unique().tolist()
-
-
-@torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int8], ids=str)
 def test_each_layer_reaches_its_window_further(tiny_windows, compiled, dtype):
     """Two layers of windows 3 and 4 see 1 + 2 + 3 positions; what was before changes no bit."""

@@ -1,4 +1,4 @@
-"""Lesson 142: where a constraint leaves one token, no pass. Oracle: a pass for each token."""
+"""Where a constraint leaves one token, no pass. Oracle: a pass for each token."""
 
 import json
 from collections import Counter
@@ -11,7 +11,6 @@ from serving import small_encoding
 
 import infer
 from errors import UserError
-from infer import generate
 from sampling import SamplingParams
 
 DRAFT = CHECKPOINTS / "stories-draft"
@@ -35,31 +34,21 @@ def write(model, prompts, each, **options) -> tuple[list, int]:
     return rows, len(passes)
 
 
-@pytest.fixture
-def never(monkeypatch):
-    """A function after which each token has its pass, as in the lesson before."""
-    return lambda: monkeypatch.setattr(
-        infer, "single_allowed_token", lambda mask: None, raising=False
-    )
-
-
 @pytest.mark.parametrize(
     "options, temperature", [({}, 1.0), ({"use_cache": False}, 0.0), ({"stride": 5}, 1.0)]
 )
-def test_texts_are_the_same_in_fewer_passes(options, temperature, tiny, never):
+def test_texts_are_the_same_in_fewer_passes(options, temperature, tiny, monkeypatch):
     """Also past the window of 32, alone, in a batch, and beside a row that has any text."""
     model = tiny(vocab_size=4096, block_size=32, eos_token_id=4095)
     constraints = [{"json_schema": json.dumps(schema)} for schema in SCHEMAS] + [{}]
-    each = [
-        SamplingParams(70, temperature=temperature, seed=7, **constraint)
-        for constraint in constraints
-    ]
+    fields = {"temperature": temperature, "seed": 7}
+    each = [SamplingParams(70, **fields, **constraint) for constraint in constraints]
     prompts = [[1], [2, 3, 4], list(range(5, 40)), [6], [7]]
     options = options | {"encoding": small_encoding()}
     alone = [write(model, [prompt], own, **options) for prompt, own in zip(prompts, each)]
     pairs = write(model, prompts[:2], each[:2], **options)
     mixed = write(model, prompts, each, **options)
-    never()
+    monkeypatch.setattr(infer, "single_allowed_token", lambda mask: None)  # a pass for each
     longest = 0
     for (rows, passes), prompt, own in zip(alone, prompts, each):
         expected, all_passes = write(model, [prompt], own, **options)
@@ -81,6 +70,9 @@ def test_a_pass_computes_what_has_no_pass(tiny):
     assert row[:4] == [2, 2, 2, 2] and row[5:] == [0, 0, END]
     assert passes == 1 and len(widths) == 1 and widths[0].count(1) <= 2
     assert max(widths[0]) == 6  # two of the prompt, four c; the end needs none
+    counts = Counter()
+    list(infer.generate(model, [[1, 2]], params, encoding=letters(), counts=counts))
+    assert counts == {"passes": 1}
 
 
 def test_a_text_without_a_choice_needs_no_pass(tiny):
@@ -95,14 +87,6 @@ def test_still_weights_that_are_broken_are_noticed_where_they_matter(tiny):
     model.ln_f.weight.data.fill_(torch.nan)
     with pytest.raises(UserError, match="NaN"):
         write(model, [[1]], SamplingParams(9, choices=("ca", "cb")), encoding=letters())
-
-
-def test_passes_are_counted(tiny):
-    model = tiny(vocab_size=8, eos_token_id=END)
-    counts = Counter()
-    params = SamplingParams(20, grammar='start: "cccc" ("a" | "b") "aa"')
-    list(generate(model, [[1, 2]], params, encoding=letters(), counts=counts))
-    assert counts == {"passes": 1}
 
 
 def test_the_statistics_say_how_many_passes(cli, tmp_path):

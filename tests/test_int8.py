@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from natives import (
     assert_equal,
     call,
-    in_pieces,
-    native,
     native_linear,
     quantised,
     random_layer,
@@ -92,14 +90,6 @@ def test_sums_always_fit_int32():
             int8.Int8Linear(torch.nn.Linear(2**17 + 1, 1))
 
 
-def test_a_row_does_not_depend_on_its_neighbours():
-    x = random_rows(6, 40)
-    values, scale = quantize(random_numbers(7, 40))
-    whole = int8_linear(x, values, scale)
-    for row, alone in zip(whole, x):
-        assert torch.equal(row, int8_linear(alone[None], values, scale)[0])
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_stays_so(bad):
     x = torch.ones(2, 8)
@@ -168,47 +158,6 @@ def test_what_is_not_rounded_is_the_model(request, monkeypatch, kind):
         head.scale = model.layer("embedding").scale
     monkeypatch.setattr(int8, "int8_linear", in_floats)
     torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-10)
-
-
-def test_it_is_the_model_with_rounded_weights(tiny, monkeypatch):
-    """If activations are not rounded, logits are a float model's with the rounded weights."""
-    model = to_int8(tiny())
-    rounded = tiny()
-    with torch.no_grad():
-        for name, weight in rounded.named_parameters():
-            if weight.dim() == 2 and name != "wpe.weight":
-                values, scale = quantize(unrotate_channels(weight))
-                weight.copy_(rotate_channels(values * scale[:, None]))
-    tokens = torch.tensor([random_tokens(16)])
-    monkeypatch.setattr(int8, "int8_linear", in_floats)
-    with torch.inference_mode():
-        torch.testing.assert_close(model(tokens), rounded(tokens), rtol=0, atol=1e-12)
-
-
-def with_outliers(model):
-    """The same function, with a few inputs of each layer far larger than the others."""
-    norms = {"attn_norm": ("qkv", "query", "key", "value"), "mlp_norm": ("up", "gate")}
-    for block in range(model.config.n_layer):
-        for norm, readers in norms.items():
-            for tensor in model.layer(norm, block).parameters():
-                tensor.data[3::50] *= 16
-            for reader in filter(None, (model.layer(role, block) for role in readers)):
-                reader.weight.data[:, 3::50] /= 16
-    return model
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("name, in_c", [("stories", True), ("stories-llama", False)])
-def test_outliers_cost_little(compiled, name, in_c):
-    tokens = torch.tensor([random_tokens(64, 4000)])
-    whole = load_model(CHECKPOINTS / name)
-    expected = whole(tokens).log_softmax(dim=-1)
-    model = with_outliers(whole)
-    torch.testing.assert_close(model(tokens).log_softmax(dim=-1), expected, rtol=0, atol=1e-4)
-    to_int8(model)
-    logits = in_pieces(native(model), tokens, 64) if in_c else model(tokens)
-    found = logits.log_softmax(dim=-1)
-    assert (expected.exp() * (expected - found)).sum(dim=-1).mean() < 0.005
 
 
 @pytest.mark.parametrize(
