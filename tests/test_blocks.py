@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from conftest import CHECKPOINTS, ROOT, random_tokens
+from conftest import ROOT, random_tokens
 from engines import check_own_runs
 from gguf_files import edited
 from natives import (
@@ -20,14 +20,14 @@ from natives import (
     random_texts,
     threads,
 )
-from ranks import LLAMA, compared, save_uneven
+from ranks import compared, save_uneven
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.export_gguf import write_gguf
 from loading import gguf_model
 from loading.gguf_blocks import dequantize
 from loading.load import load_model, resolve_source
-from native import build, use_native
+from native import build
 from native.linear import NativeEmbedding, NativeLinear
 from quantisation import blocks
 
@@ -397,23 +397,3 @@ def test_weights_are_packed_where_they_lie_and_two_nibbles_take_a_byte(compiled)
     assert ours.weight.data_ptr() == address
     assert ours.scale.nbytes + ours.weight.nbytes == 192 * (64 + 2 * 2)
     assert in_c(block_layer("Q4_0", 192, 64)).weight.nbytes == 192 * 32
-
-
-def test_the_command_line_computes_4_bits_in_c(cli, tmp_path):
-    write_gguf(load_model(LLAMA), tmp_path / "f32.gguf", "float32", LLAMA / "tokenizer.json")
-    file = edited(tmp_path / "f32.gguf", tmp_path / "blocks.gguf", kind="Q4_1")
-    options = ("--model", file, "--prompt", "Once upon a time", "--max-new-tokens", 12)
-    options += ("--dtype", "blocks", "--backend")
-    code, out, err = cli(*options, "native")
-    assert code == 0 and "note" not in err, err
-    assert out == cli(*options, "torch")[1] != ""
-
-
-def test_a_layer_is_checked_before_it_is_packed(compiled):
-    model = load_model(CHECKPOINTS / "stories", torch.uint8)
-    layer = model.layer("up", 0)
-    layer.scale = layer.scale[:, :3].contiguous()
-    before = model.layer("down", 0).weight.clone()
-    with pytest.raises(ValueError, match="native code reads contiguous torch"):
-        use_native(model)
-    assert torch.equal(model.layer("down", 0).weight, before)

@@ -6,9 +6,7 @@ import math
 import numpy
 import pytest
 import torch
-from benches import Bench, near
-from conftest import CHECKPOINTS, is_one_line, module_with, record
-from drafting import write
+from conftest import is_one_line, record
 from engines import own_texts
 from natives import in_pieces, random_numbers, random_texts
 from ranks import SMALL, run_engine_script
@@ -20,7 +18,6 @@ import infer_engine
 import infer_speculative
 from cache import KVCache, cached_attention, stored_head_dim, to_cache_dtype
 from engine.cache import PagedCache
-from engine.drafter import PagedModelDrafter, PromptLookupDrafter
 from engine.engine import Engine
 from errors import UserError
 from infer import beam_search
@@ -119,17 +116,6 @@ def test_speculation_equals_the_target(build, tiny, dtype):
     assert [found] == own_texts(model, [[1, 2]], params, None, dtype)
 
 
-@DTYPES
-@pytest.mark.parametrize("drafts", ["lookup", "model"])
-def test_drafts_change_no_output(tiny_llama, tiny, dtype, drafts):
-    model = tiny_llama()
-    drafter = PromptLookupDrafter()
-    if drafts == "model":
-        drafter = PagedModelDrafter(tiny(n_layer=1), model, 3, 4, dtype)
-        assert drafter.cache.storage.dtype == dtype
-    write(model, drafter, max_num_seqs=3, page_size=4, cache_dtype=dtype)
-
-
 @pytest.mark.parametrize(
     "dtype, pages", [(None, 2**12), (torch.float16, 2**13), (torch.int8, 2**14)]
 )
@@ -188,18 +174,3 @@ def test_ranks_equal_one_process(engine_cli, tmp_path):
 )
 def test_bad_input_is_one_line(cli, given, words):
     assert is_one_line(cli("--prompt", "One", *given), *words)
-
-
-def test_rows_of_quality_for_each_cache(request):
-    quality = module_with("benchmarks.quality", "quality")
-    given = ["--model", CHECKPOINTS / "stories-draft", "--length", 24, "--chunks", 1]
-    bench = Bench(request, quality, *given, "--dtype", "float32", "--backend", "torch")
-    bench.draws = True
-    rows = bench.rows("--cache-dtype", "auto", "float16", "int8")
-    assert list(rows["dtype"]) == ["float32", "float32, float16 cache", "float32, int8 cache"]
-    assert rows["kl"][0] == 0 < rows["kl"][1] < rows["kl"][2]
-    assert len(set(rows["weight_bytes"])) == 1
-    (axes,) = bench.figures[0].axes
-    assert [text.get_text().partition(" (")[0] for text in axes.texts] == list(rows["dtype"])
-    heights = [text.xy[1] for text in axes.texts]  # each at a place of its own
-    assert heights == [quality.FLOOR, *rows["kl"][1:].map(near)]

@@ -5,9 +5,7 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import CHECKPOINTS, TARGETS, random_tokens, run_rows
-from families import EACH_FAMILY, family
 from hypothesis import given
 from hypothesis import strategies as st
 from natives import (
@@ -18,7 +16,6 @@ from natives import (
     random_layer,
     random_numbers,
     random_rows,
-    to_int8,
 )
 from ranks import compared, save_uneven
 
@@ -133,31 +130,6 @@ def test_a_rotated_row_does_not_depend_on_its_neighbours(size):
     assert rotated.is_contiguous()
     assert torch.equal(rotated, torch.stack([rotate_channels(row) for row in x]))
     assert torch.equal(rotated, rotate_channels(x.t().contiguous().t()))
-
-
-def in_floats(x, weight, scale, bias):
-    return F.linear(x, weight * scale[:, None], bias)
-
-
-@torch.inference_mode()
-@EACH_FAMILY
-def test_what_is_not_rounded_is_the_model(request, monkeypatch, kind):
-    """A rotation changes the rounding only: float64 without it has the model's logits."""
-    tokens = torch.tensor([random_tokens(8)])
-    whole = family(request, kind)()
-    expected = whole(tokens)
-    weights = {name: weight.clone() for name, weight in whole.named_parameters()}
-    model = to_int8(whole)
-    for name, layer in model.named_modules():
-        if f"{name}.weight" in weights and isinstance(layer, int8.Int8Linear):
-            layer.weight = unrotate_channels(weights[f"{name}.weight"])
-            layer.scale = torch.ones(len(layer.weight)).double()
-    head = model.layer("head")
-    if model.config.tie_word_embeddings:
-        head.weight = model.layer("embedding").weight
-        head.scale = model.layer("embedding").scale
-    monkeypatch.setattr(int8, "int8_linear", in_floats)
-    torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -325,10 +297,3 @@ def test_a_device_needs_no_products_of_int8(monkeypatch):
 
     monkeypatch.setattr(torch, "ones", ones)
     assert pick_dtype("int8", "cpu") == torch.int8
-
-
-def test_benchmarks_of_a_cache_take_floats_only(run_main):
-    import benchmark_kv_cache
-
-    code, _, err = run_main(benchmark_kv_cache.main, "--dtype", "int8")
-    assert code == 2 and "--dtype: invalid choice: 'int8'" in err

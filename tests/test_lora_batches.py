@@ -25,7 +25,6 @@ from lora_files import (
     check_own,
     own_text,
     params_of,
-    peft_adapter,
     random_pairs,
     random_tensors,
     save_adapter,
@@ -39,10 +38,8 @@ from adapters import Adapters, use_adapters
 from cache import KVCache
 from engine import options
 from engine.drafter import PagedModelDrafter, PromptLookupDrafter
-from engine.engine import Engine
 from infer import generate, next_logits
 from loading.load import load_model, save_model
-from loading.lora import read_adapter
 from model import TorchRunner
 from native import use_native
 from sampling import SamplingParams
@@ -68,35 +65,6 @@ def merged_model(build, lora_weights):
     for name, (a, b) in lora_weights.items():
         model.get_parameter(name).data += b.to(model.dtype) @ a.to(model.dtype)
     return model
-
-
-@pytest.mark.parametrize("kind", ["Llama", "Gemma3"])
-def test_rows_are_those_of_peft(peer, tmp_path, kind):
-    """In peft adapter_names says which adapter each row of a batch has."""
-    theirs, base = peer(kind, max_position_embeddings=40)
-    theirs = peft_adapter(theirs, tmp_path / "a")
-    theirs.load_adapter(tmp_path / "a", "b")
-    generator = torch.Generator().manual_seed(2)
-    for name, weight in theirs.named_parameters():
-        if ".b.weight" in name:
-            weight.data = weight.data.double().normal_(std=0.3, generator=generator)
-    theirs.save_pretrained(tmp_path, selected_adapters=["b"])
-    model = load_model(base, torch.float64)
-    model.adapters = Adapters(model, {name: read_adapter(tmp_path / name, model) for name in "ab"})
-    prompts = [random_tokens(9, seed=row) for row in range(3)] * 2
-    names = ["", "a", "b", "a", "b", ""]
-    their_names = {"": "__base__", "a": "default", "b": "b"}
-    engine = Engine(model, page_size=4)
-    params = SamplingParams(8, ignore_eos=True)
-    requests = [engine.add(prompt, params, "", name) for prompt, name in zip(prompts, names)]
-    finish(engine)
-    tokens = torch.tensor(prompts)
-    with torch.inference_mode():
-        for _ in range(8):
-            rows = theirs(tokens, adapter_names=[their_names[name] for name in names])
-            tokens = torch.cat([tokens, rows.logits[:, -1:].argmax(-1)], dim=1)
-    assert [request.tokens for request in requests] == tokens.tolist()
-    assert len({tuple(request.output) for request in requests}) >= 3
 
 
 @pytest.mark.parametrize("kind", ["GPT2", "Llama", "Gemma3", "Mistral"])

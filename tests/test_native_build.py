@@ -12,7 +12,7 @@ import torch
 from conftest import CHECKPOINTS, PLAIN, record
 from natives import alive, files, hanging_compiler, native, script, start, wait_until
 
-from native import build, use_native
+from native import build
 
 KERNELS = ("AVX-512 VNNI", "AVX-512", "AVX2", "NEON", "plain C")
 ONCE = "note: gpt.c is compiled for this processor, once\n"
@@ -351,29 +351,6 @@ def test_another_way_to_end_is_left_alone(fresh, monkeypatch):
 
 ARGS = ("--prompt", "Once upon a time", "--max-new-tokens", 12)
 DRAFT = ("--model", CHECKPOINTS / "stories-draft", *ARGS)
-
-
-@pytest.fixture
-def native_models(monkeypatch):
-    """A list to which each model is added that a command line makes native."""
-    models = []
-
-    def recorded(model):
-        use_native(model)
-        models.append(model)
-
-    monkeypatch.setattr("command_line.models.use_native", recorded)
-    return models
-
-
-@pytest.mark.parametrize("backend", [(), ("--backend", "auto"), ("--backend", "native")], ids=str)
-def test_the_command_line_takes_the_backend(cli, native_models, backend):
-    expected = cli(*DRAFT, "--backend", "torch")[:2]
-    assert expected[0] == 0 and not native_models
-    code, out, err = cli(*DRAFT, *backend)
-    assert (code, out) == expected and "note" not in err
-    (model,) = native_models
-    assert type(model.lm_head).__name__ == "NativeLinear"
 
 
 @pytest.mark.parametrize("backend", ["auto", "native"])

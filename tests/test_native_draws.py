@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, record, run_rows
+from conftest import record, run_rows
 from draws import bits, random_logits
 from engines import outputs_of, own_texts
 from natives import check_strange_logits, in_c, in_torch, params_of, threads
@@ -13,7 +13,6 @@ from natives import check_strange_logits, in_c, in_torch, params_of, threads
 from engine.drafter import PagedModelDrafter
 from engine.engine import Engine
 from infer import generate
-from loading.load import load_model
 from native import build, use_native
 from native.draw import draw
 from sampling import SamplingParams, Sequence, sample_batch
@@ -224,15 +223,6 @@ def test_other_dtypes_are_for_torch(native, torch_numbers):
     made = len(torch_numbers)
     assert sample_batch(logits, each, native=native.runner) == expected
     assert len(torch_numbers) == 2 * made
-
-
-def test_stories_are_those_of_torch(stories):
-    """Temperature, filters and penalties, of the same logits."""
-    model = load_model(CHECKPOINTS / "stories")
-    use_native(model)
-    fields = [PARAMS[4], PARAMS[3], PARAMS[1] | {"repetition_penalty": 1.2}]
-    params = [SamplingParams(12, True, seed=row, **own) for row, own in enumerate(fields)]
-    assert own_texts(model, [[]] * 3, params) == own_texts(stories, [[]] * 3, params)
 
 
 def test_a_backend_is_one_class(tiny):

@@ -6,15 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import CHECKPOINTS, is_one_line, record, run
-from natives import (
-    both,
-    native_linear,
-    random_layer,
-    random_rows,
-    threads,
-    to_int8,
-    with_native_linear,
-)
+from natives import native_linear, random_layer, random_rows, threads, to_int8, with_native_linear
 from ranks import ROUNDING, compared
 
 import sampling
@@ -243,9 +235,3 @@ def test_native_is_for_the_cpu():
     with pytest.raises(UserError) as error:
         load_models(["m"], SimpleNamespace(dtype="int8", backend="native"), "cuda")
     assert str(error.value) == "--backend native requires --device cpu, not cuda"
-
-
-def test_layers_without_a_cache_are_native_too(build):
-    eager, model = both(build)
-    given = {"max_new_tokens": 20, "ignore_eos": True, "options": {"use_cache": False}}
-    assert run(model, [[5, 6, 7]], **given) == run(eager, [[5, 6, 7]], **given)

@@ -1,7 +1,6 @@
 """Passes in C: near float64, with the same bits whatever is computed beside a sequence."""
 
 import copy
-import ctypes
 import math
 from types import SimpleNamespace
 
@@ -33,7 +32,7 @@ from infer import pass_logits
 from infer_speculative import main
 from llama import ExpertsConfig, Llama
 from model import GPT, TorchRunner
-from native import NativeRunner, build
+from native import NativeRunner
 
 pytestmark = pytest.mark.usefixtures("compiled")
 ALL_TARGETS = pytest.mark.parametrize("target", TARGETS, ids=str)
@@ -169,29 +168,6 @@ def test_the_angles_are_those_of_torch(tiny_llama):
     texts = random_texts(model, 1)
     expected = copy.deepcopy(model).double()(texts).float()
     torch.testing.assert_close(in_pieces(native(model), texts, 1), expected, rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("size", [1, 51, 768])
-def test_layer_norm_and_gelu(library, size):
-    """In the same bits on every processor."""
-    x = random_numbers(3, size) * torch.tensor([[1.0], [100.0], [1e-3]]) + 5
-    weight, bias = random_numbers(2, size, seed=1)
-    norm = (ctypes.c_void_p * 2)(weight.data_ptr(), bias.data_ptr())
-    arguments = norm, ctypes.c_float(1e-5), *map(ctypes.c_int64, x.shape)
-    found = [torch.empty_like(x) for _ in range(2)]
-    far = torch.cat([torch.linspace(-200, 200, 4001), torch.tensor([0.0, torch.nan, 1e38])])
-    gelus = torch.empty(2, len(far))
-    for each, y, gelu in zip((library, build.load()), found, gelus):
-        each.layer_norm.restype = None
-        each.layer_norm(*arguments, *(ctypes.c_void_p(part.data_ptr()) for part in (x, y)))
-        call(each.gelu, len(far), far, gelu)
-    double = (weight.double(), bias.double(), 1e-5)
-    expected = torch.nn.functional.layer_norm(x.double(), (size,), *double).float()
-    torch.testing.assert_close(found[0], expected, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(found[0][:1], expected[:1], rtol=2e-5, atol=2e-5)
-    expected = torch.nn.functional.gelu(far.double(), approximate="tanh").float()
-    torch.testing.assert_close(gelus[0], expected, rtol=1e-6, atol=2e-7, equal_nan=True)
-    assert torch.equal(*found) and torch.equal(*gelus.view(torch.int32))
 
 
 @torch.inference_mode()

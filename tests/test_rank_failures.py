@@ -156,21 +156,13 @@ def test_a_mistake_has_its_traceback(tmp_path, monkeypatch):
     assert "ZeroDivisionError: a mistake" in other and "error" not in err
 
 
-@pytest.mark.parametrize(
-    "words, kind",
-    [
-        ("[../gloo/pair.cc:547] Connection closed by peer [127.0.0.1]:4242", "RankError"),
-        ("Timed out waiting 60000ms for recv operation to complete", "RankError"),
-        ("shape '[2]' is invalid for input of size 3", "RuntimeError"),
-    ],
-)
-def test_gloo_s_errors_are_known_by_their_words(words, kind):
+def test_a_mistake_in_a_collective_is_no_lost_rank():
     def collective():
-        raise RuntimeError(words)
+        raise RuntimeError("shape '[2]' is invalid for input of size 3")
 
-    with pytest.raises(Exception) as raised:
+    with pytest.raises(RuntimeError) as raised:
         object.__new__(TensorParallelGroup).run_collective(collective)
-    assert type(raised.value).__name__ == kind
+    assert type(raised.value) is RuntimeError
 
 
 @pytest.mark.parametrize("number, codes", [("SIGTERM", [0, 0]), ("SIGINT", [130, 2])])

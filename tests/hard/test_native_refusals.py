@@ -95,14 +95,6 @@ def test_a_layer_of_another_width_is_refused(request, family, where):
         native(model)
 
 
-def test_a_model_that_lacks_a_layer_has_no_cache(tiny):
-    model = tiny(dtype=torch.float32)
-    cache = KVCache(model, 1)
-    del model.h[1]
-    with pytest.raises(ValueError, match=REFUSED):
-        passed(native(model), cache.storage, [([0], 0, [1])], [1])
-
-
 @pytest.mark.parametrize(
     "width, dtype", [(10, torch.int8), (5, torch.float16), (6, torch.bfloat16)]
 )
