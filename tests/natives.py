@@ -19,8 +19,12 @@ from torch import nn
 
 from cache import KVCache, Span
 from infer import pass_logits
+from native import NativeRunner, build
+from native.draw import draw
+from native.linear import NativeLinear, replace_with_native_linear
 from quantisation import quantisation_of
-from quantisation.int8 import Int8Linear, int8_linear, quantize, rotate_channels
+from quantisation.int8 import int8_linear, quantize, rotate_channels
+from sampling import SamplingParams, sample
 
 WEIGHT_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 
@@ -96,13 +100,7 @@ def random_layer(out: int, size: int, bias: bool = True, int8: bool = False) -> 
 
 def native_linear(weight, scale=None, bias=None):
     """A layer of these tensors in C."""
-    from native import build
-    from native.linear import NativeLinear
-
-    layer = object.__new__(nn.Linear if scale is None else Int8Linear)
-    nn.Module.__init__(layer)
-    layer.weight, layer.scale, layer.bias = weight, scale, bias
-    return NativeLinear(layer, build.load())
+    return NativeLinear(SimpleNamespace(weight=weight, scale=scale, bias=bias), build.load())
 
 
 @contextlib.contextmanager
@@ -124,9 +122,6 @@ def assert_equal(x, weight, scale, bias=None) -> None:
 
 def with_native_linear(model):
     """The model, with its products in C."""
-    from native import build
-    from native.linear import replace_with_native_linear
-
     replace_with_native_linear(model, build.load())
     return model
 
@@ -151,8 +146,6 @@ def random_numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def native(model, target=None):
     """The model, computed in C."""
-    from native.step import NativeRunner
-
     model.runner = NativeRunner(model, target)
     return model
 
@@ -246,8 +239,6 @@ def in_passes(model, texts: list, passes: list[list[int]], page_size: int, seed=
 
 @functools.lru_cache(maxsize=8)  # to make them would take longer than the draws
 def made_params(fields, count, first):
-    from sampling import SamplingParams
-
     return [SamplingParams(seed=(first + row) % 2**64, **dict(fields)) for row in range(count)]
 
 
@@ -258,8 +249,6 @@ def params_of(fields: dict, count: int, first: int = 0) -> list:
 
 def in_c(library, logits, params, position=9) -> list[int]:
     """The tokens that C chooses of rows of logits."""
-    from native.draw import draw
-
     return draw(library, logits.contiguous(), params, [position] * len(logits))
 
 
@@ -279,7 +268,5 @@ def check_strange_logits(library, fields: dict, value: float) -> None:
 
 def in_torch(logits, params, position=9) -> list[int]:
     """The tokens that torch chooses."""
-    from sampling import sample
-
     rng_keys = [(own.seed, position) for own in params]
     return sample(logits, params[0], rng_keys=rng_keys).tolist()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, ROOT, save_speaking
+from conftest import CHECKPOINTS, ROOT
 from serving import Client
 
 import infer_engine
@@ -108,15 +108,6 @@ def script(directory, main, arguments) -> None:
         setattr(sys, f"std{name}", stream)
         setattr(sys, f"__std{name}__", stream)
     main(["--device", "cpu", *map(str, arguments)])
-
-
-def check_two_ranks(build, engine_cli, directory, max_new_tokens: int) -> None:
-    """Check that two ranks write the output of one process. build: makes a model."""
-    model = save_speaking(build, directory, eos_token_id=4095)
-    arguments = ["--model", model, "--prompt", "Lily", "--num-samples", 3, "--seed", 1]
-    arguments += ["--temperature", 0.8, "--max-new-tokens", max_new_tokens]
-    out = engine_cli(*arguments)[1]
-    assert out and run_engine_script(2, directory, *arguments)[0] == out
 
 
 def run_engine_script(size, directory, *arguments) -> tuple[str, str]:
