@@ -124,7 +124,6 @@ def metadata_of(raw: dict, pre: str | None, **keys) -> dict:
 
 
 def written(file: Path, metadata: dict) -> Path:
-    """Write a GGUF file without tensors, and return its path."""
     writer = gguf.GGUFWriter(file, "llama")
     for key, value in metadata.items():
         kinds = {str: writer.add_string, bool: writer.add_bool, list: writer.add_array}

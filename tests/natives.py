@@ -37,7 +37,6 @@ def script(file, *lines) -> str:
 
 
 def files(build) -> list:
-    """What is in the cache directory."""
     return sorted(build.cache_directory().iterdir())
 
 
@@ -52,7 +51,6 @@ print(build.kernel())
 
 
 def start(fresh) -> subprocess.Popen:
-    """A process that compiles what this one would."""
     command = [sys.executable, "-c", CODE, str(fresh.SOURCE)]
     return subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, text=True)
 
@@ -84,7 +82,6 @@ def hanging_compiler(monkeypatch, tmp_path) -> Path:
 
 
 def random_rows(rows: int, size: int, seed: int = 0) -> torch.Tensor:
-    """Rows of very different sizes."""
     generator = torch.Generator().manual_seed(seed)
     sizes = 10 ** torch.randn(rows, 1, generator=generator)
     return torch.randn(rows, size, generator=generator) * sizes
@@ -99,7 +96,6 @@ def random_layer(out: int, size: int, bias: bool = True, int8: bool = False) -> 
 
 
 def native_linear(weight, scale=None, bias=None):
-    """A layer of these tensors in C."""
     return NativeLinear(SimpleNamespace(weight=weight, scale=scale, bias=bias), build.load())
 
 
@@ -121,7 +117,6 @@ def assert_equal(x, weight, scale, bias=None) -> None:
 
 
 def with_native_linear(model):
-    """The model, with its products in C."""
     replace_with_native_linear(model, build.load())
     return model
 
@@ -145,13 +140,11 @@ def random_numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def native(model, target=None):
-    """The model, computed in C."""
     model.runner = NativeRunner(model, target)
     return model
 
 
 def both(build, **shape) -> tuple:
-    """A random model in float32, in torch and in C."""
     return build(dtype=torch.float32, **shape), native(build(dtype=torch.float32, **shape))
 
 
@@ -189,7 +182,6 @@ def on_each_target(model, texts: torch.Tensor, size: int, *dtype) -> torch.Tenso
 
 
 def quantised(model, dtype: torch.dtype):
-    """The model with its weights quantised, in place."""
     quantisation = quantisation_of(dtype)
     weights = dict(model.named_parameters())
     tensors = quantisation.replace_layers(model, {}).state_dict()
@@ -205,7 +197,6 @@ def to_int8(model):
 
 
 def native_in_dtype(model, dtype):
-    """The model in C, with its weights in this dtype."""
     rounded = dtype in (torch.int8, torch.uint8)
     return native(quantised(model, dtype) if rounded else model.to(dtype))
 
@@ -248,7 +239,6 @@ def params_of(fields: dict, count: int, first: int = 0) -> list:
 
 
 def in_c(library, logits, params, position=9) -> list[int]:
-    """The tokens that C chooses of rows of logits."""
     return draw(library, logits.contiguous(), params, [position] * len(logits))
 
 
@@ -267,6 +257,5 @@ def check_strange_logits(library, fields: dict, value: float) -> None:
 
 
 def in_torch(logits, params, position=9) -> list[int]:
-    """The tokens that torch chooses."""
     rng_keys = [(own.seed, position) for own in params]
     return sample(logits, params[0], rng_keys=rng_keys).tolist()

@@ -82,7 +82,6 @@ def wait(processes, seconds: float = SECONDS + 10) -> list[int]:
 
 
 def results(size: int, action, *arguments) -> list:
-    """Return the result of an action on each rank."""
     with tempfile.TemporaryDirectory() as directory:
 
         def work():

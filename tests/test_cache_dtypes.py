@@ -28,7 +28,6 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.int8], ids=str)
 
 
 def hadamard(n: int) -> numpy.ndarray:
-    """Sylvester's matrix, of a power of two."""
     pair = numpy.array([[1, 1], [1, -1]])
     return functools.reduce(numpy.kron, [pair] * (n.bit_length() - 1))
 

@@ -190,7 +190,6 @@ HEAD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     ],
 )
 def test_a_head_that_makes_no_sense_is_one_line(tmp_path, head, size):
-    """A head, and how many bytes stand behind it."""
     file = tmp_path / "model.safetensors"
     data = json.dumps(head).encode()
     if head is None:

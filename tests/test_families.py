@@ -450,7 +450,6 @@ def test_tensors_that_are_not_those_of_the_config_are_refused(tiny_llama, tiny_e
 
 @pytest.fixture
 def notes(capsys):
-    """A function that returns what was noted since it was last called."""
     errors.warn_once.cache_clear()
     return lambda: capsys.readouterr().err
 

@@ -17,7 +17,6 @@ LAST = 2**64 - 1
 
 
 def drawn_by_filters(logits, params, rng_keys):
-    """The old way: filters, and a race of all tokens."""
     noise = sampling.exponential_noise(torch.zeros_like(logits), rng_keys)
     logits = sampling.apply_temperature(logits, params.temperature)
     logits = sampling.top_k_filter(logits, params.top_k)
@@ -32,7 +31,6 @@ def drawn_by_filters(logits, params, rng_keys):
 
 @pytest.fixture
 def rows_of_old(monkeypatch):
-    """A list to which each call of `sample_from_vocabulary` adds its number of rows."""
     return record(monkeypatch, sampling, "sample_from_vocabulary", lambda logits, *_: len(logits))
 
 
@@ -106,7 +104,6 @@ def test_the_same_token_of_any_logits(kind, size):
 
 
 def test_rows_that_the_few_do_not_settle_go_the_old_way(rows_of_old):
-    """Each row by itself: too flat, or more than k tokens as likely as the k-th."""
     flat = torch.zeros(1000)
     steep = -torch.arange(1000.0)
     logits = torch.stack([steep, flat, steep, flat, flat])

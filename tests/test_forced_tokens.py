@@ -26,7 +26,6 @@ SCHEMAS = [
 
 
 def write(model, prompts, each, **options) -> tuple[list, int]:
-    """The rows, and how many passes there were."""
     with pytest.MonkeyPatch.context() as patch:
         passes = record(patch, infer, "next_logits", lambda *_: None)
         steps = list(infer.generate(model, prompts, each, **options))

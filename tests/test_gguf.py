@@ -61,7 +61,6 @@ def made(request, tmp_path):
 
 
 def same(ours, theirs) -> bool:
-    """Whether two models have the same configuration and the same bits."""
     pairs = zip(ours.named_parameters(), theirs.named_parameters(), strict=True)
     equal = all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
     return equal and ours.config == theirs.config
@@ -508,7 +507,6 @@ def split_in(file, directory, count=3, **changes) -> list[Path]:
 
 
 def test_a_model_in_several_files(made, tmp_path):
-    """Any part names it; so does a directory that holds nothing else."""
     model, file = made("qwen3")
     directory = tmp_path / "parts"
     parts = split_in(file, directory)

@@ -17,7 +17,6 @@ from loading.list_gguf import main
 
 @pytest.fixture
 def written(tiny_llama, tmp_path):
-    """A small Llama's file with a vocabulary, as the export writes it."""
     model = tiny_llama(dtype=torch.float32, vocab_size=4096, n_embd=32, n_layer=1)
     file = tmp_path / "model.gguf"
     write_gguf(model, file, "int8", CHECKPOINTS / "stories" / "tokenizer.json")

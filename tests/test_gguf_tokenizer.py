@@ -32,7 +32,6 @@ BYTES_ONLY = LEVEL | {"use_regex": False}
 
 @pytest.fixture
 def load(tmp_path):
-    """A function that loads the encoding of a file with this metadata."""
 
     def load(metadata: dict):
         return load_encoding(written(tmp_path / "model.gguf", metadata), 5000)
@@ -174,7 +173,6 @@ def small(**keys) -> dict:
 
 
 def with_types(*types: int) -> dict:
-    """SMALL with other types of the last tokens."""
     return small(token_type=[*SMALL[f"{OWNER}.token_type"][: -len(types)], *types])
 
 
@@ -396,7 +394,6 @@ def test_a_template_that_fails_is_one_line(template, words, tmp_path):
 
 @pytest.fixture(scope="module")
 def speaking(tmp_path_factory, write_chat):
-    """A chat model as a directory, and as one file."""
     directory = write_chat(CHATML)
     file = tmp_path_factory.mktemp("gguf") / "speaking.gguf"
     write_gguf(load_model(directory), file, "float32", directory / "tokenizer.json")

@@ -103,7 +103,6 @@ def raw() -> dict:
 
 @pytest.fixture(scope="module")
 def pair(raw, tmp_path_factory):
-    """Our encoding of that file, and the library's."""
     directory = tmp_path_factory.mktemp("llama")
     return load_from(directory, raw), library(raw)
 

@@ -202,7 +202,6 @@ def test_a_directory_without_a_file_names_it(tiny, tmp_path, monkeypatch, missin
 
 
 def write_index(directory, weight_map) -> Path:
-    """Write an index of shards, tensor -> file."""
     file = directory / "model.safetensors.index.json"
     file.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return file

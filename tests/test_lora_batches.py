@@ -51,7 +51,6 @@ WORDS = ["--model", LLAMA, "--prompt", "Once upon a time", "--prompt", "Tom"]
 
 @pytest.fixture
 def passes_in_torch(monkeypatch) -> list:
-    """To this list each pass with a cache that torch computes adds something."""
     return record(monkeypatch, TorchRunner, "logits", lambda *_: None)
 
 
@@ -60,7 +59,6 @@ def targets_of(kind: str) -> tuple[str, ...]:
 
 
 def merged_model(build, lora_weights):
-    """A random model with an adapter in its weights."""
     model = build()
     for name, (a, b) in lora_weights.items():
         model.get_parameter(name).data += b.to(model.dtype) @ a.to(model.dtype)
@@ -123,7 +121,6 @@ def test_prefixes_are_shared_with_one_adapter_only(tiny):
 
 
 def test_layers_of_whole_numbers_keep_them(tiny_llama):
-    """The base is rounded, what an adapter adds is not."""
     base = to_int8(tiny_llama(dtype=torch.float32)).layers[1].mlp.down_proj
     model = with_adapters(to_int8(tiny_llama(dtype=torch.float32)))
     layer = model.layers[1].mlp.down_proj
@@ -242,7 +239,6 @@ def test_adapters_of_other_layers_take_the_place_of_earlier_ones(tiny_llama, com
 @pytest.mark.parametrize("kind", ["GPT2", "Qwen3Moe"])
 @pytest.mark.parametrize("change", ["native", "to_int8", "both"])
 def test_adapters_stay_where_layers_are_replaced(request, compiled, kind, change):
-    """With a cache or without, in one order or the other."""
     changes = {"native": native, "to_int8": to_int8, "both": lambda model: native(to_int8(model))}
     build = family(request, kind)
     targets = targets_of(kind)

@@ -73,7 +73,6 @@ def test_a_window_shorter_than_what_is_kept_is_refused(tiny, cached):
 
 
 def test_a_pass_that_fails_leaves_no_claim(tiny):
-    """What a broken pass has not written is computed again."""
     model = tiny()
     cache = KVCache(model)
     next_logits(model, [[1, 2]], cache)

@@ -33,7 +33,6 @@ EACH = pytest.mark.parametrize("fields", PARAMS, ids=str)
 
 @pytest.fixture
 def native(tiny):
-    """A random model with passes and draws in C."""
     model = tiny(dtype=torch.float32)
     use_native(model)
     return model
@@ -41,7 +40,6 @@ def native(tiny):
 
 @pytest.fixture
 def chosen(native, monkeypatch) -> list:
-    """To this list each choice in C adds its number of rows."""
     return record(monkeypatch, type(native.runner), "draw", lambda _, logits, *args: len(logits))
 
 

@@ -42,7 +42,6 @@ def raw() -> dict:
 
 @pytest.fixture(scope="module")
 def pair(raw, tmp_path_factory):
-    """Our encoding of that file, and the library's."""
     return load_from(tmp_path_factory.mktemp("qwen"), raw), library(raw)
 
 

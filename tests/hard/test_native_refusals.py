@@ -85,7 +85,6 @@ WIDTHS = {
 
 @pytest.mark.parametrize("family, where", pairs(WIDTHS))
 def test_a_layer_of_another_width_is_refused(request, family, where):
-    """Also in a later layer than the first, and with all its tensors in step."""
     model = request.getfixturevalue(family)(dtype=torch.float32)
     parent, _, name = where.rpartition(".")
     old = model.get_submodule(where)
@@ -120,7 +119,6 @@ def test_heads_that_cannot_share_keys_are_refused(tiny_llama, heads):
 
 
 def test_another_architecture_is_refused(build):
-    """One that computes something else, though it may have the same layers."""
     model = build(dtype=torch.float32)
     model.__class__ = type("Mamba", (type(model),), {})
     words = "native code computes GPT and Llama and Gemma; this is Mamba"
@@ -163,7 +161,6 @@ def test_nothing_outside_its_arrays_is_touched(tiny, parts, keep, message):
 
 
 def test_a_span_may_want_no_logits(tiny):
-    """Its keys and values are kept all the same."""
     model = native(tiny(dtype=torch.float32))
     storage, alone = torch.zeros(2, 2, 2, 2, 2, 8, 8)
     logits = passed(model, storage, [([0], 0, [1, 2]), ([1], 0, [3])], [0, 1])
