@@ -4,7 +4,6 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-import torch
 
 from errors import UserError
 from loading.load import load_model
@@ -13,14 +12,6 @@ KEEP = gguf.GGUFValueType
 OWNER = "tokenizer.ggml"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # types of tokens
 OF = {bool: KEEP.BOOL, int: KEEP.UINT32, float: KEEP.FLOAT32, str: KEEP.STRING}
-
-
-def loaded(file, dtype=torch.float32):
-    """A model from a file, which must be one that is read."""
-    try:
-        return load_model(file, dtype)
-    except UserError as error:
-        raise AssertionError(str(error)) from None
 
 
 def edited(file, to, architecture=None, kind=None, values=None, tensors=None, blocks=None):

@@ -271,7 +271,7 @@ def test_what_a_config_lacks_is_as_in_transformers(read, tmp_path, model_type, m
     lacking = dict.fromkeys(keys, missing) | {"use_sliding_window": missing}
     if not model_type.startswith("qwen"):  # those must say which token ends a text
         lacking["eos_token_id"] = missing
-    n_head = 8 if model_type == "mistral" else 16
+    n_head = 8 if model_type == "mistral" else 16  # where ours has as many keys as theirs
     sizes = {"hidden_size": 4 * n_head, "num_attention_heads": n_head, "num_hidden_layers": 7}
     ours = read(model_type, **lacking | sizes)
     said = json.loads((tmp_path / "config.json").read_text())
