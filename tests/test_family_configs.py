@@ -174,58 +174,50 @@ def test_a_config_that_no_such_model_has_is_refused(read, tmp_path, model_type, 
     assert len(message) < 350
 
 
-TYPES = ["full_attention", "sliding_attention", "full_attention"]
-NEWER = {"rope_parameters": {"rope_type": "default", "rope_theta": 77}}
+NEWER_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 77}}
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0}
 
 
 @pytest.mark.parametrize(
-    "model_type, values, field, expected",
+    "values",
     [
-        ("llama", {"rope_theta": 77.0, "rope_scaling": None}, "rope_theta", 77),
-        ("llama", NEWER, "rope_theta", 77),
-        ("llama", NEWER | {"rope_theta": 10.0}, "rope_theta", 77),
-        (
-            "llama",
-            {"rope_theta": 77.0, "rope_scaling": "default", "rope_parameters": {"rope_theta": 9}},
-            "rope_theta",
-            77,
-        ),
-        ("llama", {"sliding_window": 8}, "sliding_windows", ()),
-        ("mistral", {"sliding_window": 8}, "sliding_windows", (8, 8)),
-        ("mistral", {}, "sliding_windows", (4096, 4096)),
-        ("mistral", {"sliding_window": None}, "sliding_windows", ()),
-        ("qwen3", {"max_window_layers": 1, "sliding_window": 8}, "sliding_windows", (None, 8, 8)),
-        ("qwen3", {"max_window_layers": 0, "sliding_window": 8}, "sliding_windows", (8, 8, 8)),
-        ("qwen3", {"sliding_window": 8}, "sliding_windows", ()),
-        ("qwen3", {"max_window_layers": 2}, "sliding_windows", (None, None, 4096)),
-        ("qwen3", {"sliding_window": None, "max_window_layers": 1}, "sliding_windows", ()),
-        (
-            "qwen3",
-            {"sliding_window": 8, "layer_types": TYPES, "max_window_layers": 0},
-            "sliding_windows",
-            (None, 8, None),
-        ),
-        (
-            "qwen3",
-            {"use_sliding_window": False, "max_window_layers": 0, "layer_types": [TYPES[0]] * 3},
-            "sliding_windows",
-            (),
-        ),
-        ("qwen3_moe", {"sliding_window": 8, "max_window_layers": 1}, "sliding_windows", (8, 8)),
-        ("qwen3_moe", {"use_sliding_window": False}, "sliding_windows", ()),
-        ("gemma3_text", {"sliding_window": 8}, "sliding_windows", (8, 8, 8, 8, 8, None, 8)),
-        (
-            "gemma3_text",
-            {"sliding_window": 8, "sliding_window_pattern": 2},
-            "sliding_windows",
-            (8, None) * 3 + (8,),
-        ),
-        ("gemma3_text", {"layer_types": ["full_attention"] * 7}, "sliding_windows", ()),
+        {"rope_theta": 77.0, "rope_scaling": None},
+        {"rope_theta": 77.0, "rope_scaling": "default", "rope_parameters": {"rope_theta": 9}},
+        NEWER_ROPE,
+        NEWER_ROPE | {"rope_theta": 10.0},
     ],
 )
-def test_older_and_newer_files(read, model_type, values, field, expected):
-    assert getattr(read(model_type, **values), field) == expected
+def test_theta_in_older_and_newer_files(read, values):
+    assert read("llama", **values).rope_theta == 77
+
+
+TYPES = ["full_attention", "sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    "model_type, values, windows",
+    [
+        ("llama", {"sliding_window": 8}, ()),
+        ("mistral", {"sliding_window": 8}, (8, 8)),
+        ("mistral", {}, (4096, 4096)),
+        ("mistral", {"sliding_window": None}, ()),
+        ("qwen3", {"max_window_layers": 1, "sliding_window": 8}, (None, 8, 8)),
+        ("qwen3", {"max_window_layers": 0, "sliding_window": 8}, (8, 8, 8)),
+        ("qwen3", {"sliding_window": 8}, ()),
+        ("qwen3", {"max_window_layers": 2}, (None, None, 4096)),
+        ("qwen3", {"max_window_layers": 1, "sliding_window": None}, ()),
+        ("qwen3", {"max_window_layers": 0, "layer_types": TYPES}, (None, 4096, None)),
+        ("qwen3", {"max_window_layers": 0, "use_sliding_window": False}, ()),
+        ("qwen3", {"layer_types": [TYPES[0]] * 3, "use_sliding_window": False}, ()),
+        ("qwen3_moe", {"sliding_window": 8, "max_window_layers": 1}, (8, 8)),
+        ("qwen3_moe", {"use_sliding_window": False}, ()),
+        ("gemma3_text", {"sliding_window": 8}, (8, 8, 8, 8, 8, None, 8)),
+        ("gemma3_text", {"sliding_window": 8, "sliding_window_pattern": 2}, (8, None) * 3 + (8,)),
+        ("gemma3_text", {"layer_types": ["full_attention"] * 7}, ()),
+    ],
+)
+def test_windows_of_a_config(read, model_type, values, windows):
+    assert read(model_type, **values).sliding_windows == windows
 
 
 @pytest.mark.parametrize(
@@ -339,6 +331,11 @@ ADDED = {"7": {"content": "<end>", "special": True}}
 TOKENIZER = {"added_tokens": [{"id": 7, "content": "<end>"}], "model": {"vocab": {"</s>": 9}}}
 END = {"eos_token": "<end>"}
 OTHER = {"eos_token": "</s>"}
+IDS = {"generation_config": {"eos_token_id": [3, 7]}}
+LISTED = {"tokenizer_config": END | {"added_tokens_decoder": ADDED}}
+NAMED = {"tokenizer_config": END, "tokenizer": TOKENIZER}
+MAPPED = {"special_tokens_map": OTHER, "tokenizer": TOKENIZER}
+OUTSIDE = {"tokenizer": {"added_tokens": [{"id": 61, "content": "<end>"}]}}
 
 
 def write(directory, **files) -> None:
@@ -352,49 +349,22 @@ def write(directory, **files) -> None:
         (60, {}, (60,)),
         ([60, 3, 60], {}, (60, 3)),  # in their order: an empty prompt starts from the first
         (60, {"generation_config": {"eos_token_id": 5}}, (60, 5)),
-        ([60, 3], {"generation_config": {"eos_token_id": [3, 7]}}, (60, 3, 7)),
+        ([60, 3], IDS, (60, 3, 7)),
+        (None, IDS, (3, 7)),
         (60, {"generation_config": {}}, (60,)),
         (60, {"generation_config": {"eos_token_id": None}}, (60,)),
-        (None, {"generation_config": {"eos_token_id": [5, 60]}}, (5, 60)),
-        (60, {"tokenizer_config": END | {"added_tokens_decoder": ADDED}}, (60, 7)),
-        (60, {"tokenizer_config": END, "tokenizer": TOKENIZER}, (60, 7)),
-        (None, {"tokenizer_config": END, "tokenizer": TOKENIZER}, (7,)),
-        (
-            60,
-            {"tokenizer_config": {"eos_token": {"content": "<end>"}}, "tokenizer": TOKENIZER},
-            (60, 7),
-        ),
-        (60, {"tokenizer_config": OTHER, "tokenizer": TOKENIZER}, (60, 9)),
-        (60, {"special_tokens_map": OTHER, "tokenizer": TOKENIZER}, (60, 9)),
-        (
-            60,
-            {
-                "special_tokens_map": OTHER,
-                "tokenizer_config": END | {"added_tokens_decoder": ADDED},
-                "tokenizer": TOKENIZER,
-            },
-            (60, 7),
-        ),
-        (
-            60,
-            {
-                "generation_config": {"eos_token_id": [3, 7]},
-                "tokenizer_config": END,
-                "tokenizer": TOKENIZER,
-            },
-            (60, 3, 7),
-        ),
-        (60, {"tokenizer_config": {"eos_token": "<none>"}, "tokenizer": TOKENIZER}, (60,)),
+        (60, LISTED, (60, 7)),
+        (60, NAMED, (60, 7)),
+        (None, NAMED, (7,)),
+        (60, NAMED | {"tokenizer_config": {"eos_token": {"content": "<end>"}}}, (60, 7)),
+        (60, NAMED | {"tokenizer_config": OTHER}, (60, 9)),
+        (60, MAPPED, (60, 9)),
+        (60, MAPPED | LISTED, (60, 7)),
+        (60, IDS | NAMED, (60, 3, 7)),
+        (60, NAMED | {"tokenizer_config": {"eos_token": "<none>"}}, (60,)),
+        (60, NAMED | {"tokenizer_config": {"eos_token": None}}, (60,)),
         (60, {"tokenizer_config": END}, (60,)),
-        (60, {"tokenizer_config": {"eos_token": None}, "tokenizer": TOKENIZER}, (60,)),
-        (
-            60,
-            {
-                "tokenizer_config": END,
-                "tokenizer": {"added_tokens": [{"id": 61, "content": "<end>"}]},
-            },
-            (60,),
-        ),
+        (60, NAMED | OUTSIDE, (60,)),
     ],
 )
 @pytest.mark.parametrize("model_type", ["qwen2", "llama"])

@@ -1,4 +1,4 @@
-"""Lesson 32: Llama 3's vocabulary, whose tokenizer.json has another form."""
+"""Llama 3's vocabulary, whose tokenizer.json has another form."""
 
 import copy
 import json
@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 from conftest import run_rows
-from hypothesis import strategies as st
 from test_tokenizer import TEMPLATE, check_refused, library, same_ids, with_values
 
 from loading.byte_level import unicode_to_bytes
@@ -43,15 +42,6 @@ TEXTS = [
 ]
 for unit in ("a", " ", "\n", "\r\n", "=", "1", "é", "\u3000", "'", "ab", "🙂", "\u0301"):
     TEXTS.append(unit * 700)
-ANY_TEXT = st.lists(
-    st.one_of(
-        st.sampled_from(
-            [*SPACES, *"aZé1٣.'ſsSl", "'re", "'LL", "the", "123", EOS, "wvut", "\u0301", "🙂", "你"]
-        ),
-        st.characters(exclude_categories=["Cs"]),
-    ),
-    max_size=30,
-).map("".join)
 
 
 def trained(pattern: str):
@@ -112,21 +102,17 @@ def load_from(directory, raw: dict):
     return load_encoding(directory, 5000)
 
 
-def check_prompt(raw: dict, prompt: str, tiny, directory, cli) -> None:
-    """The command line has the ids of a prompt that the library has; its model is random."""
+def test_a_model_reads_its_prompt_after_the_prefix(raw, tiny, tmp_path, cli):
+    prompt = "In 2024, they'LL see 1234567 of us"
     theirs = library(raw)
     size = theirs.get_vocab_size()
     model = tiny(dtype=torch.float32, vocab_size=size, block_size=64, eos_token_id=0)
-    save_model(model, directory)
-    (directory / "tokenizer.json").write_text(json.dumps(raw), "utf-8")
+    save_model(model, tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw), "utf-8")
     (new,) = run_rows(model, [theirs.encode(prompt).ids], max_new_tokens=5, ignore_eos=True)
-    options = ("--max-new-tokens", 5, "--temperature", 0, "--ignore-eos")
-    code, out, _ = cli("--model", directory, "--prompt", prompt, *options)
+    options = ("--max-new-tokens", 5, "--ignore-eos", "--prompt", prompt)
+    code, out, _ = cli("--model", tmp_path, *options)
     assert (code, out) == (0, prompt + theirs.decode(new, skip_special_tokens=False) + "\n")
-
-
-def test_a_model_reads_its_prompt_after_the_prefix(raw, tiny, tmp_path, cli):
-    check_prompt(raw, "In 2024, they'LL see 1234567 of us", tiny, tmp_path, cli)
 
 
 @pytest.mark.parametrize("text", TEXTS)
