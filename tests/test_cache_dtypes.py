@@ -126,15 +126,16 @@ def test_an_engine_has_more_pages_where_memory_was_the_limit(tiny_llama, dtype, 
 
 
 @pytest.mark.parametrize("dtype, bytes_each", [(None, 32), (torch.float16, 16), (torch.int8, 12)])
-def test_the_bytes_of_a_cache(tiny, dtype, bytes_each):
-    model = tiny(dtype=torch.float32)  # 2 layers, 2 heads of 8 numbers
+def test_the_bytes_of_a_cache(tiny_llama, dtype, bytes_each):
+    model = tiny_llama(dtype=torch.float32, head_dim=8)  # 2 layers, of 2 heads with keys
     keys = 2 * 2 * 2
     assert KVCache(model, 3, 10, dtype).storage.nbytes == 3 * 10 * keys * bytes_each
     assert PagedCache(model, 5, 4, None, dtype).storage.nbytes == 5 * 4 * keys * bytes_each
     with pytest.raises(UserError) as error:
         KVCache(model, 1, 10**12, dtype)
     assert f"a cache of {10**12 * keys * bytes_each:,} bytes does not fit" in str(error.value)
-    with pytest.raises(UserError, match=f" {10**12 * 4 * keys * bytes_each:,} bytes does not"):
+    assert " x 2 heads x " in str(error.value)
+    with pytest.raises(UserError, match=f" {10**12 * 4 * keys * bytes_each:,} bytes$"):
         PagedCache(model, 10**12, 4, None, dtype)
 
 
