@@ -23,7 +23,7 @@ from native import NativeRunner, build
 from native.draw import draw
 from native.linear import NativeLinear, replace_with_native_linear
 from quantisation import quantisation_of
-from quantisation.int8 import int8_linear, quantize, rotate_channels
+from quantisation.int8 import Int8Linear, int8_linear, quantize, rotate_channels
 from sampling import SamplingParams, sample
 
 WEIGHT_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
@@ -96,7 +96,10 @@ def random_layer(out: int, size: int, bias: bool = True, int8: bool = False) -> 
 
 
 def native_linear(weight, scale=None, bias=None):
-    return NativeLinear(SimpleNamespace(weight=weight, scale=scale, bias=bias), build.load())
+    layer = object.__new__(nn.Linear if scale is None else Int8Linear)
+    nn.Module.__init__(layer)
+    layer.weight, layer.scale, layer.bias = weight, scale, bias
+    return NativeLinear(layer, build.load())
 
 
 @contextlib.contextmanager

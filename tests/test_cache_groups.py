@@ -94,7 +94,7 @@ def test_a_prefix_is_cached_if_both_groups_have_its_pages(tiny_gemma):
     (_, _), (sliding_pool, _) = engine.scheduler.kv_cache_groups
     taken = []  # others take what the window needs
     assert sliding_pool.allocate(taken, 4 * sliding_pool.num_pages)
-    sliding_pool.free_after(taken, 0)
+    sliding_pool.free_tail(taken, 0)
     assert len(engine.scheduler.pool.find_cached(prompt, "")) == 25
     third = engine.add(prompt, params[0])
     finish(engine)
@@ -185,7 +185,7 @@ def test_c_touches_no_page_outside_either_storage(tiny_gemma, compiled):
     cache = PagedCache(model, 4, 2, 3)
     for storage in cache.storages:
         storage.fill_(torch.nan)
-    for sliding_pages, message in ([3], "they are from 0 to 2"), ([], "1 to keep, in 0 pages"):
+    for sliding_pages, message in ([3], "must be from 0 to 2"), ([], "1 to keep, in 0 pages"):
         with pytest.raises(ValueError, match=message):
             model.runner.logits(model, cache, [Span([3], 0, [1], sliding_pages)], [1])
     assert all(storage.isnan().all() for storage in cache.storages)

@@ -113,7 +113,7 @@ def test_an_error_of_one_request_ends_that_one(model, monkeypatch):
     for request, tokens in zip(requests, own):
         if "" in request.params.choices:
             said = errors[request]
-            assert said.startswith("no token may follow after 0 tokens of output:")
+            assert said.startswith("no token is allowed after 0 output tokens:")
             assert request.finish_reason == "error" and request.output == []
         else:
             assert (request.output, errors[request]) == (tokens, None)

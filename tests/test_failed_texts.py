@@ -21,7 +21,7 @@ from engines import (
 from engine.cache import PagedCache
 from loading.load import save_model
 
-NAN = "the model returned logits that are NaN or infinite: broken weights, or a dtype too small"
+NAN = "the model returned logits that are NaN or infinite: its weights are broken, or its dtype's range is too small (try --dtype float32)"
 LINE = "\n" + "-" * 40 + "\n"
 BAD = 60  # a token that `poison` makes NaN, and that no text has by chance
 

@@ -390,37 +390,37 @@ def test_what_a_model_in_a_file_is_called(tmp_path):
 
 
 METADATA = [
-    ("qwen3", "context_length", None, "context_length is None; it must be an integer from 1 to"),
-    ("qwen3", "block_count", 10**6, "block_count is 1000000; it must be an integer from 1 to 1000"),
-    ("qwen3", "embedding_length", "16", "embedding_length is '16'; it must be an integer"),
-    ("qwen3", "feed_forward_length", [24, 24], "feed_forward_length is array"),
-    ("qwen3", "attention.head_count", 0, "head_count is 0; it must be an integer"),
-    ("qwen3", "attention.head_count_kv", 3, "head_count is 4; it must be a multiple of "),
-    ("qwen3", "attention.key_length", 7, "key_length is 7; it must be even"),
+    ("qwen3", "context_length", None, "context_length None: must be an integer from 1 to"),
+    ("qwen3", "block_count", 10**6, "block_count 1000000: must be an integer from 1 to 1000"),
+    ("qwen3", "embedding_length", "16", "embedding_length '16': must be an integer"),
+    ("qwen3", "feed_forward_length", [24, 24], "feed_forward_length array"),
+    ("qwen3", "attention.head_count", 0, "head_count 0: must be an integer"),
+    ("qwen3", "attention.head_count_kv", 3, "head_count 4: must be a multiple of "),
+    ("qwen3", "attention.key_length", 7, "key_length 7: must be even"),
     ("qwen3", "attention.value_length", 8, "value_length is 8; supported is 6"),
-    ("qwen3", "attention.layer_norm_rms_epsilon", None, "epsilon is None; it must be above 0"),
-    ("qwen3", "rope.freq_base", -1.0, "freq_base is -1.0; it must be above 0"),
+    ("qwen3", "attention.layer_norm_rms_epsilon", None, "epsilon None: must be above 0"),
+    ("qwen3", "rope.freq_base", -1.0, "freq_base -1.0: must be above 0"),
     ("qwen3", "rope.dimension_count", 4, "dimension_count is 4; supported is 6"),
     ("qwen3", "rope.scaling.type", "yarn", "rope.scaling.type is 'yarn'; supported is 'none'"),
     ("qwen3", "rope.scaling.factor", 4.0, "rope.scaling.factor is 4.0; supported is 1"),
     ("qwen3", "rope.scale_linear", 4.0, "rope.scale_linear is 4.0; supported is 1"),
     ("qwen3", "expert_count", 8, "expert_count is 8; supported is 0"),
     ("llama", "attention.sliding_window", 8, "attention.sliding_window is 8; supported is 0"),
-    ("gpt2", "feed_forward_length", 63, "in a GPT-2 they must be (2, 8.0, 64)"),
-    ("gpt2", "attention.head_count_kv", 1, "in a GPT-2 they must be (2, 8.0, 64)"),
-    ("qwen3moe", "expert_count", 0, "qwen3moe.expert_count is 0; it must be an integer from 1"),
+    ("gpt2", "feed_forward_length", 63, "must be (2, 8.0, 64)"),
+    ("gpt2", "attention.head_count_kv", 1, "must be (2, 8.0, 64)"),
+    ("qwen3moe", "expert_count", 0, "qwen3moe.expert_count 0: must be an integer from 1"),
     # Before a model is built: a million experts would take minutes.
     ("qwen3moe", "expert_count", 1000, "blk.0.ffn_gate_inp.weight has shape (5, 16); the metadata"),
     ("qwen3moe", "block_count", 1000, "blk.2.ffn_gate_inp.weight is missing"),
-    ("qwen3moe", "expert_used_count", 6, "expert_used_count is 6; it must be at most "),
-    ("qwen3moe", "expert_used_count", None, "expert_used_count is None; it must"),
-    ("gemma3", f"{WINDOW}_pattern", [True] * 6, "is array('B', [1, 1, 1, 1, 1, ...]); it must be"),
-    ("gemma3", f"{WINDOW}_pattern", ["a"] * 7, "it must be an integer from 0, or 7 booleans"),
-    ("gemma3", f"{WINDOW}_pattern", True, "_pattern is True; it must be an integer from 0"),
-    ("gemma3", WINDOW, 10**8, "sliding_window is 100000000; it must be an integer"),
+    ("qwen3moe", "expert_used_count", 6, "expert_used_count 6: must be at most "),
+    ("qwen3moe", "expert_used_count", None, "expert_used_count None: must"),
+    ("gemma3", f"{WINDOW}_pattern", [True] * 6, "array('B', [1, 1, 1, 1, 1, ...]): must be"),
+    ("gemma3", f"{WINDOW}_pattern", ["a"] * 7, "must be an integer from 0, or 7 booleans"),
+    ("gemma3", f"{WINDOW}_pattern", True, "_pattern True: must be an integer from 0"),
+    ("gemma3", WINDOW, 10**8, "sliding_window 100000000: must be an integer"),
     ("gemma3", "rope.scaling.type", "yarn", "type is 'yarn'; supported is 'linear' or 'none'"),
-    ("gemma3", "rope.scaling.factor", 0.0, "rope.scaling.factor is 0.0; it must be above 0"),
-    ("gemma3", "rope.freq_base_swa", float("nan"), "freq_base_swa is nan; it must be above 0"),
+    ("gemma3", "rope.scaling.factor", 0.0, "rope.scaling.factor 0.0: must be above 0"),
+    ("gemma3", "rope.freq_base_swa", float("nan"), "freq_base_swa nan: must be above 0"),
     ("gemma3", "final_logit_softcapping", 30.0, "softcapping is 30.0; supported is 0"),
     ("gemma3", "expert_count", 3, "gemma3.expert_count is 3; supported is 0"),
 ]
@@ -523,7 +523,7 @@ def test_a_model_in_several_files(made, tmp_path):
 )
 def test_parts_that_do_not_belong_together(made, tmp_path, changes, found):
     parts = split_in(made("qwen3")[1], tmp_path / "parts", **changes)
-    words = f"split.no and split.count are {found}; they must be (2, 3)"
+    words = f"split.no and split.count {found}: must be (2, 3)"
     assert refused(load_model, parts[0]) == f"{parts[2]}: {words}"
 
 

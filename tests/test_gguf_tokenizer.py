@@ -373,7 +373,7 @@ def test_a_file_may_have_another_template_for_tools(write_chat, tmp_path):
     "template, words",
     [
         ("x", None),  # names no token, so a wrong id is ignored
-        ("{{ pad_token }}", "padding_token_id is 1000000; it must"),
+        ("{{ pad_token }}", "padding_token_id 1000000: must"),
         ("{% for %}", "chat template: Expected an expression, got 'end of statement block'"),
         (7, "not a chat model: it has neither tokenizer.chat_template nor"),
     ],

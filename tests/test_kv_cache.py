@@ -47,7 +47,7 @@ def test_the_default_stride_is_half_a_window(tiny, block_size, half):
 
 @pytest.mark.parametrize("stride", [0, -1, 17, 8.0, True])
 def test_a_stride_out_of_range_is_refused(tiny, stride):
-    allowed = "it must be an integer from 1 to block_size = 16"
+    allowed = "must be an integer from 1 to block_size (16)"
     with pytest.raises(ValueError, match=f"^stride is {stride}; {allowed}$"):
         write(tiny(), [[1]], 1, stride=stride)
 
@@ -190,7 +190,7 @@ def test_the_command_line_takes_a_stride_and_needs_no_cache(cli, tiny_checkpoint
     assert code == 0 and err.startswith("60 tokens, ") and len(caches) == 1
     assert out == cli(*args, 5, "--no-cache")[1] and len(caches) == 1
     assert out != cli(*args, 64)[1]
-    assert is_one_line(cli(*args, 65), "block_size = 64")
+    assert is_one_line(cli(*args, 65), "block_size (64)")
 
 
 NOTE = "the context window of 64 tokens; of 100 tokens the model sees the last"

@@ -176,7 +176,7 @@ CONFIGS = [  # fields, and what is said
     ({"task_type": "SEQ_CLS"}, "task_type is 'SEQ_CLS'"),
     ({"a_new_field": 1}, "'a_new_field' is 1, which is not supported"),
     ({"r": 4}, "k_proj.lora_A.weight has shape (3, 16); adapter_config.json"),
-    ({"r": 0}, "r is 0; it must be an integer from 1"),
+    ({"r": 0}, "r 0: must be an integer from 1"),
     ({"r": True}, "r is True"),
     ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
     ({"lora_alpha": "16"}, "lora_alpha is '16'"),
@@ -197,7 +197,7 @@ TENSORS = [  # what is written in the place of a tensor, None for none; and what
     (f"{NAME}.lora_B.weight", None, f"{NAME}.lora_B.weight is missing"),
     (f"{NAME}.lora_A.weight", torch.ones(3, 17), "q_proj.lora_A.weight has shape (3, 17)"),
     (f"{NAME}.lora_B.weight", torch.ones(23, 3), "q_proj.lora_B.weight has shape (23, 3)"),
-    (f"{NAME}.lora_A.weight", torch.ones(3, 16).int(), "it must be floating-point"),
+    (f"{NAME}.lora_A.weight", torch.ones(3, 16).int(), "must be floating-point"),
     (f"{NAME}.lora_magnitude_vector", torch.ones(24), NO_PLACE),
     (f"{NAME}.lora_B.bias", torch.ones(24), NO_PLACE),
     (

@@ -227,7 +227,7 @@ def test_an_embedding_reads_its_rows(tiny, target, int8, shape):
         expected = model.wte(tokens)
         assert torch.equal(with_native_linear(model).wte(tokens), expected)
         for token in (-1, vocab_size):
-            with pytest.raises(ValueError, match=f"they are from 0 to {vocab_size - 1}"):
+            with pytest.raises(ValueError, match=f"must be from 0 to {vocab_size - 1}"):
                 model.wte(torch.tensor([token]))
 
 

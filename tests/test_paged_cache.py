@@ -33,7 +33,7 @@ def test_each_page_is_free_or_in_one_table(page_size, history):
         assert pool.allocate(table, length) == fits
         assert table[: len(before)] == before
         assert len(table) == (max(pages, len(before)) if fits else len(before))
-        pool.free_after(table, length)
+        pool.free_tail(table, length)
         assert table[:pages] == table
         held = [page for table in tables for page in table]
         assert sorted([*held, *pool.free_pages]) == list(range(pool.first_unused))
@@ -44,7 +44,7 @@ def test_a_freed_page_is_taken_before_an_unused_one():
     pool = PagePool(9, 4)
     first, second = [], []
     pool.allocate(first, 12)
-    pool.free_after(first, 4)
+    pool.free_tail(first, 4)
     assert pool.allocate(second, 12)
     assert sorted(second) == [1, 2, 3] and pool.first_unused == 4
 

@@ -140,7 +140,7 @@ REFUSED = [  # field, bad values, what is allowed
     ("stop", ["", "a", ["a"], ("a", ""), (1,), (b"a",)], "a tuple of nonempty strings"),
     ("stop_token_ids", [[3], 3, (-1,), (True,), ("3",)], IDS),
     ("min_tokens", [-1, 1.0, True], "an integer >= 0"),
-    ("min_tokens", [6], "at most max_new_tokens, 5"),
+    ("min_tokens", [6], "at most max_new_tokens (5)"),
     ("presence_penalty", [-2.5, 2.5], "a number in [-2, 2]"),
     ("frequency_penalty", [-2.5, 3.0], "a number in [-2, 2]"),
     ("repetition_penalty", [0.0, float("inf")], "a finite number > 0"),
@@ -153,17 +153,17 @@ def test_bad_values_are_named_with_what_is_allowed(name, values, allowed):
     for value in values:
         with pytest.raises(UserError) as error:
             SamplingParams(**{"max_new_tokens": 5, name: value})
-        assert str(error.value) == f"{name} is {value!r}; it must be {allowed}"
+        assert str(error.value) == f"{name} {value!r}: must be {allowed}"
     for seed in (None, 0, 2**64 - 1):  # the largest and smallest that are allowed
         edges = {"temperature": 0, "top_p": 1, "min_p": 1, "presence_penalty": -2, "logprobs": 20}
         assert SamplingParams(0, seed=seed, frequency_penalty=2, **edges).seed == seed
 
 
 def lacks(name: str, token: int, last: int = 4095) -> str:
-    return f"{name} has the id {token}; ids of this model are integers from 0 to {last}"
+    return f"{name} has the id {token}: must be an integer from 0 to {last}"
 
 
-ALL_END = "min_tokens is {}; it must be 0, as every token of this model ends the output"
+ALL_END = "min_tokens {}: must be 0, as every token of this model ends the output"
 
 
 @pytest.mark.parametrize(
@@ -273,15 +273,15 @@ def test_a_run_without_a_seed_can_be_repeated_from_its_report(cli, tiny_checkpoi
     "option, words",
     [
         ("--stop-token-id=x", "--stop-token-id: invalid int value"),
-        ("--stop-token-id=-1", f"stop_token_ids is (-1,); it must be {IDS}"),
+        ("--stop-token-id=-1", f"stop_token_ids (-1,): must be {IDS}"),
         ("--stop-token-id=4096", lacks("stop_token_ids", 4096)),
-        ("--min-tokens=221", "min_tokens is 221; it must be at most max_new_tokens, 220"),
-        ("--frequency-penalty=-3", "frequency_penalty is -3.0; it must be a number in [-2, 2]"),
+        ("--min-tokens=221", "min_tokens 221: must be at most max_new_tokens (220)"),
+        ("--frequency-penalty=-3", "frequency_penalty -3.0: must be a number in [-2, 2]"),
         *(
             (f"--logit-bias={text}", f"{text!a} is not ID=BIAS")
             for text in ("5", "=5", "-1=5", "1_0=5", "5=much", "\u0665=1")
         ),
-        ("--logit-bias=5=101", f"logit_bias is ((5, 101.0),); it must be {PAIRS}"),
+        ("--logit-bias=5=101", f"logit_bias ((5, 101.0),): must be {PAIRS}"),
         ("--logit-bias=4096=1", lacks("logit_bias", 4096)),
         ("--num-beams=2 --stop-token-id=3 --min-tokens=1", "omit --stop-token-id, --min-tokens\n"),
     ],
@@ -318,8 +318,8 @@ def test_the_server_has_the_output_of_the_engine(client, tiny_llama, body):
     assert found["usage"]["completion_tokens"] == len(expected[0])
 
 
-NO_IDS = "stop_token_ids: it must be a list of up to 128 token ids"
-NO_BIASES = "logit_bias: it must be an object of up to 1024 token ids, each with a number"
+NO_IDS = "stop_token_ids: must be a list of up to 128 token ids"
+NO_BIASES = "logit_bias: must be an object of up to 1024 token ids, each with a number"
 NO_BIASES += " in [-100, 100]"
 WRONG = [{"05": 1}, {"-5": 1}, {"5.0": 1}, {"": 1}, {"\u0665": 1}, {"9" * 5000: 1}, [5], 5]
 WRONG += [{"5": 100.1}, {"5": "1"}, {"5": None}, {"5": True}, {"5": float("nan")}]
@@ -331,11 +331,11 @@ WRONG += [{str(token): 1 for token in range(1025)}]
     [
         ("stop_token_ids", [[], None], [3, [-1], ["3"], [True], [3] * 129], NO_IDS),
         ("stop_token_ids", [[4095]], [[3, 4096]], lacks("stop_token_ids", 4096)),
-        ("min_tokens", [0], [-1], "min_tokens: min_tokens is -1; it must be an integer >= 0"),
-        ("min_tokens", [2], [17], "min_tokens is 17; it must be at most max_tokens, 2"),
+        ("min_tokens", [0], [-1], "min_tokens: min_tokens -1: must be an integer >= 0"),
+        ("min_tokens", [2], [17], "min_tokens 17: must be at most max_tokens (2)"),
         ("logit_bias", [None, {}, dict.fromkeys(map(str, range(1024)), 1)], WRONG, NO_BIASES),
         ("logit_bias", [], [{"4096": 1}], lacks("logit_bias", 4096)),
-        ("min_p", [None, 0, 1, 0.5], [1.5], "min_p: min_p is 1.5; it must be a number in [0, 1]"),
+        ("min_p", [None, 0, 1, 0.5], [1.5], "min_p: min_p 1.5: must be a number in [0, 1]"),
     ],
     ids=["ids", "id", "least", "most", "biases", "bias", "min_p"],
 )

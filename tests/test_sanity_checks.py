@@ -40,7 +40,7 @@ def test_bad_values_are_named_with_their_range(name, data):
     value = data.draw(values)
     with pytest.raises(ValueError) as error:
         SamplingParams(**{name: value})
-    assert str(error.value) == f"{name} is {value!r}; it must be {allowed}"
+    assert str(error.value) == f"{name} {value!r}: must be {allowed}"
 
 
 @given(
@@ -67,11 +67,11 @@ def test_an_integer_for_a_number_becomes_a_float(tiny, temperature):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ("--max-new-tokens -1", "max_new_tokens is -1; it must be an integer >= 0"),
-        ("--temperature nan", "temperature is nan; it must be a finite number >= 0"),
-        ("--num-samples 0", "--num-samples 0: it must be an integer >= 1"),
+        ("--max-new-tokens -1", "max_new_tokens -1: must be an integer >= 0"),
+        ("--temperature nan", "temperature nan: must be a finite number >= 0"),
+        ("--num-samples 0", "--num-samples 0: must be an integer >= 1"),
         ("--num-samples 65537", "--num-samples 65537: at most 65536 sequences are allowed"),
-        ("--seed -1", "--seed -1: it must be an integer from 0 to 2**64 - 1"),
+        ("--seed -1", "--seed -1: must be an integer from 0 to 2**64 - 1"),
         (f"--seed {2**64}", "2**64 - 1"),
         ("--top-k much", "--top-k: invalid"),
     ],

@@ -234,7 +234,7 @@ RUNS = [letter * length for letter in "XYZ" for length in range(2, 500)]
         ({"scores": None}, [], "tokenizer.ggml.scores must be a list of 640 numbers"),
         ({"scores": [1.0]}, [], "tokenizer.ggml.scores must be a list of 640 numbers"),
         ({"add_space_prefix": 3}, [], "add_space_prefix is 3; supported is None or"),
-        ({"bos_token_id": None}, [], "bos_token_id is None; it must be an id below 640"),
+        ({"bos_token_id": None}, [], "bos_token_id None: must be an id below 640"),
         ({}, ["a" * 513], "... is longer than 512 characters"),
         # Runs that can be cut everywhere: a file of a megabyte would fill two gigabytes.
         ({}, ["X", "Y", "Z", *RUNS], "the merges have more than 10,000,000 characters"),

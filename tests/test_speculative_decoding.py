@@ -245,4 +245,4 @@ def test_a_draft_with_another_vocabulary_is_refused(run_main, tiny, tmp_path, sh
     result = run_main(main, "--target", DRAFT, "--draft", tmp_path)
     assert is_one_line(result, "4096 tokens, EOS [4095]", word)
     result = run_main(main, "--target", DRAFT, "--gamma", 17, "--prompt", "Once")
-    assert is_one_line(result, "gamma is 17; it must be an integer from 1 to 16")
+    assert is_one_line(result, "gamma 17: must be an integer from 1 to 16")

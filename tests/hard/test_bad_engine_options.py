@@ -37,10 +37,10 @@ LINES = [
     ("--gamma 3", ": error: --gamma requires --draft"),
     ("--draft lookup --gamma 0", "gamma 0: must be an integer from 1 to 16"),
     ("--draft missing", ": error: unknown model 'missing': "),
-    ("--draft itself --max-num-seqs 0", ": error: max_num_seqs is 0; it must be an integer >= 1"),
+    ("--draft itself --max-num-seqs 0", ": error: max_num_seqs 0: must be an integer >= 1"),
     ("--draft other", "need the same vocabulary"),
-    ("--logprobs 21", "logprobs is 21; it must be None or an integer from 0 to 20\n"),
-    ("--stop=", "stop is ('',); it must be a tuple of nonempty strings\n"),
+    ("--logprobs 21", "logprobs 21: must be None or an integer from 0 to 20\n"),
+    ("--stop=", "stop ('',): must be a tuple of nonempty strings\n"),
     ("--stop", "expected one argument\n"),
 ]
 

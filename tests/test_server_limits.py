@@ -104,7 +104,7 @@ def test_options_that_do_not_go_together_are_a_line(run_main, monkeypatch):
         assert (code, out) == (2, "")
         return err.partition("error: ")[2]
 
-    seconds = "it must be a number from 1 to below 1000000"
+    seconds = "must be a number from 1 to below 1000000"
     replicas = "--max-replicas 2: must be at least --replicas (3)\n"
     assert said("--replicas=3 --max-replicas=2") == replicas
     assert said("--scale-seconds=0.5") == f"scale_seconds is 0.5; {seconds}\n"
