@@ -1,57 +1,44 @@
 """The engine in a thread of its own, asked by an event loop. Oracle: the engine itself."""
 
-import ast
 import asyncio
 import threading
 
 import pytest
 from conftest import random_tokens
-from serving import collect, in_turns, results_of, run_calls, small_engine
+from serving import collect, failing, in_turns, results_of, run_calls, small_engine, started
 
 from engine.drafter import PromptLookupDrafter
 from errors import UserError
-from sampling import SamplingParams
+from sampling import NOT_FINITE, SamplingParams
 from server.backend import GenerateInput
-from server.engine_thread import Update
+from server.engine_thread import EngineDead, EngineThread, RequestFailed, Update
 
 
 def random_prompts(lengths) -> list[list[int]]:
     return [random_tokens(length, 4000, seed) for seed, length in enumerate(lengths)]
 
 
-PROGRAM = """
-import asyncio
-from engine.engine import Engine
-from loading.load import load_model
-from sampling import SamplingParams
-from server.backend import GenerateInput
-from server.engine_thread import EngineThread
-
-async def read(thread, prompt):
-    inputs = GenerateInput([[prompt]], [SamplingParams(max_new_tokens=3)])
-    async for updates in thread.generate(inputs):
-        print(prompt, updates[0].tokens, updates[0].finish_reason)
-
-async def main():
-    thread = EngineThread(lambda: Engine(load_model("checkpoints/stories-draft")))
-    thread.start()
-    await thread.ready
-    await asyncio.gather(read(thread, 7), read(thread, 8))
-    await thread.close()
-
-asyncio.run(main())
-"""
+def endless(**params):
+    return SamplingParams(max_new_tokens=10**9, ignore_eos=True, **params)
 
 
-def test_two_tasks_of_a_program_have_their_tokens_one_by_one(run_program):
-    code, out, err = run_program(PROGRAM)
-    assert (code, err) == (0, "")
-    tokens = {"7": (), "8": ()}  # what a busy reader fetches at once comes as one update
-    for line in out.splitlines():
-        prompt, rest = line.split(" ", 1)
-        tokens[prompt] += ast.literal_eval(rest.rsplit(" ", 1)[0])
-    assert [len(its) for its in tokens.values()] == [3, 3]
-    assert out.count(" length\n") == 2 and out.count(" None\n") <= 4
+async def in_thread(thread, function):
+    """What a function returns that runs between two steps."""
+    loop = asyncio.get_running_loop()
+    found = loop.create_future()
+    thread.commands.put(lambda: loop.call_soon_threadsafe(found.set_result, function()))
+    return await found
+
+
+async def is_idle(thread) -> bool:
+    """Whether nothing is computed and no page is held, when all commands so far are obeyed."""
+    pool = thread.engine.scheduler.pool
+
+    def look():
+        free = pool.num_free_pages == pool.num_pages
+        return free and not thread.engine.busy and not thread.request_states
+
+    return await in_thread(thread, look) and not thread.generations
 
 
 def test_16_tasks_at_once_have_the_texts_of_the_engine(tiny_llama):
@@ -65,10 +52,8 @@ def test_16_tasks_at_once_have_the_texts_of_the_engine(tiny_llama):
     params = [SamplingParams(5 + 3 * row, seed=row, **kinds[row % 4]) for row in range(16)]
 
     async def use(thread):
-        calls = [
-            thread.generate(GenerateInput([own], [wanted])) for own, wanted in zip(prompts, params)
-        ]
-        return await asyncio.gather(*map(collect, calls))
+        inputs = [GenerateInput([own], [wanted]) for own, wanted in zip(prompts, params)]
+        return await asyncio.gather(*(collect(thread.generate(own)) for own in inputs))
 
     def make():
         return small_engine(tiny_llama, max_num_seqs=6, drafter=PromptLookupDrafter())
@@ -86,32 +71,53 @@ def test_updates_come_while_the_text_is_written(tiny_llama):
     async def use(thread):
         assert thread.thread is not threading.current_thread()
         sizes = []
-        async for updates in thread.generate(
-            GenerateInput([[1, 2]], [SamplingParams(max_new_tokens=4)])
-        ):
+        params = SamplingParams(max_new_tokens=4)
+        async for updates in thread.generate(GenerateInput([[1, 2]], [params])):
             sizes.append(len(updates[0].tokens))
             turn.release()
-        return sizes
+        return sizes, thread
 
-    assert run_calls(lambda: in_turns(small_engine(tiny_llama), turn), use) == [1, 1, 1, 1]
+    sizes, thread = run_calls(lambda: in_turns(small_engine(tiny_llama), turn), use)
+    assert sizes == [1, 1, 1, 1] and not thread.thread.is_alive()  # it ends with the block
+
+
+def test_what_a_slow_reader_has_not_fetched_is_one_update(tiny_llama):
+    prompts = random_prompts([4, 6])
+    params = [SamplingParams(max_new_tokens=40, logprobs=1), SamplingParams(max_new_tokens=3)]
+
+    async def use(thread):
+        slow = thread.generate(GenerateInput(prompts[:1], params[:1]))
+        first = await anext(slow)
+        other = await collect(thread.generate(GenerateInput(prompts, params)))  # queued behind it
+        (rest,) = [step async for step in slow]
+        return first[0], rest[0], other
+
+    first, rest, other = run_calls(lambda: small_engine(tiny_llama), use)
+    alone = results_of(small_engine(tiny_llama), prompts, params)
+    assert tuple(Update.join([first, rest])) == alone[0] and [other[0], other[1]] == alone
 
 
 def test_what_the_engine_refuses_is_raised_for_that_call(tiny_llama):
-    params = SamplingParams(max_new_tokens=3)
+    """The prompts beside it bring no text, though they ask for no tokens and end at once."""
+    none = SamplingParams(max_new_tokens=0)
 
     async def use(thread):
-        calls = [
-            thread.generate(GenerateInput([[1]], [params])),
-            thread.generate(GenerateInput([[4096]], [params])),
-        ]
-        calls.append(thread.generate(GenerateInput([[2], [3]], [params])))
-        return await asyncio.gather(*map(collect, calls), return_exceptions=True)
+        def ask(prompts, params):
+            return collect(thread.generate(GenerateInput(prompts, params)))
 
-    good, wrong, uneven = run_calls(lambda: small_engine(tiny_llama), use)
-    assert good[0][3] == "length"
-    assert type(wrong) is UserError
-    assert str(wrong) == "the prompt has the id 4096: must be an integer from 0 to 4095"
-    assert type(uneven) is ValueError
+        assert await ask([], []) == {}
+        assert await ask([[1]], [none]) == {0: ((), "", (), "length")}
+        calls = [ask([[2], [3]], [none]), ask([[1]], [SamplingParams(3)])]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        updates = []
+        with pytest.raises(UserError) as wrong:
+            async for new in thread.generate(GenerateInput([[1], [4096]], [none] * 2)):
+                updates.append(new)
+        return *found, updates, wrong.value
+
+    uneven, good, updates, wrong = run_calls(lambda: small_engine(tiny_llama), use)
+    assert type(uneven) is ValueError and good[0][3] == "length" and updates == []
+    assert str(wrong) == "the prompt has the id 4096; ids of this model are integers from 0 to 4095"
 
 
 def test_an_engine_that_cannot_be_made():
@@ -122,22 +128,40 @@ def test_an_engine_that_cannot_be_made():
         run_calls(make, lambda thread: None)
 
 
-def test_the_thread_ends_with_the_block(tiny_llama):
-    async def use(thread):
-        assert thread.thread.is_alive() and thread.engine.scheduler.max_num_seqs == 2
-        return thread
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_thread_ends_if_nobody_waits_for_its_engine(tiny_llama, capfd, fails):
+    """Cancelled while the engine is made, in a loop that goes on and in one that has ended."""
+    made = threading.Event()
 
-    thread = run_calls(lambda: small_engine(tiny_llama, max_num_seqs=2), use)
-    assert not thread.thread.is_alive()
+    def make():
+        assert made.wait(60)
+        return small_engine(tiny_llama, max_num_seqs=0 if fails else 1)
+
+    async def main(waits):
+        thread = EngineThread(make)
+        thread.start()
+        thread.ready.cancel()
+        thread.stop()
+        if waits:
+            made.set()
+            await asyncio.to_thread(thread.thread.join, 10)
+        return thread.thread
+
+    for waits in (False, True):
+        made.clear()
+        thread = asyncio.run(main(waits))
+        made.set()
+        thread.join(60)
+        assert not thread.is_alive()
+    assert capfd.readouterr().err == ""
 
 
 def test_a_text_that_is_there_is_no_error_when_the_engine_ends(tiny_llama):
     """Its end is not fetched by then."""
 
     async def use(thread):
-        updates = thread.generate(
-            GenerateInput([[5]], [SamplingParams(max_new_tokens=3, ignore_eos=True)])
-        )
+        params = SamplingParams(max_new_tokens=3, ignore_eos=True)
+        updates = thread.generate(GenerateInput([[5]], [params]))
         tokens = len((await anext(updates))[0].tokens)
         while thread.engine.busy:
             await asyncio.sleep(0.001)
@@ -153,18 +177,111 @@ def test_a_text_that_is_there_is_no_error_when_the_engine_ends(tiny_llama):
     assert found == (3, "the server is shutting down")
 
 
-def test_what_a_slow_reader_has_not_fetched_is_one_update(tiny_llama):
-    prompts = [random_tokens(4, 4000, 0), random_tokens(6, 4000, 1)]
-    params = [SamplingParams(max_new_tokens=40, logprobs=1), SamplingParams(max_new_tokens=3)]
+def test_each_reader_hears_that_its_engine_died(tiny_llama, capfd):
+    """Calls that are made after that hear it, too; stderr says where."""
+
+    def make():
+        engine = small_engine(tiny_llama)
+        engine.compute = lambda scheduled: 1 / 0
+        return engine
+
+    async def read(thread):
+        with pytest.raises(EngineDead, match="ZeroDivisionError: division by zero$"):
+            await collect(thread.generate(GenerateInput([[1]], [SamplingParams()])))
 
     async def use(thread):
-        slow = thread.generate(GenerateInput(prompts[:1], params[:1]))
-        first = await anext(slow)
-        other = await collect(thread.generate(GenerateInput(prompts, params)))  # queued behind it
-        rest = [step async for step in slow]
-        assert len(rest) == 1
-        return tuple(Update.join([first[0], rest[0][0]])), other
+        for _ in range(2):
+            await asyncio.gather(read(thread), read(thread))
 
-    found, other = run_calls(lambda: small_engine(tiny_llama), use)
-    alone = results_of(small_engine(tiny_llama), prompts, params)
-    assert found == alone[0] and [other[0], other[1]] == alone
+    run_calls(make, use)
+    assert capfd.readouterr().err.endswith("ZeroDivisionError: division by zero\n")
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_cancelled_task_frees_what_it_held(tiny_llama, count):
+    """Queued (nothing is read), or after `count` updates; others go on."""
+    params = SamplingParams(max_new_tokens=30)
+
+    async def use(thread):
+        other = asyncio.ensure_future(collect(thread.generate(GenerateInput([[9]], [params]))))
+        seen = asyncio.Event()
+
+        async def read():
+            left = count
+            if not left:
+                seen.set()
+            async for _ in thread.generate(
+                GenerateInput(random_prompts([30] * 3), [endless()] * 3)
+            ):
+                left -= 1
+                if not left:
+                    seen.set()
+
+        task = asyncio.ensure_future(read())
+        await seen.wait()
+        await asyncio.sleep(0)  # it waits for the next one
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        steps = thread.engine.steps
+        scheduler = thread.engine.scheduler
+
+        def look():
+            return len(scheduler.running) + len(scheduler.waiting), thread.engine.steps
+
+        left, after = await in_thread(thread, look)
+        assert left <= 1 and after <= steps + 2
+        found = await other
+        assert await is_idle(thread)
+        return found[0]
+
+    found = run_calls(lambda: small_engine(tiny_llama, max_num_seqs=2), use)
+    assert [found] == results_of(small_engine(tiny_llama), [[9]], [params])
+
+
+@pytest.mark.parametrize("last, error", [(4096, UserError), (7, RequestFailed)])
+def test_a_text_that_is_refused_or_fails_ends_those_of_its_call(tiny_llama, last, error):
+    def make():
+        return failing(small_engine(tiny_llama), lambda request: len(request.output) == 2)
+
+    async def use(thread):
+        with pytest.raises(error):
+            await collect(thread.generate(GenerateInput([[9], [8], [last]], [endless()] * 3)))
+        return await is_idle(thread)
+
+    assert run_calls(make, use)
+
+
+def test_the_end_of_the_thread_is_told_to_its_readers(tiny_llama):
+    async def main():
+        async with started(lambda: small_engine(tiny_llama)) as thread:
+            call = thread.generate(GenerateInput([[1]], [endless()]))
+            reader = asyncio.ensure_future(collect(call))
+            while not thread.engine.steps:
+                await asyncio.sleep(0)
+        with pytest.raises(EngineDead, match="shutting down"):
+            await asyncio.wait_for(reader, 5)
+        with pytest.raises(EngineDead, match="shutting down"):
+            await anext(thread.generate(GenerateInput([[1]], [endless()])))
+
+    asyncio.run(main())
+
+
+def test_a_text_that_fails_is_an_error_after_what_it_has(tiny_llama):
+    params = SamplingParams(max_new_tokens=9, ignore_eos=True, logprobs=0)
+
+    def fails(request):
+        return len(request.output) == 2 and request.tokens[0] == 5
+
+    async def use(thread):
+        good = asyncio.ensure_future(collect(thread.generate(GenerateInput([[1]], [params]))))
+        counts = []
+        with pytest.raises(RequestFailed) as failed:
+            async for step in thread.generate(GenerateInput([[5]], [params])):
+                counts.append((len(step[0].tokens), len(step[0].logprobs)))
+                assert step[0].finish_reason is None
+        return [sum(each) for each in zip(*counts)], str(failed.value), await good
+
+    counts, error, good = run_calls(lambda: failing(small_engine(tiny_llama), fails), use)
+    assert (counts, error) == ([2, 2], NOT_FINITE)
+    assert len(good[0][0]) == 9

@@ -22,13 +22,13 @@ UNKNOWN = {  # name -> the one that was meant
 
 
 @pytest.mark.parametrize("path", [PATH, CHAT])
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_a_field_that_nothing_knows_is_refused_by_its_name(client, path, name):
-    for stream, value in ((False, 1), (True, 1), (False, None)):
-        body = {"messages": MESSAGES} if path == CHAT else {}
-        answer = client.post(path, body | {"stream": stream, name: value})
-        check_refused(answer, name, f"{name} {UNKNOWN[name]}")
-        assert UNKNOWN[name] or "?" not in answer[1]["error"]["message"]
+def test_a_field_that_nothing_knows_is_refused_by_its_name(client, path):
+    own = {"messages": MESSAGES} if path == CHAT else {}
+    for name, meant in UNKNOWN.items():
+        for stream, value in ((False, 1), (True, 1), (False, None)):
+            answer = client.post(path, own | {"stream": stream, name: value})
+            check_refused(answer, name, f"{name} {meant}")
+            assert meant or "?" not in answer[1]["error"]["message"]
 
 
 def test_a_field_of_the_other_api_is_none_of_this_one(client):
@@ -93,12 +93,18 @@ def choices(client, *messages) -> list:
 REPLY = {"role": "assistant", "content": "Tom"}
 
 
-@pytest.mark.parametrize("said", [{"provider_specific_fields": {"refusal": None}}, {}])
-def test_an_answer_can_be_sent_back_as_litellm_has_it(client, said):
+def test_what_clients_note_in_messages_changes_no_text(client):
+    known = choices(client, REPLY, *MESSAGES)
+    # As litellm sends back an answer.
     names = "annotations audio function_call images provider_specific_fields reasoning_content"
-    names += " reasoning refusal thinking_blocks tool_calls"
-    message = REPLY | dict.fromkeys(names.split()) | said
-    assert choices(client, message, *MESSAGES) == choices(client, REPLY, *MESSAGES)
+    nothing = dict.fromkeys(f"{names} reasoning refusal thinking_blocks tool_calls".split())
+    for fields in (nothing, nothing | {"provider_specific_fields": {"refusal": None}}):
+        assert choices(client, REPLY | fields, *MESSAGES) == known
+    noted = REPLY | {"content": [PART | METADATA_FIELDS], "reasoning_content": "why"}
+    assert choices(client, noted | METADATA_FIELDS, MESSAGES[0] | METADATA_FIELDS) == known
+    empty = choices(client, REPLY | {"content": ""}, *MESSAGES)
+    for fields in ({"content": None}, {"tool_calls": []}, {"tool_calls": None, "refusal": None}):
+        assert choices(client, {"role": "assistant"} | fields, *MESSAGES) == empty
 
 
 METADATA_FIELDS = {  # what clients note in messages
@@ -112,19 +118,6 @@ METADATA_FIELDS = {  # what clients note in messages
     "thinking_blocks": [{"type": "thinking", "thinking": "a"}],
     "timestamp": 1700000000,
 }
-
-
-def test_what_clients_note_in_messages_changes_no_text(client):
-    noted = REPLY | {"content": [PART | METADATA_FIELDS], "reasoning_content": "why"}
-    found = choices(client, noted | METADATA_FIELDS, MESSAGES[0] | METADATA_FIELDS)
-    assert found == choices(client, REPLY, *MESSAGES)
-
-
-@pytest.mark.parametrize("calls", [{}, {"tool_calls": []}, {"tool_calls": None}])
-def test_a_reply_may_have_no_content(client, calls):
-    empty = choices(client, REPLY | {"content": ""}, *MESSAGES)
-    assert choices(client, REPLY | {"content": None} | calls, *MESSAGES) == empty
-    assert choices(client, {"role": "assistant", "refusal": None} | calls, *MESSAGES) == empty
 
 
 def test_an_answer_can_be_sent_back_as_the_official_client_has_it(client):
@@ -145,14 +138,6 @@ def test_a_name_is_for_the_template(client, monkeypatch):
     assert given == [[MESSAGES[0] | {"name": "Tom-2"}], MESSAGES]
 
 
-def test_a_megabyte_of_names_has_a_short_answer(client):
-    names = {f"{number:x}": 1 for number in range(80_000)}
-    for fields in (names, {"x" * 10**6: 1}, {"messages": [MESSAGES[0] | names]}):
-        status, found = client.post(CHAT, {"messages": MESSAGES} | fields)
-        assert status == 400 and len(found["error"]["message"]) < 200
-        assert "is not a field of this request" in found["error"]["message"]
-
-
 RESPONSES = "/v1/responses"
 HALF = "a\ud800"  # a lone surrogate: half a letter
 FUNCTION = {"type": "function", "name": "f", "parameters": {"a": {"b": {"c": [HALF]}}}}
@@ -168,28 +153,21 @@ ESCAPED = '{"a": "\\ud800"}'
 HALVES = [
     (PATH, {"prompt": HALF, "echo": True}, "prompt"),
     (PATH, {"prompt": ["Tom", HALF]}, "prompt.1"),
-    (PATH, {"stop": HALF}, "stop"),
     (PATH, {"stop": ["a", "\udfff"]}, "stop.1"),
-    (PATH, {"user": HALF}, "user"),
     (PATH, {"logit_bias": {HALF: 1}}, "logit_bias"),
-    (PATH, {"model": HALF}, "model"),
-    (PATH, {"cache_salt": HALF}, "cache_salt"),
     (PATH, {"structured_outputs": {"choice": [HALF]}}, "structured_outputs.choice.0"),
+    *((PATH, {name: HALF}, name) for name in ("stop", "user", "model", "cache_salt")),
     (CHAT, user(content=HALF), "messages.0.content"),
     (CHAT, user(content=[PART, PART | {"text": HALF}]), "messages.0.content.1.text"),
     (CHAT, called(HALF), "messages.1.tool_calls.0.id"),
     (CHAT, called("a", ESCAPED), "messages.1.tool_calls.0.function.arguments"),
     (CHAT, called("a", ESCAPED, reasoning=HALF), "messages.1.reasoning"),
-    (CHAT, {"tools": [{"type": HALF}]}, "tools.0.type"),
     (CHAT, {"tools": [{"a\ud800.b": {"c": HALF}}]}, "tools.0"),
     (CHAT, {"tools": {HALF: 1}}, "tools"),
-    (RESPONSES, {"input": HALF}, "input"),
     (RESPONSES, {"input": [{"role": "user", "content": HALF}]}, "input.0.content"),
     (RESPONSES, {"input": "a", "instructions": HALF}, "instructions"),
     (RESPONSES, {"input": "a", "metadata": {HALF: "a"}}, "metadata"),
     (RESPONSES, {"input": "a", "tools": [FUNCTION]}, "tools.0.parameters.a.b.c"),
-    (RESPONSES, {"input": "a", "text": {"format": {"a": HALF}}}, "text.format.a"),
-    (RESPONSES, {"input": "a", "stop": HALF}, "stop"),
     (RESPONSES, {"input": [{"type": "function_call", "call_id": HALF}]}, "input.0.call_id"),
 ]
 
@@ -203,13 +181,9 @@ def test_half_a_letter_is_refused_by_the_path_of_its_field(client, path, fields,
         assert answer[1]["error"]["message"].startswith(f"{field}: ")
 
 
-def test_half_a_letter_in_a_name(client):
+def test_half_a_letter_in_a_name_and_a_whole_one(client):
     check_refused(client.post(PATH, b'{"\\ud800": 1}'), "\\ud800", "\\ud800")
-
-
-def test_a_whole_letter_beyond_16_bits_is_text(client):
-    body = b'{"prompt": "\\ud83d\\ude00", "max_tokens": 1}'
-    assert client.post(PATH, body)[0] == 200
+    assert client.post(PATH, b'{"prompt": "\\ud83d\\ude00", "max_tokens": 1}')[0] == 200
 
 
 def test_half_a_letter_below_many_objects_is_found():

@@ -1,17 +1,41 @@
-"""serve.py from its first line to its last, over a real socket."""
+"""serve.py from its first line to its last; signals, descriptors and memory; its options."""
 
+import asyncio
+import contextlib
+import gc
+import json
 import os
+import re
+import resource
+import shutil
 import signal
 import socket
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
-from serving import SMALL, Client, Script, start
+from conftest import CHECKPOINTS, ROOT, is_one_line
+from serving import (
+    ENDLESS,
+    PATH,
+    SMALL,
+    Client,
+    Script,
+    client_of,
+    connect,
+    request_of,
+    start,
+    until,
+)
 
 import serve
+import serve_ray
 from command_line.parser import Parser
 from errors import UserError
-from serve import add_server_options, listen
+
+STREAM = ENDLESS | {"stream": True}
 
 
 def test_the_script_prints_its_address_and_answers_there():
@@ -36,7 +60,7 @@ def test_an_address_that_is_taken(run_main, monkeypatch):
 
 
 def test_what_is_sent_does_not_wait_for_an_acknowledgement():
-    with listen("127.0.0.1", 0) as sock, socket.create_connection(sock.getsockname()):
+    with serve.listen("127.0.0.1", 0) as sock, socket.create_connection(sock.getsockname()):
         accepted, _ = sock.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -47,16 +71,9 @@ def test_an_address_that_cannot_be_printed_is_one_line(tmp_path):
     script = Script(tmp_path)
     script.out = "/dev/full"
     with script:
-        line = "error: standard output: No space left on device\n"
         code, err = script.end()
+    line = "error: standard output: No space left on device\n"
     assert code == 2 and err.endswith(line) and err.count("\n") == 1
-
-
-def test_the_address_is_that_of_the_readme():
-    parser = Parser()
-    add_server_options(parser)
-    found = parser.parse_args([])
-    assert (found.host, found.port) == ("127.0.0.1", 8000)
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -65,11 +82,282 @@ def test_the_model_is_one_that_takes_system_messages_where_it_is_installed(monke
         assert name == "smollm2"
         if not installed:
             raise UserError("smollm2 is not installed")
-        return "x.gguf"
 
     monkeypatch.setattr(serve, "find_package_file", find_package_file)
     parser = Parser()
     serve.add_server_options(parser)
-    expected = "smollm2" if installed else serve.LLAMA
-    assert parser.parse_args([]).model == expected
+    found = parser.parse_args([])
+    assert (found.host, found.port) == ("127.0.0.1", 8000)
+    assert found.model == ("smollm2" if installed else serve.LLAMA)
     assert parser.parse_args(["--model", "gpt2"]).model == "gpt2"
+
+
+# Signals
+
+
+@pytest.fixture
+def slow(tmp_path, monkeypatch):
+    """A server that waits before it loads its model, a Client to it, and what lets it go on."""
+    held, let_go = os.pipe()
+    load = serve.load_engine
+
+    def load_later(*args):
+        os.read(held, 1)
+        return load(*args)
+
+    monkeypatch.setattr(serve, "load_engine", load_later)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    client = Client(port, None, None)
+    with Script(tmp_path, "--drain-seconds", 60, "--port", port) as server:
+        until(lambda: lets_in(client) or not server.process.is_alive())
+        yield server, client, lambda: os.write(let_go, b"x")
+
+
+def lets_in(client) -> bool:
+    with contextlib.suppress(OSError):
+        return bool(client.get("/health"))
+    return False
+
+
+def last_of(answer) -> dict:
+    """The last event of a stream that ends as it should."""
+    *_, last, done, empty = answer.read().split(b"\n\n")
+    assert (done, empty) == (b"data: [DONE]", b"")
+    return json.loads(last.strip().removeprefix(b"data: "))
+
+
+def test_after_the_limit_texts_end_with_an_error(tmp_path):
+    with Script(tmp_path, "--drain-seconds", 0.5) as server:
+        with server.client().send("POST", PATH, STREAM) as answer:
+            answer.readline()
+            server.signal(signal.SIGTERM)
+            error = last_of(answer)["error"]
+            assert error["type"] == "server_error" and "shutting down" in error["message"]
+        assert server.end()[0] == 0
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path):
+    with Script(tmp_path, "--drain-seconds", 60) as server:
+        client = server.client()
+        with client.send("POST", PATH, STREAM) as answer:
+            answer.readline()
+            server.signal(signal.SIGTERM)
+            until(lambda: not lets_in(client))
+            assert answer.readline() and server.process.is_alive()
+            server.signal(signal.SIGTERM)
+            assert server.end()[0] == 128 + signal.SIGTERM
+
+
+def test_503_while_the_model_is_loaded_and_texts_end_after_a_signal(slow):
+    server, client, let_go = slow
+    assert client.get("/health") == (503, None)
+    talk = {"messages": [{"role": "user", "content": "cat"}]}
+    answers = [client.get("/v1/models"), client.post(PATH, {})]
+    for status, answer in (*answers, client.post("/v1/chat/completions", talk)):
+        assert (status, answer["error"]["type"]) == (503, "server_error")
+    let_go()
+    assert server.client().port == client.port
+    assert client.get("/health") == (200, None)
+    with client.send("POST", PATH, STREAM | {"max_tokens": 60}) as answer:
+        answer.readline()
+        server.signal(signal.SIGTERM)
+        assert last_of(answer)["choices"][0]["finish_reason"] == "length"
+    assert server.end() == (0, "")
+    with pytest.raises(ConnectionRefusedError):
+        client.get("/health")
+
+
+def test_a_signal_while_the_model_is_loaded(slow):
+    server, _, _ = slow
+    server.signal(signal.SIGTERM)
+    assert server.end()[0] == 128 + signal.SIGTERM
+    assert server.written(server.out) == ""
+
+
+# Descriptors and memory
+
+
+FEW = """
+import resource
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+import serve
+
+files = [open("serve.py") for _ in range({held})]
+serve.main({arguments})
+"""
+
+
+def receives(connection) -> bool:
+    """Whether something comes from the server, within the client's time limit."""
+    try:
+        return bool(connection.recv(4096))
+    except TimeoutError:
+        return False
+
+
+@pytest.mark.parametrize("held", [0, 35])
+def test_more_connections_than_descriptors(held):
+    """What fits is accepted; the others wait until one leaves, and this is said once."""
+    with start(program=FEW.replace("{held}", str(held))) as server:
+        client = client_of(server)
+        with connect(client, request_of(PATH, STREAM)) as connection:
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+            connection.settimeout(60)
+            idle = [socket.create_connection(("127.0.0.1", client.port)) for _ in range(100)]
+            began = time.monotonic()
+            while time.monotonic() < began + 0.5:
+                assert receives(connection)
+            for each in idle:
+                each.close()
+            assert client.get("/health")[0] == 200
+        server.send_signal(signal.SIGTERM)
+        said = server.stderr.read()
+    limit = r"the limit of open files \(ulimit -n\) allows no more\n"
+    found = re.fullmatch(rf"note: (\d+) connections are open; {limit}", said)
+    assert found, said
+    present = int(found[1])
+    assert present == 32 if held == 0 else 10 < present < 32
+
+
+def test_how_many_connections_there_may_be(monkeypatch):
+    monkeypatch.setattr(resource, "RLIM_INFINITY", -1)
+    for limit, most in ((64, 32), (128, 64), (1024, 960), (-1, sys.maxsize)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, own=limit: (own, own))
+        assert serve.max_connections() == most
+
+
+def test_garbage_is_not_looked_for_among_what_stays(tmp_path, monkeypatch):
+    """A body of half a million lists would have it looked through several times."""
+
+    def main(words, real=serve.main):
+        gc.unfreeze()
+        gc.set_threshold(700)
+        try:
+            real(words)
+        finally:
+            print(gc.get_freeze_count(), gc.get_threshold()[0])
+
+    monkeypatch.setattr(serve, "main", main)
+    with Script(tmp_path) as server:
+        server.client()
+        server.signal(signal.SIGINT)
+        assert server.end()[0] == 130
+        frozen, threshold = map(int, server.written(server.out).split()[-2:])
+    assert frozen > 100_000 and threshold >= 10_000
+
+
+def test_the_heap_is_trimmed_once_nothing_comes(monkeypatch):
+    """Not while there are texts, and not again before something has come."""
+    thread = SimpleNamespace(num_open_requests=0)
+    state = SimpleNamespace(served=SimpleNamespace(monitor=None))
+    server = serve.Server(SimpleNamespace(state=state), thread, 1)
+    server.config.load()
+    times = []
+    monkeypatch.setattr(serve, "trim", lambda: times.append(second))
+    for second in range(12):
+        server.accepted += second == 2
+        server.server_state.total_requests += second == 5
+        thread.num_open_requests = 3 if 5 <= second < 9 else 0
+        for tick in range(10):
+            assert not asyncio.run(server.on_tick(10 * second + tick))
+    assert times == [3, 9]
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux tells it there")
+def test_what_clients_needed_is_given_back():
+    """100 clients have sent nearly 1 MiB each when they leave."""
+
+    def resident():  # MiB
+        pages = int(Path(f"/proc/{server.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    data = request_of(PATH, {"prompt": "x" * 1_000_000})[:-1]
+    with start() as server:
+        client = client_of(server)
+        before = resident()
+        with contextlib.ExitStack() as stack:
+            for _ in range(100):
+                connection = socket.create_connection(("127.0.0.1", client.port))
+                stack.enter_context(connection).sendall(data)
+            until(lambda: resident() > before + 80)
+        until(lambda: resident() < before + 40)
+
+
+# Options, of serve_ray.py too, as far as that goes without Ray: see tests/ray_serve
+
+
+CPUS = os.cpu_count()
+SERVE = {  # option -> words of the error
+    "--port=-1": "--port 0 65535",
+    "--port=65536": "--port 65536 0 65535",
+    "--host=": "--host 0.0.0.0",
+    f"--host={70 * chr(233)}": f"--host {70 * chr(233)}",
+    "--gamma=2": "--gamma --draft",
+    "--drain-seconds=-1": "drain_seconds -1.0 0 1000000",
+    "--drain-seconds=nan": "drain_seconds nan",
+    "--max-waiting=-1": "max_waiting -1 0",
+    "--max-waiting-tokens=-1": "max_waiting_tokens -1 0",
+    "--api-key=": "--api-key empty",
+    "--api-key=key\n": "--api-key whitespace",
+    "--api-key=k\ney": "--api-key control character",
+    "--api-key=k\x7fy": "--api-key control character",
+    "--allowed-host=a:8000": "--allowed-host a:8000 port",
+    "--allowed-host=http://a": "--allowed-host http://a",
+    "--allowed-host=": "--allowed-host",
+    "--allowed-host=[::1]": "--allowed-host [::1]",
+}
+MODEL = {
+    "--max-num-seqs=0": "max_num_seqs 0 1",
+    "--model=.": "config.json",
+    "--model=nowhere/x/y": "'nowhere/x/y'",
+}
+SERVE_RAY = {
+    "--replicas=0": "replicas 0 1",
+    "--cpus=0.00001": "cpus 1e-05 0.0001 1000000",
+    "--cpus=1e6": "cpus 1000000.0 0.0001 1000000",
+    "--cpus=1e5": f"--replicas 2 --cpus 100000 {CPUS}",
+    "--gamma=2": "--gamma --draft",
+    "--max-replicas=1": "--max-replicas 1 --replicas 2",
+    "--scale-seconds=0": "scale_seconds 0.0 1 1000000",
+    "--max-replicas=1000000": f"--max-replicas 1000000 --cpus 1 {CPUS}",
+    "--routing=luck": "--routing 'luck'",
+}
+REFUSED = [(serve.main, *case) for case in (SERVE | MODEL).items()]
+REFUSED += [(serve_ray.main, *case) for case in SERVE_RAY.items()]
+
+
+@pytest.mark.parametrize("main, option, words", REFUSED)
+def test_what_is_wrong_is_one_line(run_main, monkeypatch, tmp_path, main, option, words):
+    monkeypatch.chdir(tmp_path)
+    if option not in MODEL:
+        monkeypatch.setattr(serve, "load_engine", None)  # what is accepted ends here
+    assert is_one_line(run_main(main, "--port", 0, option), "error: ", *words.split())
+
+
+def test_replicas_that_cannot_be_started_are_one_line(run_main, monkeypatch, tmp_path):
+    def check(error, *arguments):
+        code, out, err = run_main(serve_ray.main, "--port", 0, *arguments)
+        assert (code, out, err.partition("error: ")[2]) == (2, "", error + "\n")
+
+    hint = "Ray is not installed: pip install '.[ray]'"
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for cpus in (0.0001, CPUS):  # the least and the most that is allowed
+        check(hint, "--replicas=1", f"--cpus={cpus}")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for count, error in ((1, "--replicas 2: each needs a GPU; this machine has 1"), (2, hint)):
+        monkeypatch.setattr("torch.cuda.device_count", lambda own=count: own)
+        check(error, "--cpus=0.1", "--device=cuda")
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(CHECKPOINTS / "stories-llama" / name, tmp_path)
+    error = f"{tmp_path}: no model.safetensors in this directory"
+    check(error, "--model", tmp_path)
+
+
+def test_still_options_of_serve_run(monkeypatch):
+    monkeypatch.setattr("serve_ray.application", lambda args: args)
+    args = serve_ray.build({"replicas": "3", "max-num-seqs": "8"})
+    assert (args.replicas, args.max_num_seqs, args.routing) == (3, 8, "prefix")
+    with pytest.raises(UserError, match="replicas is 0"):
+        serve_ray.build({"replicas": "0"})

@@ -1,19 +1,35 @@
-"""Clients that do not read, or do not send the whole of a request."""
+"""Clients that do not read, or do not send a whole request in time, or send nonsense."""
 
 import contextlib
 import re
 import signal
 import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import h11
 import pytest
-from serving import ENDLESS, PATH, Script, connect, request_of, serving, small_engine, until
+from serving import (
+    ENDLESS,
+    PATH,
+    Script,
+    connect,
+    is_free,
+    request_of,
+    serving,
+    small_engine,
+    until,
+)
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import serve
 
 STREAM = ENDLESS | {"stream": True}
 LONG = {"prompt": [" uncomfortable" * 60] * 8, "n": 120, "max_tokens": 0, "echo": True}  # 0.9 MB
+ASK = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+BODY = request_of(PATH, ENDLESS)
 
 
 @contextlib.contextmanager
@@ -23,8 +39,7 @@ def not_reading(client, body: dict):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.settimeout(60)
         connection.connect(("127.0.0.1", client.port))
-        until(lambda: client.server.server_state.connections)
-        (protocol,) = client.server.server_state.connections
+        protocol = protocol_of(client)
         until(lambda: protocol.transport)
         sending = protocol.transport.get_extra_info("socket")
         sending.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -33,13 +48,20 @@ def not_reading(client, body: dict):
         yield connection
 
 
+def protocol_of(client):
+    """That of the only connection of a server."""
+    until(lambda: client.server.server_state.connections)
+    (protocol,) = client.server.server_state.connections
+    return protocol
+
+
 BODIES = [LONG, LONG | {"stream": True}, STREAM]
 
 
 @pytest.mark.parametrize("body", BODIES, ids=["whole", "echo", "endless"])
 def test_a_client_that_does_not_read_is_cut_off(tiny_llama, monkeypatch, body):
     """Its texts count until then."""
-    monkeypatch.setattr(serve.Protocol, "seconds", 1)
+    monkeypatch.setattr(serve.Protocol, "seconds", 0.5)
     most = 1 if body is STREAM else 960
     with serving(lambda: small_engine(tiny_llama, max_num_seqs=1), max_waiting=most - 1) as client:
         with not_reading(client, body):
@@ -75,7 +97,7 @@ def test_a_client_that_reads_slowly_is_not(tiny_llama, monkeypatch, body):
         assert len(waits) > 1
 
 
-def test_a_half_request_does_not_hold_it(tmp_path):
+def test_a_half_request_does_not_hold_a_server_that_ends(tmp_path):
     with Script(tmp_path) as server:
         client = server.client()
         data = request_of(PATH, STREAM)
@@ -90,3 +112,129 @@ def test_a_server_reads_with_h11_whatever_is_installed():
     config = serve.Server(SimpleNamespace(state=state), None, 1).config
     config.load()
     assert config.http_protocol_class is serve.Protocol and issubclass(serve.Protocol, H11Protocol)
+
+
+def test_still_hostile_bytes_leave_nothing(tiny_llama):
+    good = request_of(PATH, STREAM)
+    pieces = [b"", b"GET", good[:40], good[:-3], b"\x00" * 5000, b"POST / HTTP/9.9\r\n\r\n", good]
+    with serving(lambda: small_engine(tiny_llama)) as client:
+
+        def attack(row):
+            connection = connect(client, pieces[row % len(pieces)])
+            if row % 2:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            connection.close()
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(attack, range(70)))
+        assert client.post(PATH, {"max_tokens": 2})[0] == 200
+        until(lambda: is_free(client))
+
+
+def read_to(connection: socket.socket, end: bytes) -> bytes:
+    data = b""
+    while not data.endswith(end):
+        piece = connection.recv(2**16)
+        assert piece, data
+        data += piece
+    return data
+
+
+LIMIT = 0.3  # seconds that a head may take, or the next piece of a body
+
+
+@pytest.mark.parametrize(
+    "sent, more",  # what is sent, then waited for an answer of, and what comes after that
+    [
+        (b"", b""),
+        (b"", ASK[:-2]),
+        (b"", BODY[: BODY.index(b"{")]),
+        (b"", BODY[:-1]),
+        # The time of a second head begins with its first byte; until then uvicorn's own for idle
+        # connections runs.
+        (ASK, ASK[:-2]),
+        # Though the beginning of a body came with the first request, and nothing came after.
+        (ASK + BODY[:-1], b""),
+        # The bytes of a first body that ends after its answer end uvicorn's own time.
+        (ASK[:-2] + b"Content-Length: 5\r\n\r\n", b"12345"),
+    ],
+)
+def test_a_client_without_a_whole_request_is_cut_off(tiny_llama, monkeypatch, sent, more):
+    """When the time is over, and not before, and nothing is held."""
+    monkeypatch.setattr(serve.Protocol, "seconds", LIMIT)
+    with serving(lambda: small_engine(tiny_llama)) as client:
+        began = time.monotonic()
+        with connect(client, sent) as connection:
+            if sent:
+                read_to(connection, b"\r\n\r\n")
+            if sent == ASK:
+                time.sleep(1.2 * LIMIT)
+                began = time.monotonic()
+            connection.sendall(more)
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(100) == b""
+            assert LIMIT - 0.02 < time.monotonic() - began
+            until(lambda: not client.server.server_state.connections)
+
+
+def test_a_head_in_drips_has_no_more_time(tiny_llama, monkeypatch):
+    monkeypatch.setattr(serve.Protocol, "seconds", LIMIT)
+
+    def drip(connection):
+        with contextlib.suppress(OSError):
+            for byte in ASK[:-2] + 5000 * b"x":
+                connection.sendall(bytes([byte]))
+                time.sleep(0.01)
+
+    with serving(lambda: small_engine(tiny_llama)) as client, connect(client, ASK) as connection:
+        read_to(connection, b"\r\n\r\n")
+        dripping = threading.Thread(target=drip, args=(connection,))
+        dripping.start()
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(100) == b""
+        dripping.join()
+
+
+def test_of_a_client_that_leaves_no_time_runs_on(tiny_llama):
+    with serving(lambda: small_engine(tiny_llama)) as client:
+        connection = connect(client, ASK[:-2])
+        protocol = protocol_of(client)
+        connection.close()
+        until(lambda: protocol.timer.cancelled())
+
+
+def test_a_body_and_an_answer_may_take_longer(tiny_llama):
+    """Each piece of a body renews the time, and none runs during an answer.
+
+    So it is for a second request, too, and for one that waits behind another.
+    """
+    gate = threading.Semaphore(0)
+
+    def make():
+        engine = small_engine(tiny_llama)
+        step = engine.step
+        engine.step = lambda: gate.acquire(timeout=60) and step()
+        return engine
+
+    text = {"prompt": "Tom", "max_tokens": 6, "ignore_eos": True}
+    data = request_of(PATH, text | {"stream": True})
+    body = data.index(b"{")
+    with serving(make) as client, connect(client, b"") as connection:
+        protocol = protocol_of(client)
+        for _ in range(2):
+            connection.sendall(data[:body])
+            until(lambda: protocol.timer and protocol.conn.their_state is h11.SEND_BODY)
+            for at in range(body, len(data), 20):
+                timer = protocol.timer
+                connection.sendall(data[at : at + 20])
+                until(timer.cancelled)
+            until(lambda: client.thread.generations)
+            assert protocol.timer is None
+            gate.release(10)
+            assert b"data: [DONE]" in read_to(connection, b"\r\n0\r\n\r\n")
+        gate.release(20)
+        connection.sendall(2 * request_of(PATH, text) + ASK[:-2])
+        for _ in range(2):
+            assert b"200 OK" in read_to(connection, b"}}")
+        connection.sendall(ASK[-2:])
+        assert b"200 OK" in read_to(connection, b"\r\n\r\n")

@@ -1,4 +1,4 @@
-"""Answers in server-sent events, over a real socket. Oracle: the engine itself."""
+"""/v1/completions, whole and in events, over a real socket. Oracle: the engine itself."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +14,7 @@ from serving import (
     serving,
     small_encoding,
     small_engine,
+    stop_engine,
     texts_by_index,
     writing,
 )
@@ -21,6 +22,7 @@ from serving import (
 from engine.drafter import PromptLookupDrafter
 from sampling import NOT_FINITE
 
+PROMPTS = ["", "Once upon a time", "Tom <|endoftext|> and", "é😀 " * 3, "a dog " * 31 + "a "]
 BODIES = [
     {"temperature": 0},
     {"seed": 1, "top_p": 0.9},
@@ -29,10 +31,39 @@ BODIES = [
 ]
 
 
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_text_is_that_of_the_engine(client, tiny_llama, prompt):
+    status, found = client.post(PATH, {"prompt": prompt, "temperature": 0})
+    tokens, text, _, reason = engine_alone(tiny_llama, prompt, temperature=0)
+    given, new = len(small_encoding().encode(prompt, allowed_special="all")) or 1, len(tokens)
+    usage = {"prompt_tokens": given, "completion_tokens": new, "total_tokens": given + new}
+    assert (status, found.pop("usage")) == (200, usage)
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+    assert found.pop("id").startswith("cmpl-") and isinstance(found.pop("created"), int)
+    assert found == {"object": "text_completion", "model": "small", "choices": [choice]}
+
+
+def test_nothing_said_and_null_are_the_same(client):
+    nothing = dict.fromkeys(["model", "prompt", "max_tokens", "temperature"])
+    for body, most in ((nothing, 16), ({"max_tokens": 0}, 0)):
+        usage = client.post(PATH, body)[1]["usage"]
+        assert usage["prompt_tokens"] == 1 and usage["completion_tokens"] <= most
+
+
+def test_what_the_engine_refuses_and_what_fails_in_it(tiny_llama):
+    with serving(lambda: small_engine(tiny_llama, num_pages=2)) as client:
+        check_refused(client.post(PATH, {"prompt": "word " * 30}), None, "47 3 2 16")
+    with serving(lambda: failing(small_engine(tiny_llama), lambda request: True)) as client:
+        assert client.post(PATH, {}) == (500, server_error(NOT_FINITE))
+        stop_engine(client)
+        status, answer = client.post(PATH, {})
+        assert (status, answer["error"]["type"]) == (503, "server_error")
+        assert answer["error"]["message"].endswith("ZeroDivisionError: division by zero")
+
+
 def test_16_clients_have_the_texts_of_the_engine(tiny_llama):
     """Whole and in events, with prefixes in common, and one or several tokens a step."""
     prompts = ["word " * 20 + "Tom " * row for row in range(16)]
-    bodies = [BODIES[row % 4] for row in range(16)]
 
     def make():
         return small_engine(tiny_llama, max_num_seqs=6, drafter=PromptLookupDrafter())
@@ -46,51 +77,43 @@ def test_16_clients_have_the_texts_of_the_engine(tiny_llama):
             assert streamed == (choice["text"], choice["finish_reason"])
             return streamed
 
-        found = list(pool.map(ask, prompts, bodies))
-    for prompt, body, own in zip(prompts, bodies, found, strict=True):
+        found = list(pool.map(ask, prompts, BODIES * 4))
+    for prompt, body, own in zip(prompts, BODIES * 4, found, strict=True):
         assert own == engine_alone(tiny_llama, prompt, max_new_tokens=30, **body)[1::2]
-
-
-def test_the_form_of_an_event(client):
-    events = client.events(PATH, {"prompt": "Tom", "max_tokens": 5, "stream": True})
-    (name,) = {event.pop("id") for event in events}
-    assert name.startswith("cmpl-")
-    for event in events:
-        assert isinstance(event.pop("created"), int)
-        choice = event["choices"][0]
-        assert choice.keys() == {"index", "text", "logprobs", "finish_reason"}
-        known = {"object": "text_completion", "model": "small", "choices": [choice]}
-        assert event == known and (choice["index"], choice["logprobs"]) == (0, None)
 
 
 def test_letters_cut_over_tokens_come_whole(tiny_llama):
     """Letters of several tokens: no event has a part of one, and U+FFFD is in none."""
     text = "äß😀é\n" * 3
     ids = small_encoding().encode(text)
-    assert len(ids) > len(text)
     with serving(lambda: writing(small_engine(tiny_llama), ids)) as client:
         body = {"prompt": "x", "max_tokens": len(ids), "stream": True}
         events = client.events(PATH, body)
         assert texts_by_index(events)[0] == (text, "length")
-        pieces = [event["choices"][0]["text"] for event in events]
-        assert "" in pieces  # a token that completes no letter has an event all the same
+        # A token that completes no letter has an event all the same.
+        assert "" in [event["choices"][0]["text"] for event in events]
         found = texts_by_index(client.events(PATH, body | {"stop": ["😀é"]}))[0]
         assert found == ("äß", "stop")
 
 
 @pytest.mark.parametrize("continuous", [False, True])
-def test_usage_in_events(client, continuous):
+def test_events_and_usage_in_them(client, continuous):
     options = {"include_usage": True, "continuous_usage_stats": continuous}
     body = {"prompt": "word " * 9, "max_tokens": 6, "ignore_eos": True, "stream": True}
     *events, last = client.events(PATH, body | {"stream_options": options})
     prompt = len(small_encoding().encode("word " * 9))
     usage = {"prompt_tokens": prompt, "completion_tokens": 6, "total_tokens": prompt + 6}
     assert (last["choices"], last["usage"]) == ([], usage)
-    if continuous:
-        counts = [event["usage"]["completion_tokens"] for event in events]
-        assert counts == sorted(counts) and 1 <= counts[0] and counts[-1] == 6
-    else:
-        assert all(event["usage"] is None for event in events)
+    usages = [event.pop("usage") for event in events]
+    counts = [usage["completion_tokens"] for usage in usages if usage]
+    assert counts == sorted(counts) and counts[-1:] == ([6] if continuous else [])
+    assert len(counts) == (len(events) if continuous else 0) and 0 not in counts
+    for event in events:
+        known = {"object": "text_completion", "model": "small", "id": last["id"]}
+        choice = event["choices"][0] | {"index": 0, "logprobs": None}
+        assert event == known | {"choices": [choice], "created": last["created"]}
+        assert choice.keys() == {"index", "text", "logprobs", "finish_reason"}
+    assert last["id"].startswith("cmpl-") and isinstance(last["created"], int)
     for options in (None, {}, {"include_usage": False}):
         events = client.events(PATH, body | {"stream_options": options})
         assert all("usage" not in event for event in events)
@@ -102,12 +125,9 @@ def test_a_first_token_comes_before_the_second_is_computed(tiny_llama):
     turn = threading.Semaphore(1)
     with serving(lambda: in_turns(small_engine(tiny_llama), turn)) as client:
         body = {"prompt": "x", "max_tokens": 4, "ignore_eos": True, "stream": True}
-        assert len(client.events(PATH, body | {"max_tokens": 1})) == 1
-        turn.release()
         with client.send("POST", PATH, body) as answer:
             for _ in range(4):
-                assert answer.readline().startswith(b"data: {")
-                assert answer.readline() == b"\n"
+                assert answer.readline().startswith(b"data: {") and answer.readline() == b"\n"
                 turn.release()
             assert answer.read() == b"data: [DONE]\n\n"
 
@@ -119,5 +139,5 @@ def test_an_error_in_a_stream_is_an_event_before_the_end(tiny_llama):
     body = {"prompt": "x", "stream": True, "stream_options": {"include_usage": True}}
     with serving(make) as client:
         *events, error = client.events(PATH, body | {"ignore_eos": True})
-        assert all(event["choices"][0]["finish_reason"] is None for event in events)
-        assert error == server_error(NOT_FINITE)
+    assert all(event["choices"][0]["finish_reason"] is None for event in events)
+    assert error == server_error(NOT_FINITE)

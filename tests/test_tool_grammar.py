@@ -43,14 +43,16 @@ WHOLE = {
 }
 
 
-@pytest.fixture(params=WITH_TOOLS)
-def template(request):
-    return WITH_TOOLS[request.param]
-
-
 @pytest.fixture
 def directory(write_chat, template):
     return write_chat(template)
+
+
+by_template = pytest.mark.parametrize("template", WITH_TOOLS.values(), ids=WITH_TOOLS)
+
+
+def format_of(chat, ends=(4098,)):
+    return detect_tool_format(chat, load_encoding(chat.file.parent, 4104), ends)
 
 
 def matcher_of(directory, choice="auto"):
@@ -58,14 +60,14 @@ def matcher_of(directory, choice="auto"):
     return Grammar("tool_grammar", tool_grammar(directory, TOOLS, choice), vocabulary).matcher()
 
 
-def replies(directory, seeds, length=110, cut=False, **params) -> list[str]:
+def replies(directory, seeds, grammar, length=110, cut=False, **params) -> list[str]:
     """Texts of a random model that follow a message, one for each seed, without the EOS.
 
     cut: those, too, that have none after this length.
     """
     encoding = load_encoding(directory, 4104)
     prompt = Chat(directory).with_tools(TOOLS).encode(conversation("Tom"), encoding)
-    options = {"max_new_tokens": length, "temperature": 1.0} | params
+    options = {"max_new_tokens": length, "temperature": 1.0, "tool_grammar": grammar} | params
     each = [SamplingParams(**options, seed=seed) for seed in seeds]
     steps = list(generate(load_model(directory), [prompt] * len(each), each, encoding=encoding))
     rows = [[step[row] for step in steps if step[row] is not None] for row in range(len(each))]
@@ -84,10 +86,10 @@ def read(template: str, text: str) -> tuple[str, list[tuple[str, dict]]]:
     return found[1], calls
 
 
+@by_template
 def test_the_format_is_what_transformers_writes(chat_pair, template):
     ours, tokenizer = chat_pair(template)
-    encoding = load_encoding(ours.file.parent, 4104)
-    tool_format = detect_tool_format(ours, encoding, (4098,))
+    tool_format = format_of(ours)
     asked = conversation("Tom")
     before = theirs(tokenizer, asked, tokenize=False)
     for number in (1, 2, 3) if tool_format.between else (1,):
@@ -113,15 +115,13 @@ OPENED = HERMES.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")  # as 
 @pytest.mark.parametrize("template", [NEEDING, SWITCHED, OPENED, LISTED])
 def test_the_format_is_the_same(write_chat, template, tools):
     """Whatever a new reply begins with, and whether or not there are tools."""
-    if template == NEEDING and not tools:
-        return
     known = LISTED if template == LISTED else HERMES
-    encoding = load_encoding(write_chat(template), 4104)
     tool_formats = [
-        detect_tool_format(Chat(write_chat(each)).with_tools(tools), encoding, ends)
+        format_of(Chat(write_chat(each)).with_tools(tools), ends)
         for each, ends in ((template, (4098,)), (known, (4098,)), (known, (4097, 4098)))
+        if tools or template != NEEDING
     ]
-    assert tool_formats[0] == tool_formats[1] == tool_formats[2]  # the first EOS counts
+    assert len(set(tool_formats)) <= 1  # the first EOS counts
 
 
 def test_a_format_has_no_result_and_no_numbers(write_chat):
@@ -132,52 +132,35 @@ def test_a_format_has_no_result_and_no_numbers(write_chat):
         "{%- if not message.tool_calls %}{{- '<|im_end|>' }}{%- endif %}"
         "\n    {%- elif message.role == 'tool' %}",
     ).replace("'<|im_start|>user\\n<tool_response>", "'<tool_response>")
-    assert inside.count("im_end") == HERMES.count("im_end")
-    directory = write_chat(inside)
-    encoding = load_encoding(directory, 4104)
-    assert "chat template" in refused(detect_tool_format, Chat(directory), encoding, (4098,))
+    assert "chat template" in refused(format_of, Chat(write_chat(inside)))
     start = """<tool_call>\\n{"name": "'"""
     numbered = """<tool_call>\\n{"id": ' + loop.index | string + ', "name": "'"""
-    counted = HERMES.replace(start, numbered)
-    assert counted != HERMES
-    tool_format = detect_tool_format(Chat(write_chat(counted)), encoding, (4098,))
+    tool_format = format_of(Chat(write_chat(HERMES.replace(start, numbered))))
     assert tool_format.between is None and tool_format.begin == '<tool_call>\n{"id": 1, "name": "'
 
 
+@by_template
 def test_a_reply_calls_what_there_is(directory, template):
     """Drawn from random weights: each is whole, or was cut."""
     seen = set()
-    grammar = tool_grammar(directory, TOOLS, "required")
-    for text in replies(directory, range(24), tool_grammar=grammar):
+    for text in replies(directory, range(24), tool_grammar(directory, TOOLS, "required")):
         before, calls = read(template, text)
         assert before == "" and calls
         seen |= {name for name, _ in calls} | {len(calls)}
     assert {"look", "count", 1} <= seen and ({2} <= seen) == (template != BARE)
-
-
-def test_a_text_may_come_first(directory, template):
-    biases = {} if template == BARE else {TRIGGER: 6.0}
-    seeds = range(4 if template == BARE else 24)
-    grammar = tool_grammar(directory, TOOLS)
-    texts = replies(directory, seeds, tool_grammar=grammar, logit_bias=biases)
-    found = [read(template, text) for text in texts]
-    assert template == BARE or any(before and made for before, made in found)
-
-
-def test_one_tool_or_one_call_or_none(directory, template):
-    def drawn(*grammar, **options):
-        grammar = tool_grammar(directory, *grammar)
-        biases = {TRIGGER: 100.0}
-        return replies(directory, range(6), tool_grammar=grammar, logit_bias=biases, **options)
-
-    texts = drawn([COUNT], "required", False)
-    assert texts
-    for text in texts:
-        assert [name for name, _ in read(template, text)[1]] == ["count"]
-    for text in drawn(TOOLS, "required", False):
+    begin = {"logit_bias": {TRIGGER: 100.0}}
+    texts = replies(directory, range(6), tool_grammar(directory, [COUNT], "required", False))
+    found = [[name for name, _ in read(template, text)[1]] for text in texts]
+    assert found and all(names == ["count"] for names in found)
+    for text in replies(directory, range(6), tool_grammar(directory, TOOLS, "required", False)):
         assert len(read(template, text)[1]) == 1
+    biases = {} if template == BARE else {"logit_bias": {TRIGGER: 6.0}}
+    texts = replies(directory, range(24 if biases else 4), tool_grammar(directory, TOOLS), **biases)
+    found = [read(template, text) for text in texts]
     if template != BARE:
-        texts = drawn(TOOLS, "none", length=9, cut=True)
+        assert any(before and made for before, made in found)
+        grammar = tool_grammar(directory, TOOLS, "none")
+        texts = replies(directory, range(6), grammar, length=9, cut=True, **begin)
         assert len(texts) == 6 and "<tool_call>" not in "".join(texts)
 
 
@@ -211,20 +194,19 @@ def test_items_are_separated_as_in_the_template(write_chat, blank):
     assert all(taken) == (blank == "")
 
 
-@pytest.fixture
-def tools_file(tmp_path):
-    file = tmp_path / "tools.json"
-    file.write_text(json.dumps(TOOLS))
-    return file
+def arguments_of(tmp_path, model, tools=TOOLS) -> tuple:
+    """Of a script that may call these tools."""
+    (tmp_path / "tools.json").write_text(json.dumps(tools))
+    words = ("--chat", "--prompt", "x", "--tools", tmp_path / "tools.json")
+    return ("--model", model, *words)
 
 
-@pytest.mark.parametrize("template", [HERMES, LISTED], ids=["hermes", "listed"])
-def test_the_scripts_hold_replies_to_calls(cli, engine_cli, directory, template, tools_file):
-    arguments = ("--model", directory, "--chat", "--prompt", "Tom", "--tools", tools_file)
+def test_the_scripts_hold_replies_to_calls(cli, engine_cli, write_chat, tmp_path):
+    arguments = arguments_of(tmp_path, write_chat(HERMES))
     arguments += ("--max-new-tokens", 110, "--logit-bias", f"{TRIGGER}=100")
     code, out, err = cli(*arguments)
     assert code == 0, err
-    assert read(template, out.removesuffix("\n"))[1]
+    assert read(HERMES, out.removesuffix("\n"))[1]
     assert engine_cli(*arguments, "--temperature", 0)[:2] == (code, out)
 
 
@@ -234,46 +216,37 @@ DEAF = HERMES.replace("<tool_response>\\n' + message.content }}", "<tool_respons
 ONE_WORD = HERMES.replace('", "arguments": \'', "_'")  # where does a name end?
 
 
-def test_what_cannot_be_held_is_one_line(cli, write_chat, tools_file):
-    arguments = ("--chat", "--prompt", "x", "--tools", tools_file)
+def test_what_cannot_be_held_is_one_line(cli, write_chat, tmp_path):
     for strange in (STRANGE, CHATML, DEAF, ONE_WORD):
-        found = cli("--model", write_chat(strange), *arguments)
+        found = cli(*arguments_of(tmp_path, write_chat(strange)))
         assert is_one_line(found, "tokenizer_config.json: ", "chat template")
-    model = "--model", write_chat(HERMES)
-    assert is_one_line(cli(*model, *arguments, "--regex", "a"), "regex", "tool_grammar")
-    assert is_one_line(cli(*model, *arguments, "--num-beams", 2), "--num-beams", "--tools")
+    arguments = arguments_of(tmp_path, write_chat(HERMES))
+    assert is_one_line(cli(*arguments, "--regex", "a"), "regex", "tool_grammar")
+    assert is_one_line(cli(*arguments, "--num-beams", 2), "--num-beams", "--tools")
 
 
-@pytest.mark.parametrize(
-    "schema, words",
-    [
-        ({"type": "string"}, "f.parameters.type 'string'"),
+def test_parameters_that_are_not_done(write_chat):
+    for schema, words in (
+        ({"type": "string"}, "f.parameters.type is 'string'"),
         ({"not": {}}, "'f.parameters.not'"),
         ({"properties": 1}, "f.parameters.properties 1"),
         ({"x-guidance": {}}, "'f.parameters.x-guidance'"),
-    ],
-)
-def test_parameters_that_are_not_done(write_chat, schema, words):
-    tools = [LOOK, {"type": "function", "function": {"name": "f", "parameters": schema}}]
-    assert words in refused(tool_grammar, write_chat(HERMES), tools)
+    ):
+        tools = [LOOK, {"type": "function", "function": {"name": "f", "parameters": schema}}]
+        assert words in refused(tool_grammar, write_chat(HERMES), tools)
 
 
-@pytest.mark.parametrize(
-    "schema, words",
-    [
-        ({"properties": {"a": {"type": "nummer"}}}, "Invalid type: nummer"),
-        ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "Pointer '/$defs/b' does not exist"),
-        ({"properties": {"a": {"pattern": "("}}}, "regex parse error: ( ^ error: unclosed group"),
-    ],
-)
-def test_a_tool_that_cannot_be_compiled_is_named(cli, write_chat, tmp_path, schema, words):
-    file = tmp_path / "tools.json"
-    file.write_text(json.dumps([LOOK, tool("find-it", parameters=schema), COUNT]))
-    arguments = ("--chat", "--prompt", "x", "--tools", file)
-    code, out, err = cli("--model", write_chat(HERMES), *arguments)
-    note, error = err.splitlines(keepends=True)
-    assert (code, out, note[:39]) == (2, "", "note: the prompt exceeds the context wi")
-    assert error.endswith(f"error: tools: find-it: failed to compile JSON schema: {words}\n")
+def test_a_tool_that_cannot_be_compiled_is_named(cli, write_chat, tmp_path):
+    for field, words in (
+        ({"type": "nummer"}, "Invalid type: nummer"),
+        ({"$ref": "#/$defs/b"}, "Pointer '/$defs/b' does not exist"),
+        ({"pattern": "("}, "regex parse error: ( ^ error: unclosed group"),
+    ):
+        tools = [LOOK, tool("find-it", parameters={"properties": {"a": field}}), COUNT]
+        code, out, err = cli(*arguments_of(tmp_path, write_chat(HERMES), tools))
+        note, error = err.splitlines(keepends=True)
+        assert (code, out, note[:39]) == (2, "", "note: the prompt exceeds the context wi")
+        assert error.endswith(f"error: tools: find-it: failed to compile JSON schema: {words}\n")
 
 
 def test_all_tools_together_are_bounded(write_chat):
