@@ -1,12 +1,11 @@
-"""Lesson 149: to clients an adapter is a model by a name of its own. Oracle: `generate`."""
+"""To clients an adapter is a model by a name of its own. Oracle: `generate`."""
 
 import concurrent.futures
-import runpy
+import itertools
 import sys
-from types import SimpleNamespace
 
 import pytest
-from conftest import CHECKPOINTS, ROOT, is_one_line, save_speaking
+from conftest import CHECKPOINTS, is_one_line, save_speaking
 from lora_files import random_tensors, save_adapter, with_adapters
 from replicas import parse, serving_replicas
 from serving import SMALL, refusal, serving, small_encoding, small_engine
@@ -16,7 +15,6 @@ import serve_ray
 from infer import generate
 from loading.load import load_model
 from sampling import SamplingParams
-from server.backend import GenerateInput
 
 FROGS = CHECKPOINTS / "stories-frogs"
 LLAMA = ["--model", CHECKPOINTS / "stories-llama"]
@@ -42,23 +40,18 @@ def client(tiny_llama):
 def own_text(model, prompt: str, adapter: str, **params) -> str:
     """What `generate` writes with this adapter, "" for none, without EOS."""
     encoding = small_encoding()
-    steps = generate(model, [encoding.encode(prompt)], SamplingParams(**params), adapter=adapter)
-    tokens = [token for (token,) in steps]
-    return encoding.decode(tokens[:-1] if tokens[-1] == 4095 else tokens)
+    ids = encoding.encode(prompt, allowed_special="all")
+    steps = generate(model, [ids], SamplingParams(**params), adapter=adapter)
+    return encoding.decode([token for (token,) in steps if token != 4095])
 
 
 def test_each_model_writes_its_own_texts(client, tiny_llama):
     model = adapted_engine(tiny_llama).model
-    bodies = [
-        {"prompt": prompt, "model": name, "max_tokens": 12, "seed": seed, "stream": stream}
-        for seed in (1, 2)
-        for prompt in ("Tom", "The sun")
-        for name in NAMES
-        for stream in (False, True)
-    ]
+    cases = list(itertools.product(("Tom", "The sun"), NAMES, (False, True)))
 
-    def ask(body):
-        if body["stream"]:
+    def ask(prompt, name, stream):
+        body = {"prompt": prompt, "model": name, "max_tokens": 12, "seed": 1, "stream": stream}
+        if stream:
             events = client.events(PATH, body)
             text = "".join(event["choices"][0]["text"] for event in events)
             return {event["model"] for event in events}, text
@@ -66,58 +59,42 @@ def test_each_model_writes_its_own_texts(client, tiny_llama):
         assert status == 200, found
         return {found["model"]}, found["choices"][0]["text"]
 
-    with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
-        found = list(pool.map(ask, bodies))
-    texts = set()
-    for body, (names, text) in zip(bodies, found):
-        name = body["model"] or "small"
-        params = {"max_new_tokens": 12, "temperature": 1.0, "seed": body["seed"]}
-        adapter = "" if name == "small" else name
-        assert text == own_text(model, body["prompt"], adapter, **params)
-        assert names == {name}
-        texts.add(text)
-    assert len(texts) == 12
+    with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
+        found = list(pool.map(ask, *zip(*cases)))
+    for (prompt, name, _), (names, text) in zip(cases, found):
+        params = {"max_new_tokens": 12, "temperature": 1.0, "seed": 1}
+        adapter = "" if name in (None, "small") else name
+        assert text == own_text(model, prompt, adapter, **params)
+        assert names == {name or "small"}
+    assert len({text for _, text in found}) == 6
 
 
 def test_replies_to_messages(client, tiny_llama):
-    model = adapted_engine(tiny_llama).model
-    messages = [{"role": "user", "content": "cat"}]
+    body = {"messages": [{"role": "user", "content": "cat"}], "max_tokens": 9, "temperature": 0}
     found = {}
     for name in NAMES:
-        body = {"messages": messages, "model": name, "max_tokens": 9, "temperature": 0}
-        status, answer = client.post(CHAT, body)
+        status, answer = client.post(CHAT, body | {"model": name})
         assert (status, answer["model"]) == (200, name or "small")
         found[name] = answer["choices"][0]["message"]["content"]
-        events = client.events(CHAT, body | {"stream": True})
+        events = client.events(CHAT, body | {"model": name, "stream": True})
         assert {event["model"] for event in events} == {name or "small"}
-    assert found[None] == found["small"]
-    assert len(set(found.values())) == 3
-    (prompt,) = [small_encoding().encode("Words: cat\n\n")]
-
-    params = SamplingParams(9)
-    steps = generate(model, [[4095, *prompt]], params, adapter="b")
-    tokens = [token for (token,) in steps if token != 4095]
-    assert found["b"] == small_encoding().decode(tokens)
+    assert found[None] == found["small"] and len(set(found.values())) == 3
+    model = adapted_engine(tiny_llama).model
+    prompt = "<|endoftext|>Words: cat\n\n"
+    assert found["b"] == own_text(model, prompt, "b", max_new_tokens=9)
 
 
 def test_models_are_listed(client):
     status, found = client.get("/v1/models")
-    assert status == 200
     listed = [(each["id"], each["root"], each["parent"]) for each in found["data"]]
-    assert listed == [
-        ("small", "somewhere/small", None),
-        ("a", "somewhere/a", "small"),
-        ("b", "somewhere/b", "small"),
-    ]
+    adapters = [(name, f"somewhere/{name}", "small") for name in "ab"]
+    assert (status, listed) == (200, [("small", "somewhere/small", None), *adapters])
     assert client.get("/v1/models/b") == (200, found["data"][2])
     message = "the model 'c' does not exist; this server has 'small', 'a', 'b'"
     missing = (404, refusal(message, "model", "model_not_found"))
-    assert client.get("/v1/models/c") == missing
-    assert client.post(PATH, {"model": "c"}) == missing
-    assert (
-        client.post(CHAT, {"model": "c", "messages": [{"role": "user", "content": "x"}]}) == missing
-    )
-    assert client.post(PATH, {"model": "", "max_tokens": 1})[0] == 200  # the model itself
+    assert client.get("/v1/models/c") == client.post(PATH, {"model": "c"}) == missing
+    messages = [{"role": "user", "content": "x"}]
+    assert client.post(CHAT, {"model": "c", "messages": messages}) == missing
     assert client.post(PATH, {"model": ["a"]})[0] == 400
 
 
@@ -131,22 +108,6 @@ def test_engines_in_other_processes(compiled):
             assert f"a little {word} named" in found["choices"][0]["text"]
         found = client.get("/v1/models")[1]["data"]
         assert [each["id"] for each in found] == ["stories-llama", "frogs", "again"]
-
-
-def test_calls_with_different_adapters_have_no_prefix_in_common(monkeypatch):
-    names = ("PendingRequest", "ReplicaID", "RequestRouter", "RunningReplica")
-    for name in ("ray", "ray.serve", "ray.serve.request_router"):
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**dict.fromkeys(names, object)))
-    router = runpy.run_path(str(ROOT / "server" / "router.py"))
-    assert "prompts_and_salt" in router
-    calls = [
-        (GenerateInput([[1]], [SamplingParams()], cache_salt, "name", adapter),)
-        for cache_salt in "xy"
-        for adapter in ("", "a")
-    ]
-    found = [router["prompts_and_salt"](SimpleNamespace(args=args)) for args in calls]
-    assert [prompts for prompts, _ in found] == [[[1]]] * 4
-    assert found[0][1] == "x" and len({cache_salt for _, cache_salt in found}) == 4
 
 
 def test_the_server_reads_its_adapters(run_main):

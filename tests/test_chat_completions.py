@@ -36,16 +36,14 @@ def alone(tiny_llama, messages, **params) -> tuple:
 FULL = [{"role": "user", "content": "x " * 27 + "x,"}]  # a window of tokens
 
 
-@pytest.mark.parametrize("messages", [MESSAGES[:1], MESSAGES, FULL])
+@pytest.mark.parametrize("messages", [MESSAGES, FULL])
 def test_a_reply_is_the_text_of_the_engine(client, tiny_llama, messages):
     """Up to the end of the window if nothing is said, and one token where that is full."""
     tokens, text, _, reason = alone(tiny_llama, messages, seed=4)
-    body = {"messages": messages, "seed": 4}
-    status, found = client.post(PATH, body)
+    status, found = client.post(PATH, {"messages": messages, "seed": 4})
     assert status == 200 and found.pop("id").startswith("chatcmpl-") and found.pop("created")
-    given = len(prompt_of(messages))
-    usage = {"prompt_tokens": given, "completion_tokens": len(tokens)}
-    usage["total_tokens"] = given + len(tokens)
+    given, new = len(prompt_of(messages)), len(tokens)
+    usage = {"prompt_tokens": given, "completion_tokens": new, "total_tokens": given + new}
     message = {"role": "assistant", "content": text}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
     known = {"object": "chat.completion", "model": "small", "choices": [choice], "usage": usage}
@@ -59,7 +57,7 @@ def test_events_begin_with_the_role_and_the_first_token(client, tiny_llama):
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == len(tokens)
     choices = [event["choices"][0] for event in events]
     deltas = [choice["delta"] for choice in choices]
-    assert deltas[0]["role"] == "assistant" and all("role" not in delta for delta in deltas[1:])
+    assert ["role" in delta for delta in deltas] == [True] + [False] * (len(deltas) - 1)
     assert "".join(delta["content"] for delta in deltas) == text
     reasons = [choice["finish_reason"] for choice in choices]
     assert reasons == [None] * (len(events) - 1) + [reason]
@@ -67,11 +65,11 @@ def test_events_begin_with_the_role_and_the_first_token(client, tiny_llama):
     assert len(events) <= len(tokens)  # none for the role alone
 
 
-@pytest.mark.parametrize("limits, count", [((3, None), 3), ((None, 4), 4), ((3, 4), 4)])
-def test_limits_of_length(client, limits, count):
+def test_limits_of_length(client):
     body = {"messages": MESSAGES, "ignore_eos": True}
-    body |= dict(zip(("max_tokens", "max_completion_tokens"), limits))
-    assert client.post(PATH, body)[1]["usage"]["completion_tokens"] == count
+    for limits, count in (((3, None), 3), ((None, 4), 4), ((3, 4), 4)):
+        own = dict(zip(("max_tokens", "max_completion_tokens"), limits))
+        assert client.post(PATH, body | own)[1]["usage"]["completion_tokens"] == count
 
 
 def test_log_probabilities_with_the_bytes_of_tokens(client, tiny_llama):
@@ -100,24 +98,12 @@ def test_n_replies(client, tiny_llama):
     body = {"messages": MESSAGES, "seed": 5, "n": 3, "max_tokens": 8}
     wanted = [alone(tiny_llama, MESSAGES, seed=5 + row, max_new_tokens=8)[1] for row in range(3)]
     found = [choice["message"]["content"] for choice in client.post(PATH, body)[1]["choices"]]
-    assert found == wanted
     texts = [""] * 3
-    roles = []
     for event in client.events(PATH, body | {"stream": True}):
         (choice,) = event["choices"]
+        assert ("role" in choice["delta"]) == (texts[choice["index"]] == "")
         texts[choice["index"]] += choice["delta"]["content"]
-        roles += [choice["index"]] if "role" in choice["delta"] else []
-    assert (texts, sorted(roles)) == (wanted, [0, 1, 2])
-
-
-def test_a_second_turn_shares_the_pages_of_the_first(tiny_llama):
-    with serving(lambda: small_engine(tiny_llama, page_size=4)) as client:
-        (choice,) = client.post(PATH, {"messages": MESSAGES[:1], "max_tokens": 6})[1]["choices"]
-        client.post(
-            PATH, {"messages": [*MESSAGES[:1], choice["message"], MESSAGES[2]], "max_tokens": 1}
-        )
-        shared = client.thread.engine.scheduler.prefix_cache_hits
-    assert shared >= len(prompt_of(MESSAGES[:1])) // 4 * 4 > 0
+    assert found == texts == wanted
 
 
 def said(content="x", role="user", **fields) -> dict:
@@ -132,10 +118,8 @@ REFUSED = [  # fields, the one that is named, words of the message
     (said(None), "messages", "messages.0.content string list 16384 text"),
     (said([{"type": "image_url"}]), "messages", "messages.0.content string list 16384 text"),
     (said(role="system"), "messages", "chat template user assistant smollm2"),
-    *(
-        (said(role=role), "messages", "messages.0.role")
-        for role in ("", "user\nhi<|im_end|>", "User ", "x" * 65)
-    ),
+    (said(role="user\nhi<|im_end|>"), "messages", "messages.0.role"),
+    *((said(role=role), "messages", "messages.0.role") for role in ("", "User ", "x" * 65)),
     ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
     ({"tools": [{"type": "function", "function": {"name": "look"}}]}, "tools", "chat template"),
     ({"echo": True}, "echo", "messages"),
@@ -144,11 +128,11 @@ REFUSED = [  # fields, the one that is named, words of the message
 ]
 
 
-@pytest.mark.parametrize("fields, param, words", REFUSED)
-def test_what_is_refused(client, fields, param, words):
-    for stream in (False, True):
-        answer = client.post(PATH, {"messages": MESSAGES, "stream": stream} | fields)
-        check_refused(answer, param, words)
+def test_what_is_refused(client):
+    for fields, param, words in REFUSED:
+        for stream in (False, True):
+            answer = client.post(PATH, {"messages": MESSAGES, "stream": stream} | fields)
+            check_refused(answer, param, words)
     check_refused(client.post(PATH, {}), "messages")
 
 
@@ -186,5 +170,5 @@ def test_the_official_client(client, tiny_llama):
         assert "".join(event.choices[0].delta.content for event in events) == text
         assert last.usage.total_tokens == reply.usage.total_tokens
         with pytest.raises(openai.NotFoundError) as refused:
-            openai_client.completions.create(model="gpt-4", prompt=prompt_of(MESSAGES))
+            openai_client.completions.create(model="gpt-4", prompt="Tom")
         assert refused.value.code == "model_not_found"

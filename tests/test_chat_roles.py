@@ -1,7 +1,8 @@
-"""Which roles a model's template writes, in the list of models. Oracle: the lengths of prompts."""
+"""Which roles a model's template writes, and what is refused because it would be lost."""
 
 import pytest
-from chats import write_template
+from chats import CHATML, conversation, write_template
+from conftest import is_one_line, refused
 from serving import serving, small_engine
 
 from errors import UserError
@@ -70,20 +71,49 @@ def test_the_roles_are_those_whose_words_are_in_the_prompt(tiny_llama, tmp_path,
             assert grows == (role in roles)
 
 
-def test_the_embedded_model_knows_no_system_prompt(client):
+def test_the_embedded_model_knows_no_system_prompt(client, tiny_llama):
     assert told(client) == ["user", "assistant"]
     assert length(client, "system", "a") == 0
-
-
-def test_a_model_without_a_template_has_no_roles(tiny_llama):
-    chat = UserError("not a chat model")
-    with serving(lambda: small_engine(tiny_llama), chat=chat) as client:
+    with serving(lambda: small_engine(tiny_llama), chat=UserError("not a chat model")) as client:
         assert told(client) == []
         assert length(client, "user", "a") == 0
-
-
-def test_an_adapter_has_the_roles_of_its_model(tiny_llama):
     adapters = {"frogs": "somewhere/frogs"}
     with serving(lambda: small_engine(tiny_llama), adapters=adapters) as client:
         found = client.get("/v1/models")[1]["data"]
         assert [model.get("chat_roles") for model in found] == [["user", "assistant"]] * 2
+
+
+ONLY_USERS = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
+REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}x"
+FIRST = "{% for m in messages %}{% if m.role != 'system' or loop.first %}{{ m.content }}"
+FIRST += "{% endif %}{% endfor %}"
+TURNS = "{% if messages[-1].role != 'user' %}{{ raise_exception('no user') }}{% endif %}"
+DEFAULT = """{% set says = 'Be kind.' %}{% if messages[0].role == 'system' %}
+{% set says = messages[0].content %}{% set messages = messages[1:] %}{% endif %}
+{{ says }}{% for m in messages %}{{ m.content }}{% endfor %}"""
+HINT = "put its text at the start of the first user message"
+SYSTEM, USER = conversation("x", system="Be kind.")
+
+
+def test_what_a_system_message_says_is_not_lost(cli, write_chat, chat_encoding):
+    arguments = ("--chat", "--prompt", "x", "--max-new-tokens", 1, "--system")
+    result = cli("--model", write_chat(ONLY_USERS), *arguments, "Be kind.")
+    assert is_one_line(result, f"chat template: it ignores messages of the role system; {HINT}")
+    result = cli("--model", write_chat(REFUSING), *arguments, "Be kind.")
+    assert is_one_line(result, f"chat template: no; {HINT}")
+    assert cli("--model", write_chat(ONLY_USERS), *arguments, " ")[0] == 0
+    for template, messages, error in (
+        (ONLY_USERS, [SYSTEM | {"role": "developer"}, USER], "role developer; " + HINT),
+        (CHATML, [SYSTEM | {"role": "developer"}, USER], None),
+        (FIRST, [SYSTEM, USER], None),
+        (FIRST, [SYSTEM, USER, SYSTEM, USER], "it ignores messages of the role system; " + HINT),
+        # The template writes system messages; the conversation is wrong with and without one.
+        (TURNS + CHATML, [SYSTEM, USER | {"role": "assistant"}], "chat template: no user"),
+    ):
+        encode = Chat(write_chat(template)).encode
+        if error:
+            assert refused(encode, messages, chat_encoding).endswith(error)
+        else:
+            assert encode(messages, chat_encoding)
+    chat = Chat(write_chat(DEFAULT))  # what it says by itself may be said
+    assert chat.encode([SYSTEM, USER], chat_encoding) == chat.encode([USER], chat_encoding)

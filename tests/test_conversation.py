@@ -1,4 +1,4 @@
-"""Lesson 36: messages from standard input, each with all that was said before."""
+"""Messages from standard input, each with all that was said before."""
 
 import io
 import sys
@@ -23,7 +23,7 @@ def directory(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def encode(directory):
-    """A function that gives the prompt for these messages, which lesson 35 tests."""
+    """A function that gives the prompt for these messages."""
     chat = Chat(directory)
     encoding = load_encoding(directory, 4104)
     return lambda messages: chat.encode(messages, encoding)
@@ -31,10 +31,7 @@ def encode(directory):
 
 @pytest.fixture
 def talk(cli, monkeypatch, directory):
-    """A function that runs a conversation with these lines, or bytes, as standard input.
-
-    It gives the exit code, stdout and stderr.
-    """
+    """A function that runs a conversation with these lines, or bytes, as standard input."""
 
     def run(lines, *args):
         data = lines if isinstance(lines, bytes) else lines.encode()
@@ -70,20 +67,14 @@ def test_a_conversation_has_all_before_as_its_context(talk, encode, directory, g
     assert err.count(" tokens, ") == err.count("\n") == 3
 
 
-def test_a_conversation_may_draw(talk):
-    args = ("--max-new-tokens", 5, "--temperature", 1, "--seed")
-    first = talk("One\nTwo\n", *args, 3)
-    assert first[0] == 0
-    assert first[2].count("seed 3\n") == 2
-    assert talk("One\nTwo\n", *args, 3)[1] == first[1]
-    assert talk("One\nTwo\n", *args, 4)[1] != first[1]
-
-
-def test_a_conversation_may_search(talk):
-    args = ("--max-new-tokens", 5)
-    code, out, err = talk("One\nTwo\n", *args, "--num-beams", 1)
-    assert (code, out) == (0, talk("One\nTwo\n", *args)[1])
-    assert err.count("score") == 2
+def test_nothing_said_and_what_is_wrong(talk, cli, directory, given_prompts, monkeypatch):
+    assert talk("\n\n") == (0, "", "") and given_prompts == []
+    assert is_one_line(talk(b"caf\xe9\n"), "standard input: not UTF-8 text")
+    words = "--num-samples requires --prompt or --prompt-file"
+    assert is_one_line(talk("", "--num-samples", 2), words)
+    monkeypatch.setattr(sys, "stdin", None)
+    result = cli("--model", directory, "--chat")
+    assert is_one_line(result, "standard input is closed: give --prompt")
 
 
 def test_a_reply_that_imitates_a_control_token_is_plain_text(talk, encode, directory, monkeypatch):
@@ -113,9 +104,7 @@ def test_each_reply_is_out_before_the_next_line_is_read(monkeypatch, capsys, dir
     infer.main(["--model", str(directory), *options])
     assert heard[0] == ("", "> ")
     for out, err in heard[1:]:
-        assert out.endswith("\n")
-        assert err.startswith("3 tokens, ")
-        assert err.endswith(" s\n> ")
+        assert out.endswith("\n") and err.startswith("3 tokens, ") and err.endswith(" s\n> ")
     assert capsys.readouterr() == ("", "\n")
 
 
@@ -123,34 +112,23 @@ def test_a_full_window_leaves_out_the_oldest_messages_whole(talk, encode, monkey
     told = conversation("One", "hi", "Two", "hi", "Once upon a time " * 5, system="Be brief.")
     shorter = told[:1] + told[3:]
     shortest = told[:1] + told[5:]
-    length = [len(encode(messages)) for messages in (told, shorter, shortest)]
+    whole, two_less, four_less = (len(encode(each)) for each in (told, shorter, shortest))
     prompts = replace_generate(monkeypatch, lambda prompt: iter([[71], [72]]))
     for room, heard, left_out in (
-        (length[0], told, 0),
-        (length[0] - 1, shorter, 2),
-        (length[1], shorter, 2),
-        (length[1] - 1, shortest, 4),
-        (length[2], shortest, 4),
-        (length[2] - 1, shortest, 4),
+        (whole, told, 0),
+        (whole - 1, shorter, 2),
+        (two_less, shorter, 2),
+        (two_less - 1, shortest, 4),
+        (four_less - 1, shortest, 4),
     ):
         prompts.clear()
         args = ("--system", "Be brief.", "--max-new-tokens", 128 - room)
         code, out, err = talk(f"One\nTwo\n{told[-1]['content']}", *args)
         assert (code, out) == (0, "hi\nhi\nhi\n")
         assert prompts[2] == encode(heard)
-        assert err.count("note") == (left_out > 0)
-        if left_out:
-            note = f"note: the context window is full: dropped the {left_out} oldest messages; "
-            assert note + "a smaller --max-new-tokens keeps more\n" in err
-
-
-def test_still_a_short_message_leaves_nothing_out_however_long_its_reply_may_be(talk):
-    code, _, err = talk("One", "--max-new-tokens", 200)
-    assert code == 0
-    assert "window" not in err
-
-
-def test_a_message_that_the_window_cuts_is_noted(talk):
+        note = f"note: the context window is full: dropped the {left_out} oldest messages; "
+        note += "a smaller --max-new-tokens keeps more\n"
+        assert err.count("note") == (left_out > 0) == err.count(note)
     code, _, err = talk("One\n" + "two " * 200, "--max-new-tokens", 2)
     assert code == 0 and err.count("exceeds the context window of 128 tokens; of ") == 1
 
@@ -166,24 +144,3 @@ def test_an_interrupted_reply_ends_the_conversation(talk, monkeypatch):
     code, out, err = talk("One\nTwo\nThree\n", "--max-new-tokens", 2)
     assert (code, out) == (130, "hi\nh\n")
     assert err.count(" tokens, ") == 2
-
-
-def test_nothing_said_is_nothing_done(talk, given_prompts):
-    assert talk("\n\n") == (0, "", "")
-    assert given_prompts == []
-
-
-def test_one_reply_goes_on(cli, directory):
-    result = cli("--model", directory, "--chat", "--num-samples", 2)
-    words = "--num-samples requires --prompt or --prompt-file"
-    assert is_one_line(result, words)
-
-
-def test_input_that_is_not_utf8_is_one_line(talk):
-    assert is_one_line(talk(b"caf\xe9\n"), "standard input: not UTF-8 text")
-
-
-def test_closed_standard_input_is_one_line(cli, directory, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", None)
-    result = cli("--model", directory, "--chat")
-    assert is_one_line(result, "standard input is closed: give --prompt")

@@ -1,14 +1,33 @@
-"""An app whose engines are elsewhere writes what an app with one of its own writes."""
+"""An app whose engines are elsewhere, and what happens where one of them ends."""
 
 import argparse
 import functools
-import importlib
+import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import CHECKPOINTS
-from replicas import Handle, check_texts, make_engine, parse, save_small, serving_replicas
-from serving import ENDLESS, PATH, check_refused, connect, is_free, request_of, serving, until
+from replicas import (
+    Handle,
+    check_texts,
+    make_engine,
+    parse,
+    save_small,
+    serving_replicas,
+    streamed_texts,
+)
+from serving import (
+    ENDLESS,
+    PATH,
+    check_refused,
+    connect,
+    is_free,
+    metric_families,
+    request_of,
+    serving,
+    until,
+)
 
 from constraints import compiler
 from server import replicas
@@ -39,6 +58,7 @@ def test_what_an_engine_refuses_is_told(servers):
     for body in ({"prompt": [10**6]}, {"prompt": ["a"] * 25}, {"temperature": -1}):
         answer = client.post(PATH, body)
         assert answer == one.post(PATH, body) and answer[0] == 400
+    check_refused(client.get("/live"), None, "engines other processes", 404)
 
 
 def test_no_engine_compiles_a_constraint_where_streams_wait(servers, monkeypatch):
@@ -79,36 +99,31 @@ def test_a_client_that_leaves_frees_the_engine(servers, stream):
     until(lambda: all(map(is_free, replicas)))
 
 
-def test_engines_elsewhere_are_not_seen_at_work(servers):
-    check_refused(servers[0].get("/live"), None, "engines other processes", 404)
-
-
-def test_an_app_needs_no_engine_to_know_its_model(model):
-    assert importlib.util.find_spec("server.replicas")
-    with serving_replicas(parse(model), 1) as (client, _):
-        (known,) = client.get("/v1/models")[1]["data"]
-        assert (known["id"], known["max_model_len"]) == (model.name, 64)
-        assert known["root"] == str(model)
-        assert client.post(PATH, {"model": "gpt2"})[0] == 404
-        assert client.post("/v1/chat/completions", {"messages": []})[0] == 400
-        assert client.get("/health") == (200, None)
-
-
-def test_keys_queues_and_hosts_are_those_of_the_command_line(model):
+def test_what_the_command_line_says_reaches_app_and_engines(model, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }}")
     options = "--api-key", "secret", "--max-waiting-tokens", 20, "--allowed-host", "door.lan"
-    with serving_replicas(parse(model, *options), 1) as (client, _):
-        known = {"Authorization": "Bearer secret"}
+    args = parse(model, *options, "--chat-template", template)
+    with serving_replicas(args, 1) as (client, (replica,)):
+        key = {"Authorization": "Bearer secret"}
         assert client.post(PATH, {"prompt": "Tom"})[0] == 401
-        assert client.post(PATH, {"prompt": "Tom"}, known)[0] == 200
-        check_refused(client.post(PATH, {"prompt": [1] * 21}, known), None, "21 20")
+        check_refused(client.post(PATH, {"prompt": [1] * 21}, key), None, "21 20")
+        assert client.post(PATH, {"model": "gpt2"}, key)[0] == 404
         for host, status in (("door.lan:80", 200), ("localhost", 200), ("evil.example", 403)):
-            assert client.ask("GET", "/v1/models", None, known | {"Host": host})[0] == status
-
-
-def test_a_salt_reaches_the_engine(model):
-    with serving_replicas(parse(model), 1) as (client, (replica,)):
+            found, answer = client.ask("GET", "/v1/models", None, key | {"Host": host})
+            assert found == status
+            if status == 200:
+                (known,) = answer["data"]
+                assert (known["id"], known["root"]) == (model.name, str(model))
+                assert known["max_model_len"] == 64
+        assert client.get("/health") == (200, None)
+        body = {"input": [{"role": "user", "content": "Tom"}], "max_output_tokens": 1}
+        status, answer = client.post("/v1/responses", body, key)
+        words = replica.thread.engine.encoding.encode("Tom")
+        assert (status, answer["usage"]["input_tokens"]) == (200, len(words))
         for cache_salt, shared in (("x", 0), ("x", 8), ("y", 8)):
-            assert client.post(PATH, {"prompt": [7] * 9, "cache_salt": cache_salt})[0] == 200
+            body = {"prompt": [7] * 9, "cache_salt": cache_salt}
+            assert client.post(PATH, body, key)[0] == 200
             assert replica.thread.engine.scheduler.prefix_cache_hits == shared
 
 
@@ -120,3 +135,77 @@ def test_the_ingress_process_collects_no_garbage_of_its_imports(monkeypatch):
     args = argparse.Namespace(model=CHECKPOINTS / "stories-llama", **options)
     replicas.Ingress(args, Handle([])).__serve_build_asgi_app__()
     assert frozen == [True]
+
+
+def check_ended(answer: dict) -> None:
+    """A text ends with an error because its process has ended."""
+    assert answer["error"]["type"] == "server_error"
+    assert answer["error"]["message"].endswith("RuntimeError")
+
+
+def test_of_a_killed_replica_texts_end_with_an_error_and_others_go_on(model, servers):
+    one = servers[2]
+    body = {"prompt": "Tom", "seed": 5, "max_tokens": 500, "ignore_eos": True}
+    with serving_replicas(parse(model), 2) as (client, replicas):
+        with client.send("POST", PATH, ENDLESS | {"stream": True}) as killed:
+            killed.readline()
+            with ThreadPoolExecutor(1) as pool:
+                other = pool.submit(streamed_texts, client, body)
+                until(lambda: replicas[1].thread.generations)
+                replicas[0].killed = True
+                *_, error, done, empty = killed.read().split(b"\n\n")
+                assert other.result() == streamed_texts(one, body)
+        check_ended(json.loads(error.strip().removeprefix(b"data: ")))
+        assert (done, empty) == (b"data: [DONE]", b"")
+        status, answer = client.post(PATH, ENDLESS)  # a text that is awaited
+        assert status == 503
+        check_ended(answer)
+        assert client.post(PATH, {"prompt": "Tom"})[0] == 200
+
+
+def test_a_replica_is_well_until_its_engine_fails(model, capfd):
+    def fail():
+        raise ValueError("a bug")
+
+    with serving_replicas(parse(model), 2) as (client, (first, second)):
+        first.check_health()
+        first.thread.engine.step = fail
+        status, answer = client.post(PATH, ENDLESS)
+        assert status == 503
+        assert answer["error"]["message"].endswith("ValueError: a bug")
+        with pytest.raises(Exception, match="ValueError: a bug"):
+            first.check_health()
+        second.check_health()
+    assert "ValueError: a bug" in capfd.readouterr().err
+
+
+def read_metrics(client) -> tuple[list, dict]:
+    """The names of what /metrics has, and of each sample its values by engine."""
+    families = metric_families(client)
+    values = {}
+    for family in families:
+        for name, labels, value, *_ in family.samples:
+            engine = labels.pop("engine")
+            assert labels.pop("model_name")
+            key = name.removeprefix("vllm:") + "".join(f"{{{label}}}" for label in labels.values())
+            values.setdefault(key, {})[engine] = value
+    return [family.name for family in families], values
+
+
+def test_each_engine_counts_for_itself(model):
+    with serving_replicas(parse(model), 3) as (client, replicas):
+        for tokens in (3, 5, 7, 2):  # in turns, so that the first one writes twice
+            body = {"prompt": [1, 2, 3], "max_tokens": tokens, "ignore_eos": True}
+            assert client.post(PATH, body)[0] == 200
+        names, values = read_metrics(client)
+        own = {family.name for family in replicas[0].metrics.registry.collect()}
+        assert len(set(names)) == len(names)
+        assert {name.removesuffix("_created") for name in names} == own
+        assert read_metrics(client) == (names, values)  # to ask again adds nothing
+    engines = [replica.name for replica in replicas]
+    assert len(set(engines)) == 3
+    assert all(set(found) == set(engines) for found in values.values())
+    by_engine = [values["generation_tokens_total"][name] for name in engines]
+    assert by_engine == [3 + 2, 5, 7]
+    assert sum(values["request_success_total{length}"].values()) == 4
+    assert sum(values["time_to_first_token_seconds_bucket{+Inf}"].values()) == 4

