@@ -1,16 +1,7 @@
 """/v1/chat/completions over a real socket, by the official client too. Oracle: the engine."""
 
-import openai
 import pytest
-from serving import (
-    SMALL,
-    check_refused,
-    engine_alone,
-    official_client,
-    serving,
-    small_encoding,
-    small_engine,
-)
+from serving import SMALL, check_refused, engine_alone, serving, small_encoding, small_engine
 
 from errors import UserError
 from text.chat import Chat
@@ -153,22 +144,3 @@ def test_a_model_without_a_template(tiny_llama):
     with serving(lambda: small_engine(tiny_llama), chat=error) as client:
         check_refused(client.post(PATH, {"messages": MESSAGES}), None, str(error))
         assert client.post("/v1/completions", {"max_tokens": 1})[0] == 200
-
-
-def test_the_official_client(client, tiny_llama):
-    _, text, logprobs, reason = alone(tiny_llama, MESSAGES, seed=3, logprobs=1, max_new_tokens=12)
-    asked = {"model": "small", "messages": MESSAGES, "seed": 3, "max_completion_tokens": 12}
-    with official_client(client) as openai_client:
-        assert [model.id for model in openai_client.models.list()] == ["small"]
-        create = openai_client.chat.completions.create
-        reply = create(**asked, logprobs=True, top_logprobs=1)
-        (choice,) = reply.choices
-        assert (choice.message.content, choice.finish_reason) == (text, reason)
-        found = [entry.logprob for entry in choice.logprobs.content]
-        assert found == [entry.logprob for entry in logprobs]
-        *events, last = create(**asked, stream=True, stream_options={"include_usage": True})
-        assert "".join(event.choices[0].delta.content for event in events) == text
-        assert last.usage.total_tokens == reply.usage.total_tokens
-        with pytest.raises(openai.NotFoundError) as refused:
-            openai_client.completions.create(model="gpt-4", prompt="Tom")
-        assert refused.value.code == "model_not_found"

@@ -3,20 +3,7 @@
 import json
 
 import pytest
-from chats import (
-    AS_OBJECT,
-    BOS,
-    CHATML,
-    CONTROL,
-    END,
-    EOS,
-    HEADERS,
-    LINES,
-    conversation,
-    replies,
-    shown,
-    theirs,
-)
+from chats import AS_OBJECT, BOS, CHATML, CONTROL, END, EOS, HEADERS, LINES, conversation, theirs
 from conftest import is_one_line
 from gguf_files import metadata_of, written
 from hypothesis import assume, given, settings
@@ -124,24 +111,6 @@ def test_files_that_cannot_be_read_are_one_line(cli, write_chat):
     assert is_one_line(cli(*ask), "chat_template.jinja: not UTF-8 text")
     (directory / "tokenizer_config.json").write_text("[]")
     assert is_one_line(cli(*ask), "tokenizer_config.json: not a JSON object")
-
-
-def test_several_messages_samples_and_beams(cli, chat_pair, write_chat, given_prompts, tmp_path):
-    directory = write_chat(CHATML)
-    tokenizer = chat_pair(CHATML)[1]
-    messages = tmp_path / "messages.txt"
-    messages.write_text("One\nTwo\n")
-    args = ("--model", directory, "--chat", "--prompt-file", messages, "--max-new-tokens", 8)
-    sampled = ("--num-samples", 2, "--temperature", 1e-6, "--seed", 5)
-    code, out, _ = cli(*args, *sampled, "--system", "Be brief.")
-    asked = [conversation(text, system="Be brief.") for text in ("One", "One", "Two", "Two")]
-    prompts = [theirs(tokenizer, messages) for messages in asked]
-    assert given_prompts == [prompts]
-    assert (code, out) == (0, shown(replies(directory, prompts, max_new_tokens=8)))
-    code, out, err = cli(*args, "--num-beams", 1)
-    prompts = [theirs(tokenizer, conversation(text)) for text in ("One", "Two")]
-    assert (code, out) == (0, shown(replies(directory, prompts, max_new_tokens=8)))
-    assert err.count("\nscore ") == 2
 
 
 def test_bad_options_are_one_line(cli, other):

@@ -5,84 +5,34 @@ import threading
 
 import pytest
 from conftest import random_tokens
-from serving import collect, failing, in_turns, results_of, run_calls, small_engine, started
+from serving import collect, failing, results_of, run_calls, small_engine
 
-from engine.drafter import PromptLookupDrafter
 from errors import UserError
-from sampling import NOT_FINITE, SamplingParams
+from sampling import SamplingParams
 from server.backend import GenerateInput
 from server.engine_thread import EngineDead, EngineThread, RequestFailed, Update
-
-
-def random_prompts(lengths) -> list[list[int]]:
-    return [random_tokens(length, 4000, seed) for seed, length in enumerate(lengths)]
 
 
 def endless(**params):
     return SamplingParams(max_new_tokens=10**9, ignore_eos=True, **params)
 
 
-async def in_thread(thread, function):
-    """What a function returns that runs between two steps."""
-    loop = asyncio.get_running_loop()
-    found = loop.create_future()
-    thread.commands.put(lambda: loop.call_soon_threadsafe(found.set_result, function()))
-    return await found
-
-
 async def is_idle(thread) -> bool:
     """Whether nothing is computed and no page is held, when all commands so far are obeyed."""
+    loop = asyncio.get_running_loop()
+    found = loop.create_future()
     pool = thread.engine.scheduler.pool
 
-    def look():
-        free = pool.num_free_pages == pool.num_pages
-        return free and not thread.engine.busy and not thread.request_states
+    def look():  # between two steps
+        free = pool.num_free_pages == pool.num_pages and not thread.engine.busy
+        loop.call_soon_threadsafe(found.set_result, free and not thread.request_states)
 
-    return await in_thread(thread, look) and not thread.generations
-
-
-def test_16_tasks_at_once_have_the_texts_of_the_engine(tiny_llama):
-    prompts = random_prompts([1, 5, 20, 70] * 4)
-    kinds = (
-        {},
-        {"temperature": 0.8, "top_p": 0.9},
-        {"temperature": 1.3, "top_k": 20, "presence_penalty": 0.5, "stop": ("a", "th")},
-        {"logprobs": 2, "repetition_penalty": 1.2},
-    )
-    params = [SamplingParams(5 + 3 * row, seed=row, **kinds[row % 4]) for row in range(16)]
-
-    async def use(thread):
-        inputs = [GenerateInput([own], [wanted]) for own, wanted in zip(prompts, params)]
-        return await asyncio.gather(*(collect(thread.generate(own)) for own in inputs))
-
-    def make():
-        return small_engine(tiny_llama, max_num_seqs=6, drafter=PromptLookupDrafter())
-
-    found = run_calls(make, use)
-    alone = results_of(small_engine(tiny_llama), prompts, params)
-    assert [text[0] for text in found] == alone
-    assert {reason for _, _, _, reason in alone} == {"stop", "length"}
-
-
-def test_updates_come_while_the_text_is_written(tiny_llama):
-    """The next step waits until the reader has had the one before, and each update is new."""
-    turn = threading.Semaphore(1)
-
-    async def use(thread):
-        assert thread.thread is not threading.current_thread()
-        sizes = []
-        params = SamplingParams(max_new_tokens=4)
-        async for updates in thread.generate(GenerateInput([[1, 2]], [params])):
-            sizes.append(len(updates[0].tokens))
-            turn.release()
-        return sizes, thread
-
-    sizes, thread = run_calls(lambda: in_turns(small_engine(tiny_llama), turn), use)
-    assert sizes == [1, 1, 1, 1] and not thread.thread.is_alive()  # it ends with the block
+    thread.commands.put(look)
+    return await found and not thread.generations
 
 
 def test_what_a_slow_reader_has_not_fetched_is_one_update(tiny_llama):
-    prompts = random_prompts([4, 6])
+    prompts = [random_tokens(4, 4000, 0), random_tokens(6, 4000, 1)]
     params = [SamplingParams(max_new_tokens=40, logprobs=1), SamplingParams(max_new_tokens=3)]
 
     async def use(thread):
@@ -197,48 +147,6 @@ def test_each_reader_hears_that_its_engine_died(tiny_llama, capfd):
     assert capfd.readouterr().err.endswith("ZeroDivisionError: division by zero\n")
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_a_cancelled_task_frees_what_it_held(tiny_llama, count):
-    """Queued (nothing is read), or after `count` updates; others go on."""
-    params = SamplingParams(max_new_tokens=30)
-
-    async def use(thread):
-        other = asyncio.ensure_future(collect(thread.generate(GenerateInput([[9]], [params]))))
-        seen = asyncio.Event()
-
-        async def read():
-            left = count
-            if not left:
-                seen.set()
-            async for _ in thread.generate(
-                GenerateInput(random_prompts([30] * 3), [endless()] * 3)
-            ):
-                left -= 1
-                if not left:
-                    seen.set()
-
-        task = asyncio.ensure_future(read())
-        await seen.wait()
-        await asyncio.sleep(0)  # it waits for the next one
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        steps = thread.engine.steps
-        scheduler = thread.engine.scheduler
-
-        def look():
-            return len(scheduler.running) + len(scheduler.waiting), thread.engine.steps
-
-        left, after = await in_thread(thread, look)
-        assert left <= 1 and after <= steps + 2
-        found = await other
-        assert await is_idle(thread)
-        return found[0]
-
-    found = run_calls(lambda: small_engine(tiny_llama, max_num_seqs=2), use)
-    assert [found] == results_of(small_engine(tiny_llama), [[9]], [params])
-
-
 @pytest.mark.parametrize("last, error", [(4096, UserError), (7, RequestFailed)])
 def test_a_text_that_is_refused_or_fails_ends_those_of_its_call(tiny_llama, last, error):
     def make():
@@ -250,38 +158,3 @@ def test_a_text_that_is_refused_or_fails_ends_those_of_its_call(tiny_llama, last
         return await is_idle(thread)
 
     assert run_calls(make, use)
-
-
-def test_the_end_of_the_thread_is_told_to_its_readers(tiny_llama):
-    async def main():
-        async with started(lambda: small_engine(tiny_llama)) as thread:
-            call = thread.generate(GenerateInput([[1]], [endless()]))
-            reader = asyncio.ensure_future(collect(call))
-            while not thread.engine.steps:
-                await asyncio.sleep(0)
-        with pytest.raises(EngineDead, match="shutting down"):
-            await asyncio.wait_for(reader, 5)
-        with pytest.raises(EngineDead, match="shutting down"):
-            await anext(thread.generate(GenerateInput([[1]], [endless()])))
-
-    asyncio.run(main())
-
-
-def test_a_text_that_fails_is_an_error_after_what_it_has(tiny_llama):
-    params = SamplingParams(max_new_tokens=9, ignore_eos=True, logprobs=0)
-
-    def fails(request):
-        return len(request.output) == 2 and request.tokens[0] == 5
-
-    async def use(thread):
-        good = asyncio.ensure_future(collect(thread.generate(GenerateInput([[1]], [params]))))
-        counts = []
-        with pytest.raises(RequestFailed) as failed:
-            async for step in thread.generate(GenerateInput([[5]], [params])):
-                counts.append((len(step[0].tokens), len(step[0].logprobs)))
-                assert step[0].finish_reason is None
-        return [sum(each) for each in zip(*counts)], str(failed.value), await good
-
-    counts, error, good = run_calls(lambda: failing(small_engine(tiny_llama), fails), use)
-    assert (counts, error) == ([2, 2], NOT_FINITE)
-    assert len(good[0][0]) == 9

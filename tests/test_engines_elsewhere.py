@@ -1,22 +1,12 @@
 """An app whose engines are elsewhere, and what happens where one of them ends."""
 
-import argparse
 import functools
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import CHECKPOINTS
-from replicas import (
-    Handle,
-    check_texts,
-    make_engine,
-    parse,
-    save_small,
-    serving_replicas,
-    streamed_texts,
-)
+from replicas import check_texts, make_engine, parse, save_small, serving_replicas, streamed_texts
 from serving import (
     ENDLESS,
     PATH,
@@ -30,7 +20,6 @@ from serving import (
 )
 
 from constraints import compiler
-from server import replicas
 
 
 @pytest.fixture(scope="module")
@@ -125,16 +114,6 @@ def test_what_the_command_line_says_reaches_app_and_engines(model, tmp_path):
             body = {"prompt": [7] * 9, "cache_salt": cache_salt}
             assert client.post(PATH, body, key)[0] == 200
             assert replica.thread.engine.scheduler.prefix_cache_hits == shared
-
-
-def test_the_ingress_process_collects_no_garbage_of_its_imports(monkeypatch):
-    frozen = []
-    monkeypatch.setattr(replicas, "freeze", lambda: frozen.append(True))
-    options = {"host": "127.0.0.1", "api_key": None, "allow_origin": [], "allowed_host": []}
-    options |= {"lora_modules": [], "chat_template": None, "generation_config": "auto"}
-    args = argparse.Namespace(model=CHECKPOINTS / "stories-llama", **options)
-    replicas.Ingress(args, Handle([])).__serve_build_asgi_app__()
-    assert frozen == [True]
 
 
 def check_ended(answer: dict) -> None:

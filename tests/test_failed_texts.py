@@ -18,7 +18,6 @@ from engines import (
     step,
 )
 
-from engine.cache import PagedCache
 from loading.load import save_model
 
 NAN = "the model returned logits that are NaN or infinite: its weights are broken, or its dtype's range is too small (try --dtype float32)"
@@ -110,23 +109,3 @@ def test_errors_follow_the_output_of_other_requests(cli, engine_cli, broken, pro
     long = "A dog and a cat and a bird and a fish and a frog"
     result = engine_cli("--model", broken, "--prompt", long, "--prompt", long)
     assert is_one_line(result, f": error: sequence 1: {NAN}; sequence 2: {NAN}\n")
-
-
-def test_a_pass_that_fails_is_one_line(cli, engine_cli, tiny_checkpoint, monkeypatch):
-    prepare = PagedCache.prepare
-    passes = []
-
-    def fail_once(*args):
-        passes.append(None)
-        if len(passes) == 3:
-            raise RuntimeError("CUDA error: out of memory\nCompile with more.\n")
-        return prepare(*args)
-
-    monkeypatch.setattr(PagedCache, "prepare", fail_once)
-    args = ("--model", tiny_checkpoint, "--max-new-tokens", 4, "--backend", "torch")
-    args += ("--prompt", "Two")
-    code, out, err = engine_cli("--prompt", "One", *args, "--max-num-seqs", 1)
-    first, second = out.removesuffix("\n").split(LINE)
-    assert code == 2 and err.count("\n") == 3
-    assert err.endswith(": error: sequence 1: the sequences of this step do not fit in memory\n")
-    assert second + "\n" == cli(*args)[1] and first.startswith("One") and len(passes) == 7

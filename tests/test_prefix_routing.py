@@ -1,16 +1,14 @@
 """Which replica gets a request: the one that has its beginning, unless it has too much to do."""
 
 import asyncio
-import importlib
 import runpy
 import sys
 from concurrent.futures import Future
 from types import SimpleNamespace
 
 from conftest import ROOT, random_tokens
-from engines import make_greedy
+from engines import finish, make_greedy
 
-import serve_ray
 from sampling import SamplingParams
 from server.backend import GenerateInput
 from server.prefixes import PrefixIndex
@@ -19,7 +17,6 @@ SIZES = {"block_size": 64, "stride": None, "page_size": 4, "num_pages": 48, "max
 
 
 def make(*replicas, **sizes):
-    assert importlib.util.find_spec("server.prefixes")
     prefix_index = PrefixIndex(**SIZES | sizes)
     prefix_index.set_replicas(set(replicas))
     return prefix_index
@@ -47,14 +44,12 @@ def test_a_prompt_goes_where_its_beginning_is():
     send(prefix_index, "a", PROMPT, cache_salt="x")  # another beginning
     assert first(prefix_index, PROMPT, cache_salt="x") == "a"
     assert first(prefix_index, PROMPT, cache_salt="y") == "c"
-
-
-def test_the_last_token_is_computed_and_a_page_counts_when_it_is_full():
     prefix_index = make(*"ab")
     send(prefix_index, "a", PROMPT[:8])
     send(prefix_index, "b", [60] * 20)
     assert first(prefix_index, PROMPT[:9], replicas="ba") == "a"
     send(prefix_index, "a", [59] * 20)  # from now on it has more pages
+    # A page counts when it is full, and the last token is computed.
     assert first(prefix_index, PROMPT[:5], replicas="ab") == "a"
     assert first(prefix_index, PROMPT[:4], replicas="ab") == "b"
 
@@ -87,9 +82,8 @@ def test_where_no_row_is_free_pages_do_not_count():
     prefix_index.add_request("a", "other", [[1]], "")
     prefix_index.add_request("b", "one", [[1]], "")
     assert first(prefix_index, PROMPT, replicas="ba") == "b"
-    send(
-        prefix_index, "b", *[[60 - page] * 9 for page in range(9)]
-    )  # more pages than a, less to do
+    pages = [[60 - page] * 9 for page in range(9)]
+    send(prefix_index, "b", *pages)  # more pages than a, less to do
     assert first(prefix_index, [58] * 3, replicas="ab") == "b"
 
 
@@ -116,28 +110,23 @@ def test_a_window_is_what_counts_of_a_long_prompt():
     assert first(prefix_index, long[:60], replicas="ab") == "b"
 
 
-def test_a_call_is_with_one_replica():
+def test_a_call_is_with_one_replica_and_replicas_come_and_go():
     prefix_index = make(*"ab")
     prefix_index.add_request("a", "call", [[1], [2]], "")
     assert first(prefix_index, PROMPT, replicas="ab") == "b"
     prefix_index.add_request("b", "call", [[1], [2]], "")
     prefix_index.finish_request("a", "call")  # late
     assert first(prefix_index, PROMPT, replicas="ba") == "a"
-    prefix_index.set_replicas({"a"})
-    assert not prefix_index.requests
-
-
-def test_replicas_come_and_go():
-    prefix_index = make(*"ab")
     send(prefix_index, "a", PROMPT)
     prefix_index.set_replicas({"b", "c"})
     prefix_index.add_request("a", "late", [PROMPT], "")
     prefix_index.finish_request("a", "late")
-    assert set(prefix_index.pages) == {"b", "c"} and not prefix_index.requests
-    send(prefix_index, "b", [1], over=False)
+    assert set(prefix_index.pages) == {"b", "c"} and set(prefix_index.requests) == {"call"}
     prefix_index.set_replicas({"a", "b"})
     assert first(prefix_index, PROMPT, replicas="ba") == "a"  # b still writes
     assert not prefix_index.pages["a"]
+    prefix_index.set_replicas({"a"})
+    assert not prefix_index.requests
 
 
 def test_pages_found_are_those_that_an_engine_finds(tiny):
@@ -149,19 +138,12 @@ def test_pages_found_are_those_that_an_engine_finds(tiny):
     for row in range(20):
         digits = [row % 2, row % 3, row % 4, row % 5 % 4][: row % 4 + 1]
         prompt = sum((parts[digit] for digit in digits), [])
-        expected += 4 * sum(
-            name in prefix_index.pages["a"] for name in prefix_index.page_hashes([prompt], "", 1)
-        )
+        pages = prefix_index.page_hashes([prompt], "", 1)
+        expected += 4 * sum(name in prefix_index.pages["a"] for name in pages)
         send(prefix_index, "a", prompt)
         engine.add(prompt, SamplingParams(max_new_tokens=1))
-        while engine.busy:
-            engine.step()
+        finish(engine)
     assert engine.scheduler.prefix_cache_hits == expected > 0
-
-
-def test_it_is_what_chooses_if_nothing_is_said():
-    parser = serve_ray.make_parser()
-    assert getattr(parser.parse_args([]), "routing", None) == "prefix"
 
 
 class RequestRouter:
@@ -176,17 +158,21 @@ def test_a_router_knows_where_calls_are(monkeypatch):
     ray = SimpleNamespace(RequestRouter=RequestRouter, **dict.fromkeys(names, object))
     for name in ("ray", "ray.serve", "ray.serve.request_router"):
         monkeypatch.setitem(sys.modules, name, ray)
-    router = runpy.run_path(str(ROOT / "server" / "router.py"))["PrefixAwareRouter"]()
+    module = runpy.run_path(str(ROOT / "server" / "router.py"))
+    router = module["PrefixAwareRouter"]()
     router.initialize_state(**SIZES)
     a, b = [SimpleNamespace(replica_id=name) for name in "ab"]
     router.update_replicas([a, b])
     calls = router.prefix_index.requests
 
-    def choose(call, prompt):
+    def request(call, prompt, *adapter):
         metadata = SimpleNamespace(internal_request_id=call)
-        inputs = GenerateInput([prompt], [SamplingParams()], "cache_salt", call)
-        request = SimpleNamespace(args=(inputs,), metadata=metadata, future=Future())
-        return request, asyncio.run(router.choose_replicas([a, b], request))
+        inputs = GenerateInput([prompt], [SamplingParams()], "cache_salt", call, *adapter)
+        return SimpleNamespace(args=(inputs,), metadata=metadata, future=Future())
+
+    def choose(call, prompt):
+        made = request(call, prompt)
+        return made, asyncio.run(router.choose_replicas([a, b], made))
 
     one, order = choose("one", PROMPT)
     assert (order, calls) == ([[a], [b]], {"one": ("a", 1)})  # before Ray has sent it
@@ -206,3 +192,6 @@ def test_a_router_knows_where_calls_are(monkeypatch):
     assert calls == {"three": ("b", 1)}
     router.update_replicas([a])
     assert not router.prefix_index.requests
+    # Calls with different adapters have no prefix in common.
+    salts = [module["prompts_and_salt"](request("x", [1], *own)) for own in ((), ("",), ("f",))]
+    assert salts[0] == salts[1] == ([[1]], "cache_salt") and salts[2][1] != "cache_salt"

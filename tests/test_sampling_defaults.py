@@ -6,12 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import CHECKPOINTS, is_one_line, refused
-from gguf import Keys
 from serving import SMALL, engine_alone, serving, small_encoding, small_engine
 
-import infer_engine
 from command_line.chat import print_sampling_defaults
-from loading.defaults import GGUF_KEYS, describe_sampling_defaults, read_sampling_defaults
+from loading.defaults import read_sampling_defaults
 from loading.load import Source, resolve_source
 from server.served import server_defaults
 from text.chat import Chat
@@ -20,6 +18,7 @@ FILE = "generation_config.json"
 MESSAGES = [{"role": "user", "content": "rocket, moon"}]
 ASK = ("--chat", "--prompt", "rocket, moon", "--max-new-tokens", 20, "--seed", 1)
 OFF = "--generation-config none"
+GREEDY = {"temperature": 0, "repetition_penalty": 2}
 
 
 def saying(directory, said: dict) -> Source:
@@ -28,57 +27,45 @@ def saying(directory, said: dict) -> Source:
     return Source("directory", str(directory))
 
 
-@pytest.mark.parametrize(
-    "said, found",
-    [
-        ({}, {}),
-        ({"eos_token_id": 3, "_from_model_config": True, "max_new_tokens": 9}, {}),
-        ({"temperature": 0.6, "top_p": 0.95}, {"temperature": 0.6, "top_p": 0.95}),
-        (
-            {"do_sample": True, "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05},
-            {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05},
-        ),
-        (
-            {"do_sample": True, "top_p": 0.9, "min_p": 0.1},
-            {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1},
-        ),
-        ({"top_k": 50}, {"temperature": 1.0, "top_k": 50}),
-        ({"do_sample": True}, {"temperature": 1.0}),
-        ({"do_sample": False, "temperature": 0.7, "top_p": 0.9}, {"temperature": 0.0}),
-        (
-            {"temperature": 0, "top_k": 5, "repetition_penalty": 2},
-            {"temperature": 0, "repetition_penalty": 2},
-        ),
-        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
-        # Values that turn nothing on.
-        ({"temperature": None, "top_k": None, "top_p": 1.0, "min_p": 0}, {}),
-        ({"top_k": 0}, {}),
-        ({"temperature": 1.0, "top_k": -1, "repetition_penalty": 1.0}, {"temperature": 1.0}),
-    ],
-    ids=str,
-)
-def test_what_generation_config_says(tmp_path, said, found):
-    assert read_sampling_defaults(saying(tmp_path, said)) == found
+SAYS = [  # generation_config.json, defaults
+    ({}, {}),
+    ({"eos_token_id": 3, "_from_model_config": True, "max_new_tokens": 9}, {}),
+    ({"temperature": 0.6, "top_p": 0.95}, {"temperature": 0.6, "top_p": 0.95}),
+    (
+        {"do_sample": True, "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05},
+        {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05},
+    ),
+    ({"top_p": 0.9, "min_p": 0.1}, {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1}),
+    ({"top_k": 50}, {"temperature": 1.0, "top_k": 50}),
+    ({"do_sample": True}, {"temperature": 1.0}),
+    ({"do_sample": False, "temperature": 0.7, "top_p": 0.9}, {"temperature": 0.0}),
+    ({"temperature": 0, "top_k": 5, "repetition_penalty": 2}, GREEDY),
+    ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+    # Values that turn nothing on.
+    ({"temperature": None, "top_k": None, "top_p": 1.0, "min_p": 0}, {}),
+    ({"top_k": 0}, {}),
+    ({"temperature": 1.0, "top_k": -1, "repetition_penalty": 1.0}, {"temperature": 1.0}),
+]
+WRONG = [  # key, value, what it must be
+    *(("temperature", value, "a finite number >= 0") for value in (-1, "0.7", True)),
+    *(("top_p", value, "a number in (0, 1]") for value in (0, 1.5)),
+    *(("top_k", value, "an integer >= 0") for value in (0.5, -2)),
+    ("min_p", [0.1], "a number in [0, 1]"),
+    ("repetition_penalty", 0, "a finite number > 0"),
+]
 
 
-@pytest.mark.parametrize(
-    "key, value, allowed",
-    [
-        ("temperature", -1, "a finite number >= 0"),
-        ("temperature", "0.7", "a finite number >= 0"),
-        ("temperature", True, "a finite number >= 0"),
-        ("top_p", 0, "a number in (0, 1]"),
-        ("top_p", 1.5, "a number in (0, 1]"),
-        ("top_k", 0.5, "an integer >= 0"),
-        ("top_k", -2, "an integer >= 0"),
-        ("min_p", [0.1], "a number in [0, 1]"),
-        ("repetition_penalty", 0, "a finite number > 0"),
-    ],
-)
-def test_a_value_out_of_range_names_file_and_key(tmp_path, key, value, allowed):
-    message = refused(read_sampling_defaults, saying(tmp_path, {key: value}))
-    said = f"{tmp_path / FILE}: {key} {value!r}: must be {allowed}; {OFF}"
-    assert message.startswith(said)
+def test_what_generation_config_says(tmp_path):
+    for said, found in SAYS:
+        assert read_sampling_defaults(saying(tmp_path, said)) == found
+    for key, value, allowed in WRONG:
+        message = refused(read_sampling_defaults, saying(tmp_path, {key: value}))
+        said = f"{tmp_path / FILE}: {key} is {value!r}; it must be {allowed}; {OFF}"
+        assert message.startswith(said)
+    card = {"temperature": 0.2, "top_p": 0.9}
+    assert read_sampling_defaults(Source("gguf", "not/there.gguf", "smollm2")) == card
+    for name in ("random:gpt2", CHECKPOINTS / "stories", SMALL):
+        assert read_sampling_defaults(resolve_source(name)) == {}
 
 
 def gguf(directory, metadata: dict) -> SimpleNamespace:
@@ -99,20 +86,6 @@ def test_what_a_gguf_file_says(tmp_path):
     assert read_sampling_defaults(gguf(tmp_path, {"general.name": "x"})) == {"temperature": 0.3}
     message = refused(read_sampling_defaults, gguf(tmp_path, {f"{owner}penalty_repeat": -1.0}))
     assert message.startswith(f"x.gguf: {owner}penalty_repeat -1.0: must be a finite number")
-
-
-def test_names_of_llama_cpp():
-    general = Keys.General
-    names = [general.SAMPLING_TEMP, general.SAMPLING_TOP_K, general.SAMPLING_TOP_P]
-    names += [general.SAMPLING_MIN_P, general.SAMPLING_PENALTY_REPEAT]
-    assert list(GGUF_KEYS.values()) == names
-
-
-def test_other_models():
-    card = {"temperature": 0.2, "top_p": 0.9}
-    assert read_sampling_defaults(Source("gguf", "not/there.gguf", "smollm2")) == card
-    for name in ("random:gpt2", CHECKPOINTS / "stories", SMALL):
-        assert read_sampling_defaults(resolve_source(name)) == {}
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +114,8 @@ ALL = ("--temperature", 1.5, "--top-k", 40, "--repetition-penalty", 1.2)
     ],
     ids=str,
 )
-def test_a_chat_on_the_command_line(cli, run_main, advised, options, same, said):
-    for run in (cli, lambda *args: run_main(infer_engine.main, *args)):
+def test_a_chat_on_the_command_line(cli, engine_cli, advised, options, same, said):
+    for run in (cli, engine_cli):
         expected = run("--model", SMALL, *ASK, *same)
         code, out, err = run("--model", advised, *ASK, *options)
         assert (code, out) == expected[:2], err
@@ -154,11 +127,9 @@ def test_a_chat_on_the_command_line(cli, run_main, advised, options, same, said)
 
 def test_nothing_but_chats_takes_them(cli, advised):
     plain = ("--prompt", "One day", "--max-new-tokens", 8)
-    code, out, err = cli("--model", advised, *plain)
-    assert (code, out) == cli("--model", SMALL, *plain)[:2] and "note" not in err
-    beams = (*ASK[:5], "--num-beams", 2)
-    code, out, err = cli("--model", advised, *beams)
-    assert (code, out) == cli("--model", SMALL, *beams)[:2] and "note" not in err
+    for words in (plain, (*ASK[:5], "--num-beams", 2)):
+        code, out, err = cli("--model", advised, *words)
+        assert (code, out) == cli("--model", SMALL, *words)[:2] and "note" not in err
     alone = cli("--model", advised, *plain, "--generation-config", "none")
     assert is_one_line(alone, "error: --generation-config requires --chat")
 
@@ -180,8 +151,6 @@ def test_a_server_takes_them_for_chats(tiny_llama):
 
 
 def test_a_server_names_them_once(advised, tmp_path, capsys):
-    from serve import main
-
     def found(model, said="auto") -> dict:
         args = SimpleNamespace(generation_config=said, chat_template=None)
         return server_defaults(args, resolve_source(model))
@@ -193,13 +162,6 @@ def test_a_server_names_them_once(advised, tmp_path, capsys):
         assert nothing == {}
         print_sampling_defaults(nothing)
     assert capsys.readouterr().err == ""
-    print_sampling_defaults(expected)
-    said = "temperature 1.5, top-k 40, repetition-penalty 1.2"
+    print_sampling_defaults(expected | {"top_k": 10**6})
+    said = "temperature 1.5, top-k 1000000, repetition-penalty 1.2"
     assert capsys.readouterr().err == NOTE + said + END
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert "--generation-config {auto,none}" in capsys.readouterr().out
-
-
-def test_a_note_writes_whole_numbers_whole():
-    assert "top-k 1000000, top-p 0.9;" in describe_sampling_defaults({"top_k": 10**6, "top_p": 0.9})

@@ -18,7 +18,7 @@ from chats import (
     tool,
     tool_grammar,
 )
-from serving import check_refused, official_client, results_of, serving
+from serving import check_refused, results_of, serving
 
 from sampling import SamplingParams
 from server.backend import GenerateInput
@@ -217,23 +217,6 @@ def test_log_probabilities_are_of_all_tokens(served):
     (choice,) = client.post(PATH, body | {"max_tokens": 120})[1]["choices"]
     text = "".join(each["token"] for each in choice["logprobs"]["content"])
     assert same(template, text.removesuffix("<|im_end|>"), choice["message"])
-
-
-def test_the_official_client_calls_tools(hermes):
-    ask = {"model": "small", "tools": TOOLS, "seed": 1, "parallel_tool_calls": False}
-    ask |= {"tool_choice": "required", "max_tokens": 200}
-    messages = list(MESSAGES)
-    with official_client(hermes) as openai_client:
-        completions = openai_client.chat.completions
-        for turn in range(2):
-            reply = completions.create(messages=messages, **ask).choices[0].message
-            with completions.stream(messages=messages, **ask) as stream:
-                types = {event.type for event in stream}
-                (again,) = stream.get_final_completion().choices[0].message.tool_calls
-            (made,) = reply.tool_calls
-            assert again.function.arguments == made.function.arguments
-            assert types >= {f"tool_calls.function.arguments.{end}" for end in ("delta", "done")}
-            messages += [reply, {"role": "tool", "tool_call_id": made.id, "content": str(turn)}]
 
 
 def said(arguments) -> list[dict]:
