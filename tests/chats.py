@@ -19,8 +19,7 @@ AS_OBJECT = {"__type": "AddedToken", "content": END, "lstrip": False}
 SPECIAL = {"bos_token": BOS, "eos_token": AS_OBJECT, "pad_token": None, "add_bos_token": True}
 
 # In the form of Qwen2.5's: a system message of its own, a branch for tools.
-CHATML = r"""{%- if tools %}
-    {{- '<|im_start|>system\nTools: ' + (tools | tojson) + '<|im_end|>\n' }}
+CHATML = r"""{%- if tools %}{{- '<|im_start|>system\nTools: ' + (tools | tojson) + '<|im_end|>\n' }}
 {%- elif messages[0].role != 'system' %}
     {{- '<|im_start|>system\nYou write stories.<|im_end|>\n' }}
 {%- endif %}
@@ -29,18 +28,12 @@ CHATML = r"""{%- if tools %}
         {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
     {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-{%- endif %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
 # In the form of Llama 3's: it begins with BOS, trims, and names the day.
 HEADERS = r"""{{- bos_token }}
-{%- if not day is defined %}
-    {%- set day = strftime_now("%d %b %Y") %}
-{%- endif %}
-{%- if documents is not none %}
-    {{- raise_exception("no documents") }}
-{%- endif %}
+{%- if not day is defined %}{%- set day = strftime_now("%d %b %Y") %}{%- endif %}
+{%- if documents is not none %}{{- raise_exception("no documents") }}{%- endif %}
 {%- for message in messages %}
     {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}
     {{- message['content'] | trim + '<|eot_id|>' }}
@@ -64,22 +57,14 @@ LINES = r"""{{ bos_token }}
 
 # In the form of Qwen2.5's, with tools as NousResearch's Hermes has them.
 HERMES = r"""{{- '<|im_start|>system\n' }}
-{%- if messages[0].role == 'system' %}
-    {{- messages[0].content }}
-{%- else %}
-    {{- 'You write stories.' }}
-{%- endif %}
-{%- if tools %}
-    {{- '\n\nTools:\n<tools>' }}
-    {%- for tool in tools %}
-        {{- '\n' + (tool | tojson) }}
-    {%- endfor %}
-    {{- '\n</tools>' }}
+{%- if messages[0].role == 'system' %}{{- messages[0].content }}
+{%- else %}{{- 'You write stories.' }}{%- endif %}
+{%- if tools %}{{- '\n\nTools:\n<tools>' }}
+    {%- for tool in tools %}{{- '\n' + (tool | tojson) }}{%- endfor %}{{- '\n</tools>' }}
 {%- endif %}
 {{- '<|im_end|>\n' }}
 {%- for message in messages %}
-    {%- if message.role == 'assistant' %}
-        {{- '<|im_start|>assistant' }}
+    {%- if message.role == 'assistant' %}{{- '<|im_start|>assistant' }}
         {%- if message.content or not message.tool_calls %}
             {{- '\n' + message.content.split('</think>')[-1] }}
         {%- endif %}
@@ -95,9 +80,7 @@ HERMES = r"""{{- '<|im_start|>system\n' }}
         {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
     {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-{%- endif %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
 NEEDS_SYSTEM = (
     "{% if messages[0].role != 'system' %}{{ raise_exception('a system message first') }}"
@@ -105,17 +88,13 @@ NEEDS_SYSTEM = (
 )
 # In the form of Llama 3.2's: one call a reply, which is bare JSON; a result is of ipython.
 BARE = r"""{{- bos_token }}
-{%- if tools is not none %}
-    {{- '<|start_header_id|>system<|end_header_id|>\n\nTools:\n\n' }}
-    {%- for tool in tools %}
-        {{- (tool | tojson(indent=4)) + '\n\n' }}
-    {%- endfor %}
+{%- if tools is not none %}{{- '<|start_header_id|>system<|end_header_id|>\n\nTools:\n\n' }}
+    {%- for tool in tools %}{{- (tool | tojson(indent=4)) + '\n\n' }}{%- endfor %}
     {{- '<|eot_id|>' }}
 {%- endif %}
 {%- for message in messages %}
     {%- if 'tool_calls' in message %}
-        {%- if message.tool_calls | length != 1 %}
-            {{- raise_exception('one call at a time') }}
+        {%- if message.tool_calls | length != 1 %}{{- raise_exception('one call at a time') }}
         {%- endif %}
         {%- set call = message.tool_calls[0].function %}
         {{- '<|start_header_id|>assistant<|end_header_id|>\n\n{"name": "' + call.name }}
@@ -138,11 +117,9 @@ LISTED = r"""{{- bos_token }}
             {{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}
         {%- endif %}
         {{- '[INST]' + message.content + '[/INST]' }}
-    {%- elif message.tool_calls is defined %}
-        {{- '<tool_call>[' }}
+    {%- elif message.tool_calls is defined %}{{- '<tool_call>[' }}
         {%- for call in message.tool_calls %}
-            {%- if call.id | length != 9 %}
-                {{- raise_exception('ids have nine characters') }}
+            {%- if call.id | length != 9 %}{{- raise_exception('ids have nine characters') }}
             {%- endif %}
             {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}
             {{- ']<|im_end|>' if loop.last else ', ' }}
@@ -150,9 +127,7 @@ LISTED = r"""{{- bos_token }}
     {%- elif message.role == 'tool' %}
         {{- '[TOOL_RESULTS]{"content": ' + message.content + ', "call_id": "' }}
         {{- message.tool_call_id + '"}[/TOOL_RESULTS]' }}
-    {%- else %}
-        {{- message.content + '<|im_end|>' }}
-    {%- endif %}
+    {%- else %}{{- message.content + '<|im_end|>' }}{%- endif %}
 {%- endfor %}
 """
 WITH_TOOLS = {"hermes": HERMES, "bare": BARE, "listed": LISTED}
@@ -181,17 +156,15 @@ def write_template(directory, template, as_file=False, **config) -> None:
 
 def conversation(*contents, system=None):
     """Messages of a user and an assistant in turns, after that of a system if there is one."""
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    for i, text in enumerate(contents):
-        messages.append({"role": ("user", "assistant")[i % 2], "content": text})
-    return messages
+    said = [] if system is None else [("system", system)]
+    said += [(("user", "assistant")[i % 2], text) for i, text in enumerate(contents)]
+    return [{"role": role, "content": text} for role, text in said]
 
 
 def theirs(tokenizer, messages, **options):
     """What transformers makes of it."""
-    return tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=False, **options
-    )
+    options |= {"add_generation_prompt": True, "return_dict": False}
+    return tokenizer.apply_chat_template(messages, **options)
 
 
 def control_ids(ids):
@@ -204,11 +177,6 @@ def replies(directory, prompts, **params):
     encoding = load_encoding(directory, 4104)
     rows = run_rows(model, prompts, **params)
     return [encoding.decode([token for token in row if token != 4098]) for row in rows]
-
-
-def shown(texts: list[str]) -> str:
-    """Several texts as scripts print them."""
-    return ("\n" + "-" * 40 + "\n").join(texts) + "\n"
 
 
 def tool(name: str, properties: dict | None = None, **more) -> dict:

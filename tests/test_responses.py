@@ -90,9 +90,11 @@ def events_of(client, body: dict) -> list[dict]:
 
 def replayed(events: list[dict]) -> list[dict]:
     """The output that events amount to, each of them in its place."""
+    kinds = ["response.created", "response.in_progress"]
+    assert [(each["type"], each["response"]["output"]) for each in events[:2]] == [
+        (kind, []) for kind in kinds
+    ]
     output = []
-    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
-    assert [event["response"]["output"] for event in events[:2]] == [[], []]
     steps = iter(events[2:-1])
 
     def step(name: str, where: dict) -> dict:
@@ -102,17 +104,16 @@ def replayed(events: list[dict]) -> list[dict]:
 
     for event in steps:
         item = event["item"]
-        assert event["type"] == "response.output_item.added"
-        assert (event["output_index"], item["status"]) == (len(output), "in_progress")
-        where = {"item_id": item["id"], "output_index": len(output)}
+        place = {"output_index": len(output)}
+        assert event["type"] == "response.output_item.added" and item["status"] == "in_progress"
+        assert place.items() <= event.items()
+        where = place | {"item_id": item["id"]}
         is_message = item["type"] == "message"
+        name, field = "function_call_arguments", "arguments"
         if is_message:
-            assert item["content"] == []
             name, field, where = "output_text", "text", where | {"content_index": 0}
             assert step("content_part.added", where)["part"]["text"] == ""
-        else:
-            name, field = "function_call_arguments", "arguments"
-            assert item["arguments"] == ""
+        assert not item["content" if is_message else "arguments"]
         text, entries = "", []
         while (event := next(steps))["type"] == f"response.{name}.delta":
             assert where.items() <= event.items()
@@ -120,15 +121,16 @@ def replayed(events: list[dict]) -> list[dict]:
             entries += event.get("logprobs", [])
         assert event["type"] == f"response.{name}.done"
         assert (where | {field: text}).items() <= event.items()
+        own = {"arguments": text}
         if is_message:
             part = {"type": "output_text", "text": text, "annotations": [], "logprobs": entries}
             assert step("content_part.done", where)["part"] == part
-        done = step("output_item.done", {"output_index": len(output)})["item"]
-        own = {"content": [part]} if is_message else {"arguments": text}
+            own = {"content": [part]}
+        done = step("output_item.done", place)["item"]
         assert done == item | own | {"status": done["status"]}
         output.append(done)
-    assert events[-1]["response"]["output"] == output
-    assert events[-1]["type"] == f"response.{events[-1]['response']['status']}"
+    last = events[-1]["response"]
+    assert (last["output"], events[-1]["type"]) == (output, f"response.{last['status']}")
     return output
 
 
@@ -136,10 +138,10 @@ def plain(value):
     """A response, or its output, without what is its own: ids and times."""
     if isinstance(value, list):
         return [plain(each) for each in value]
-    if not isinstance(value, dict):
-        return value
-    own = {"id", "call_id", "created_at", "completed_at"}
-    return {name: plain(each) for name, each in value.items() if name not in own}
+    if isinstance(value, dict):
+        own = {"id", "call_id", "created_at", "completed_at"}
+        return {name: plain(each) for name, each in value.items() if name not in own}
+    return value
 
 
 def items_of(message: dict) -> list[tuple]:
@@ -165,14 +167,16 @@ def hermes(chat_engine, write_chat):
 
 @pytest.mark.parametrize("given, length", [("cat, moon", 6), (MESSAGES, None)])
 def test_a_response_is_the_text_of_the_engine(client, tiny_llama, given, length):
-    talk = given if isinstance(given, list) else MESSAGES[:1]
-    prompt = Chat(SMALL).encode(talk, small_encoding())
+    prompt = Chat(SMALL).encode(MESSAGES if length is None else MESSAGES[:1], small_encoding())
     params = {"seed": 4, "top_p": 0.9, "temperature": 0.8}
     most = length or 64 - len(prompt)  # the rest of the context window
     tokens, text, _, reason = engine_alone(tiny_llama, prompt, max_new_tokens=most, **params)
     assert reason == "length"
     body = {"input": given, "max_output_tokens": length} | params
     found = whole(client, body)
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    message = {"type": "message", "role": "assistant", "status": "incomplete", "content": [part]}
+    assert plain(found["output"]) == [message] and found["output"][0]["id"].startswith("msg_")
     expected = {"object": "response", "model": "small", "status": "incomplete", "store": False}
     expected |= {"temperature": 0.8, "top_p": 0.9, "max_output_tokens": length}
     expected["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -183,13 +187,8 @@ def test_a_response_is_the_text_of_the_engine(client, tiny_llama, given, length)
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": len(prompt) + len(tokens),
     }
-    assert {name: found[name] for name in expected} == expected
+    assert expected.items() <= found.items()
     assert found["id"].startswith("resp_") and found["created_at"] > 0
-    (item,) = found["output"]
-    assert item["id"].startswith("msg_")
-    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-    message = {"type": "message", "role": "assistant", "status": "incomplete", "content": [part]}
-    assert plain(item) == message
     events = events_of(client, body)
     assert said_in(replayed(events)) == [text]
     assert plain(events[-1]["response"]) == plain(found)
@@ -330,35 +329,27 @@ TEXT_FORMAT = {"type": "json_schema", "name": "place", "schema": SCHEMA, "strict
 
 def test_the_format_of_a_text(hermes):
     named = {"json_schema": {name: TEXT_FORMAT[name] for name in ("name", "schema", "strict")}}
-    for text_format, nested in ((TEXT_FORMAT, named), ({"type": "json_object"}, {})):
-        body = {"messages": TOM, "response_format": nested | {"type": text_format["type"]}}
-        (choice,) = hermes.post(CHAT, body | {"max_tokens": 200, "seed": 2})[1]["choices"]
-        body = {"input": "Tom", "text": {"format": text_format, "verbosity": "low"}}
-        found = whole(hermes, body | {"max_output_tokens": 200, "seed": 2})
-        assert said_in(found["output"]) == [choice["message"]["content"]]
-        assert text_format.items() <= found["text"]["format"].items()
+    body = {"messages": TOM, "response_format": named | {"type": "json_schema"}, "seed": 2}
+    (choice,) = hermes.post(CHAT, body | {"max_tokens": 200})[1]["choices"]
+    body = {"input": "Tom", "text": {"format": TEXT_FORMAT, "verbosity": "low"}, "seed": 2}
+    found = whole(hermes, body | {"max_output_tokens": 200})
+    assert said_in(found["output"]) == [choice["message"]["content"]]
+    assert TEXT_FORMAT.items() <= found["text"]["format"].items()
 
 
-def test_log_probabilities_are_those_of_chat_completions(client):
+def test_log_probabilities_and_truncation_are_those_of_chat_completions(client):
     own = {"seed": 3, "top_logprobs": 2}
-    body = {"messages": MESSAGES[:1], "logprobs": True, "max_tokens": 9} | own
-    (choice,) = client.post(CHAT, body)[1]["choices"]
+    body = {"messages": conversation("x " * 100), "logprobs": True, "truncate_prompt_tokens": -1}
+    (choice,) = client.post(CHAT, body | own | {"max_tokens": 4})[1]["choices"]
     entries = choice["logprobs"]["content"]
-    assert len(entries) == 9
-    body = {"input": "cat, moon", "max_output_tokens": 9} | LOGPROBS | own
+    body = {"input": "x " * 100, "max_output_tokens": 4, "truncation": "auto"} | LOGPROBS | own
     found = whole(client, body)
-    assert found["output"][0]["content"][0]["logprobs"] == entries and found["top_logprobs"] == 2
+    assert len(entries) == 4 and found["output"][0]["content"][0]["logprobs"] == entries
+    assert said_in(found["output"]) == [choice["message"]["content"]]
+    assert (found["top_logprobs"], found["truncation"]) == (2, "auto")
+    assert found["usage"]["input_tokens"] == 60
     (item,) = replayed(events_of(client, body))
     assert item["content"][0]["logprobs"] == entries
-
-
-def test_truncation_keeps_the_last_tokens(client):
-    body = {"input": "x " * 100, "max_output_tokens": 4, "seed": 1}
-    given = {"messages": conversation("x " * 100), "max_tokens": 4, "seed": 1}
-    (choice,) = client.post(CHAT, given | {"truncate_prompt_tokens": -1})[1]["choices"]
-    found = whole(client, body | {"truncation": "auto"})
-    assert said_in(found["output"]) == [choice["message"]["content"]]
-    assert found["usage"]["input_tokens"] == 60 and found["truncation"] == "auto"
     answer = client.post(PATH, body | {"truncation": "disabled"})
     check_refused(answer, "input", 'truncation "auto"', code="context_length_exceeded")
 
@@ -473,16 +464,13 @@ REFUSED = [  # fields, the one that is named, words of the message
     (items(id="msg_1"), "input", "input.0.id msg_1 store: false"),
     (items(*MESSAGES, REFERENCE | {"id": "m" * 10**5}), "input", f"input.3.id {'m' * 100}"),
     (items(REFERENCE | {"id": ["msg_1"]}), "input", "input.0.id item_reference string"),
-    (items(REFERENCE | {"role": "user"}), "input", "input.0.role item_reference"),
     (items(type="web_search_call", id="w", action={}), "input", f"web_search_call {ITEM_TYPES}"),
     (message(content=[{"type": "input_image"}]), "input", "content.0.type input_image input_text"),
     (tools({"type": "mcp"}), "tools", "tools.2.type mcp function"),
     ({"tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice", "allowed_tools"),
-    ({"tool_choice": "any"}, "tool_choice", "none auto required"),
     ({"tool_choice": "required"}, "tool_choice", "tools"),
     (tools(tool_choice=FUNCTION | {"name": "messages"}), "tool_choice", "tool_choice.name"),
     (tools(TOOLS[0]), "tools", "tools.2.name look"),
-    (tools({"type": "function"}), "tools", "tools.2.name"),
     (tools({"type": "function", "name": "f", "function": {}}), "tools", "tools.2.function"),
     (tools(text={"format": {"type": "json_object"}}), "text", "text.format tools"),
     (tools(**LOGPROBS), "include", "message.output_text.logprobs tools"),
@@ -501,28 +489,21 @@ REFUSED = [  # fields, the one that is named, words of the message
     (text(type="json_object") | {"structured_outputs": {"regex": "a"}}, "structured_outputs", ""),
     (text(type="grammar"), "text", "text.format.type grammar text json_object json_schema"),
     ({"max_output_tokens": 10**9}, "max_output_tokens", "1000000000 262144"),
-    ({"max_output_tokens": "3"}, "max_output_tokens", "integer"),
-    ({"max_output_tokens": -2}, "max_output_tokens", "-1"),
     ({"max_output_tokens": 3, "min_tokens": 9}, "min_tokens", "9 max_output_tokens 3"),
-    ({"temperature": -1}, "temperature", "-1.0"),
     ({"reasoning": {"effort": 3}}, "reasoning", "reasoning.effort string"),
     ({"reasoning": {"efort": "low"}}, "reasoning", "reasoning.efort effort?"),
     ({"messages": MESSAGES}, "messages", "input?"),
     ({"response_format": {"type": "text"}}, "response_format", "text.format?"),
-    ({"temprature": 1}, "temprature", "temperature?"),
     ({"n": 2}, "n", ""),
     ({"verbosity": "low"}, "verbosity", "text.verbosity?"),
     ({"metadata": {"a": 1}}, "metadata", ""),
     ({"metadata": {f"{n}": f"{n}" for n in range(17)}}, "metadata", "17 16"),
     ({"stream_options": {"include_obfuscation": 1}}, "stream_options", "include_obfuscation"),
     ({"include_stop_str_in_output": True}, "include_stop_str_in_output", ""),
-    *(({name: "no"}, name, "") for name in ("store", "stream")),
     *(({"input": value}, "input", "") for value in (3, None, [], ["Tom"])),
     (items(REASONING), "input", "message reasoning"),
-    (items(REASONING, REASONING) | {"instructions": ""}, "input", "message reasoning"),
     (message(role="tool"), "input", "input.0.role user assistant system developer"),
     (message(content=None), "input", "input.0.content message"),
-    (message(name="<|im_end|>"), "input", "input.0.name [A-Za-z0-9_-]"),
     (message(contents="a"), "input", "input.0.contents"),
     (items(*MESSAGES, OUTPUT), "input", "input.3.call_id function_call"),
     (items(CALL | {"arguments": "[1]"}), "input", "input.0.arguments JSON"),
@@ -546,15 +527,12 @@ def test_what_is_refused_is_named_as_the_client_wrote_it(hermes, fields, param, 
         assert not re.search(names_of_chats, answer[1]["error"]["message"])
 
 
-def test_a_template_without_system_messages_is_named(client):
-    found = client.post(PATH, {"input": "Tom", "instructions": "Be kind."})
-    check_refused(found, "input", "chat template")
-
-
 def test_a_megabyte_of_items_has_a_short_answer(client):
-    for given in ([{}] * 200_000, [{"x": 1}] * 100_000, [["x"] * 10] * 10_000, {"x" * 10**6: 1}):
+    for given in ([{}] * 200_000, [["x"] * 10] * 10_000, {"x" * 10**6: 1}):
         status, found = client.post(PATH, {"input": given})
         assert status == 400 and len(found["error"]["message"]) < 200
+    found = client.post(PATH, {"input": "Tom", "instructions": "Be kind."})
+    check_refused(found, "input", "chat template")  # which has no system messages
 
 
 def test_null_in_a_schema_is_a_value(client):
@@ -602,16 +580,15 @@ def test_an_item_by_its_id_is_the_item(hermes, stream):
     assert kinds == ["message", "function_call"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_item_is_kept_unless_its_client_asks_not_to_store(client, stream):
-    for fields, kept in (({"store": False}, False), ({"store": None}, True), ({}, True)):
+def test_an_item_is_kept_unless_its_client_asks_not_to_store(client):
+    for fields in ({"store": False}, {"store": None}, {}):
         body = {"input": "Tom", "max_output_tokens": 3} | LOGPROBS | fields
-        (item,) = replayed(events_of(client, body)) if stream else whole(client, body)["output"]
-        body = {"input": [*by_id([item]), *MESSAGES[2:]], "max_output_tokens": 1}
-        if kept:
-            whole(client, body)
-        else:
-            check_refused(client.post(PATH, body), "input", f"input.0.id {item['id']}")
+        for (item,) in (replayed(events_of(client, body)), whole(client, body)["output"]):
+            again = {"input": [*by_id([item]), *MESSAGES[2:]], "max_output_tokens": 1}
+            if fields.get("store") is False:
+                check_refused(client.post(PATH, again), "input", f"input.0.id {item['id']}")
+            else:
+                whole(client, again)
 
 
 def test_kept_items_leave_by_their_last_use():
@@ -653,15 +630,14 @@ def test_items_by_id_are_no_more_than_a_body():
         resolve(16)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_fails_before_the_first_token_is_no_response(tiny_llama, stream):
-    body = {"input": "Tom", "max_output_tokens": 9, "stream": stream}
+def test_what_fails_before_the_first_token_is_no_response(tiny_llama):
+    body = {"input": "Tom", "max_output_tokens": 9}
     with serving(lambda: failing(small_engine(tiny_llama), lambda request: True)) as client:
-        if not stream:
-            assert client.post(PATH, body)[0] == 500
+        assert client.post(PATH, body)[0] == 500
         stop_engine(client)
-        status, answer = client.post(PATH, body)
-        assert (status, answer["error"]["type"]) == (503, "server_error")
+        for stream in (False, True):
+            status, answer = client.post(PATH, body | {"stream": stream})
+            assert (status, answer["error"]["type"]) == (503, "server_error")
 
 
 def test_what_fails_later_is_an_event(tiny_llama):
