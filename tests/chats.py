@@ -134,7 +134,6 @@ WITH_TOOLS = {"hermes": HERMES, "bare": BARE, "listed": LISTED}
 
 
 def save_base(tiny, directory) -> None:
-    """Write a random model of 4,104 tokens, which <|im_end|> ends, and a tokenizer; no template."""
     from tokenizers import AddedToken, Tokenizer
 
     model = tiny(dtype=torch.float32, vocab_size=4104, block_size=128, eos_token_id=4098)
@@ -146,7 +145,6 @@ def save_base(tiny, directory) -> None:
 
 
 def write_template(directory, template, as_file=False, **config) -> None:
-    """Give a model a template. as_file: in chat_template.jinja."""
     if as_file:
         (directory / "chat_template.jinja").write_text(template, "utf-8")
     else:
@@ -155,14 +153,12 @@ def write_template(directory, template, as_file=False, **config) -> None:
 
 
 def conversation(*contents, system=None):
-    """Messages of a user and an assistant in turns, after that of a system if there is one."""
     said = [] if system is None else [("system", system)]
     said += [(("user", "assistant")[i % 2], text) for i, text in enumerate(contents)]
     return [{"role": role, "content": text} for role, text in said]
 
 
 def theirs(tokenizer, messages, **options):
-    """What transformers makes of it."""
     options |= {"add_generation_prompt": True, "return_dict": False}
     return tokenizer.apply_chat_template(messages, **options)
 
@@ -172,7 +168,6 @@ def control_ids(ids):
 
 
 def replies(directory, prompts, **params):
-    """The texts that follow prompts, with the EOS that ends them left out."""
     model = load_model(directory)
     encoding = load_encoding(directory, 4104)
     rows = run_rows(model, prompts, **params)
@@ -180,14 +175,12 @@ def replies(directory, prompts, **params):
 
 
 def tool(name: str, properties: dict | None = None, **more) -> dict:
-    """A tool in OpenAI's form. properties: of its parameters, all of them required."""
     named = properties or {}
     parameters = {"type": "object", "properties": named, "required": list(named)}
     return {"type": "function", "function": {"name": name, "parameters": parameters} | more}
 
 
 def tool_grammar(directory, tools, choice="auto", parallel=True) -> str:
-    """The grammar of replies of a chat model that may call these tools."""
     from constraints.vocabulary import get_vocabulary
     from text.chat import Chat
     from text.tools import build_tool_grammar, detect_tool_format
@@ -199,12 +192,10 @@ def tool_grammar(directory, tools, choice="auto", parallel=True) -> str:
 
 
 def call(name: str, arguments, id: str = "abcdefghi") -> dict:
-    """A call of a tool, as a message has it. arguments: an object, or JSON for a request."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def used(text: str, arguments: dict, result: str) -> list[dict]:
-    """A conversation in which a tool was called, and answered."""
     messages = conversation(text)
     messages.append({"role": "assistant", "content": "", "tool_calls": [call("look", arguments)]})
     return messages + [{"role": "tool", "tool_call_id": "abcdefghi", "content": result}]

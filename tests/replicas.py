@@ -7,35 +7,33 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 from conftest import save_speaking
-from serving import serving_app, texts_by_index
+from serving import PATH, serving_app, texts_by_index
+
+from command_line.parser import Parser
+from engine.options import load_engine
+from loading.load import resolve_source
+from serve import add_server_options
+from server.replicas import Ingress, Replica
 
 OPTIONS = ["--device", "cpu", "--backend", "torch", "--page-size", "4"]
 
 
 def save_small(build, directory):
-    """A model that all replicas load. build: as `tiny`."""
     return save_speaking(build, directory, eos_token_id=4095)
 
 
 def parse(model, *options):
-    from command_line.parser import Parser
-    from serve import add_server_options
-
     parser = Parser()
     add_server_options(parser)
     return parser.parse_args([str(word) for word in ["--model", model, *OPTIONS, *options]])
 
 
 def make_engine(args):
-    """One for itself, as each replica has."""
-    from engine.options import load_engine
-    from loading.load import resolve_source
-
     return load_engine(args, resolve_source(args.model), "cpu")
 
 
 class Response:
-    """The answer to a call: what a replica's generator gives, sent from process to process.
+    """What a replica's generator gives, sent from process to process.
 
     The replica goes on until it is told to end, whatever becomes of who asked.
     """
@@ -76,30 +74,22 @@ class Handle:
         return self
 
     def broadcast(self, name):
-        return Broadcast([getattr(replica, name) for replica in self.replicas])
-
-    def remote(self, *call):
-        replica = next(self.turns)
-        return Response(replica.generate(*pickle.loads(pickle.dumps(call))), replica)
-
-
-class Broadcast:
-    """The answers to a call of all replicas; one, which has ended, gives an exception."""
-
-    def __init__(self, calls):
-        self.calls = calls
+        self.calls = [getattr(replica, name) for replica in self.replicas]
+        return self
 
     async def results_async(self, timeout_s, return_exceptions):
         assert timeout_s == 10 and return_exceptions
         found = [pickle.loads(pickle.dumps(call())) for call in self.calls]
         return [*found, RuntimeError("it has ended")]
 
+    def remote(self, *call):
+        replica = next(self.turns)
+        return Response(replica.generate(*pickle.loads(pickle.dumps(call))), replica)
+
 
 @contextlib.contextmanager
 def serving_replicas(args, count: int):
     """A Client to an app, and its replicas, `count` of them."""
-    from server.replicas import Ingress, Replica
-
     replicas = [object.__new__(Replica) for _ in range(count)]
 
     @contextlib.asynccontextmanager
@@ -117,40 +107,33 @@ def serving_replicas(args, count: int):
         yield client, replicas
 
 
-def bodies() -> list[dict]:
-    """Requests for texts of all kinds: each has the same answer, whoever writes it."""
-    prompts = ["Tom", ["cat", "a dog"], [5, 6, 7]]
-    kinds = [
-        {"temperature": 0},
-        {"seed": 7, "top_p": 0.9},
-        {"seed": 8, "n": 3, "stop": ["a", "th"]},
-        {"temperature": 0, "logprobs": 2, "echo": False},
-    ]
-    return [
-        {"prompt": prompt, "max_tokens": 4 + 3 * row, "ignore_eos": True} | kind
-        for row, (prompt, kind) in enumerate(itertools.product(prompts, kinds))
-    ]
+KINDS = [
+    {"temperature": 0},
+    {"seed": 7, "top_p": 0.9},
+    {"seed": 8, "n": 3, "stop": ["a", "th"]},
+    {"temperature": 0, "logprobs": 2, "echo": False},
+]
+BODIES = [  # each has the same answer, whoever writes it
+    {"prompt": prompt, "max_tokens": 4 + 3 * row, "ignore_eos": True} | kind
+    for row, (prompt, kind) in enumerate(itertools.product(["Tom", ["cat", "dog"], [5, 6]], KINDS))
+]
 
 
 def same(answer: tuple) -> tuple:
-    """Status and body of an answer, without what is its own."""
     status, body = answer
-    return status, {
-        key: value for key, value in body.items() if key not in ("id", "created", "model")
-    }
+    own = ("id", "created", "model")
+    return status, {key: value for key, value in body.items() if key not in own}
 
 
 def streamed_texts(client, body: dict) -> dict:
-    """The texts of a streamed answer, by index."""
-    texts = texts_by_index(client.events("/v1/completions", body | {"stream": True}))
+    texts = texts_by_index(client.events(PATH, body | {"stream": True}))
     return {index: text for index, (text, _) in texts.items()}
 
 
 def check_texts(client, one, clients: int) -> None:
-    """A server writes what a server with one engine writes, to one client and to several."""
-    own = [same(one.post("/v1/completions", body)) for body in bodies()]
-    assert [same(client.post("/v1/completions", body)) for body in bodies()] == own
+    own = [same(one.post(PATH, body)) for body in BODIES]
+    assert [same(client.post(PATH, body)) for body in BODIES] == own
     with ThreadPoolExecutor(clients) as pool:
-        found = list(pool.map(lambda body: streamed_texts(client, body), bodies()))
+        found = list(pool.map(lambda body: streamed_texts(client, body), BODIES))
     choices = [answer["choices"] for _, answer in own]
     assert found == [{choice["index"]: choice["text"] for choice in some} for some in choices]

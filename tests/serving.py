@@ -16,7 +16,21 @@ import threading
 import time
 from collections.abc import Iterator
 
-from conftest import CHECKPOINTS, ROOT, module_with
+import uvicorn
+from conftest import CHECKPOINTS, ROOT
+from prometheus_client.parser import text_string_to_metric_families
+
+import serve
+from engine.engine import Engine
+from sampling import SamplingParams
+from serve import UVICORN, listen
+from server.app import make_app
+from server.engine_thread import EngineThread
+from server.live import EngineMonitor
+from server.metrics import Metrics
+from server.served import ServedModel
+from text.chat import Chat
+from text.tokenizer import load_encoding
 
 SMALL = CHECKPOINTS / "stories-llama"
 PATH = "/v1/completions"
@@ -43,15 +57,10 @@ IGNORED_FIELDS = {  # field -> what asks for nothing, and for something
 
 @functools.cache
 def small_encoding():
-    from text.tokenizer import load_encoding
-
     return load_encoding(SMALL, 4096)
 
 
 def small_engine(tiny_llama, **options):
-    """An engine of a random model that has the vocabulary of an embedded one."""
-    from engine.engine import Engine
-
     model = tiny_llama(vocab_size=4096, block_size=64, eos_token_id=4095, bos_token_id=4095)
     return Engine(model, encoding=small_encoding(), **options)
 
@@ -68,12 +77,7 @@ def results_of(engine, prompts, params) -> list[tuple]:
 
 
 def engine_alone(tiny_llama, prompt, **fields) -> tuple:
-    """Tokens, text, log-probabilities and finish reason that the engine alone has for a request.
-
-    prompt: text or ids. fields: of SamplingParams; the others have the defaults of the API.
-    """
-    from sampling import SamplingParams
-
+    """What the engine alone writes to a prompt, text or ids, with the defaults of the API."""
     if isinstance(prompt, str):
         prompt = small_encoding().encode(prompt, allowed_special="all") or [4095]
     stop = fields.get("stop", ())
@@ -85,7 +89,6 @@ def engine_alone(tiny_llama, prompt, **fields) -> tuple:
 
 
 async def collect(updates) -> dict:
-    """All updates of a call, joined: by index what `results_of` has."""
     outputs = {}
     async for step in updates:
         assert step
@@ -98,12 +101,7 @@ async def collect(updates) -> dict:
 def in_turns(engine, turn):
     """Let each step of an engine wait for its turn, a semaphore; returns the engine."""
     step = engine.step
-
-    def one_step():
-        assert turn.acquire(timeout=60)
-        return step()
-
-    engine.step = one_step
+    engine.step = lambda: turn.acquire(timeout=60) and step()
     return engine
 
 
@@ -130,9 +128,6 @@ def writing(engine, ids: list[int]):
 
 @contextlib.asynccontextmanager
 async def started(make, **options):
-    """An EngineThread whose engine is made, closed after the block."""
-    from server.engine_thread import EngineThread
-
     thread = EngineThread(make, **options)
     thread.start()
     await thread.ready
@@ -143,8 +138,6 @@ async def started(make, **options):
 
 
 def run_calls(make, use, **options):
-    """The result of an async function of an EngineThread, with its event loop."""
-
     async def main():
         async with started(make, **options) as thread:
             return await asyncio.wait_for(use(thread), 60)
@@ -153,9 +146,12 @@ def run_calls(make, use, **options):
 
 
 def refusal(message: str, param: str | None = None, code: str | None = None) -> dict:
-    """The body of an answer that says what is wrong with a request."""
     error = {"message": message, "type": "invalid_request_error", "param": param, "code": code}
     return {"error": error}
+
+
+def server_error(message: str) -> dict:
+    return {"error": refusal(message)["error"] | {"type": "server_error"}}
 
 
 def check_refused(answer: tuple, param: str | None, said: str = "", status=400, code=None) -> None:
@@ -168,14 +164,7 @@ def check_refused(answer: tuple, param: str | None, said: str = "", status=400, 
     assert 0 < len(message) < 700 and all(word in message for word in said.split()), message
 
 
-def server_error(message: str) -> dict:
-    """The body of an answer to a good request that the server cannot serve."""
-    return {"error": refusal(message)["error"] | {"type": "server_error"}}
-
-
 def metric_families(client) -> list:
-    from prometheus_client.parser import text_string_to_metric_families
-
     with client.send("GET", "/metrics") as answer:
         assert answer.status == 200
         assert answer.headers["Content-Type"].startswith("text/plain; version=")
@@ -202,7 +191,6 @@ def until(condition, seconds: float = 120) -> None:
 
 
 def is_free(owner) -> bool:
-    """Whether nothing is left to do, and nothing is held. owner: of an EngineThread."""
     scheduler = owner.thread.engine.scheduler
     idle = not scheduler.running and not scheduler.waiting and not owner.thread.generations
     return idle and scheduler.pool.num_free_pages == scheduler.pool.num_pages
@@ -221,8 +209,6 @@ def connect(client, data: bytes) -> socket.socket:
 
 
 class Client:
-    """A server at a port of 127.0.0.1. thread: its EngineThread. server: uvicorn's."""
-
     def __init__(self, port: int, thread, server):
         self.port = port
         self.thread = thread
@@ -240,7 +226,6 @@ class Client:
         return connection.getresponse()
 
     def get(self, path: str) -> tuple:
-        """Status and body, read as JSON if there is one."""
         return self.ask("GET", path)
 
     def post(self, path: str, body, headers=()) -> tuple:
@@ -264,7 +249,6 @@ class Client:
 
 
 def official_client(client):
-    """OpenAI's own client of this server."""
     import openai
 
     url = f"http://127.0.0.1:{client.port}/v1"
@@ -272,25 +256,13 @@ def official_client(client):
 
 
 def stop_engine(client) -> None:
-    """End the engine of a server by an error."""
     client.thread.commands.put(lambda: 1 / 0)
     client.thread.thread.join(60)
 
 
 @contextlib.contextmanager
 def serving(make, chat=None, app_options=None, adapters=None, defaults=None, **options):
-    """A Client to an engine; the event loop has a thread of its own.
-
-    chat: the template of the model, or an error. app_options: of `make_app`.
-    adapters, defaults: of ServedModel. options: of the EngineThread.
-    """
-    from text.chat import Chat
-
-    make_app = module_with("server.app", "make_app").make_app
-
-    from server.live import EngineMonitor
-    from server.metrics import Metrics
-    from server.served import ServedModel
+    """A Client to an engine. chat: the model's template, or an error. options: of EngineThread."""
 
     @contextlib.asynccontextmanager
     async def enter():
@@ -306,11 +278,6 @@ def serving(make, chat=None, app_options=None, adapters=None, defaults=None, **o
 
 @contextlib.contextmanager
 def serving_app(enter):
-    """A Client to an app. enter: makes an async context manager of it and its EngineThread."""
-    import uvicorn
-
-    from serve import UVICORN, listen
-
     started = queue.SimpleQueue()
 
     async def main():
@@ -345,11 +312,10 @@ def serving_app(enter):
 def start(*arguments, program=None) -> Iterator[subprocess.Popen]:
     """A process of serve.py, which is no more after the block. program: what it runs instead."""
     options = ["--model", str(SMALL), "--port", "0", "--device", "cpu", "--backend", "torch"]
-    options += ["--drain-seconds", "60", *arguments]
-    command = [sys.executable, "serve.py", *options]
+    command = [sys.executable, "serve.py", *options, *arguments]
     if program:
         command = [sys.executable, "-c", program.format(arguments=options)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     pipes["env"] = os.environ | {"OMP_NUM_THREADS": "1"}  # more would only wait for each other
     # What is started in the background of a shell ignores Ctrl-C.
     pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -361,19 +327,13 @@ def start(*arguments, program=None) -> Iterator[subprocess.Popen]:
 
 
 def client_of(server: subprocess.Popen) -> Client:
-    """A Client to the address that a process prints."""
     return Client(int(server.stdout.readline().rsplit(":", 1)[1]), None, server)
 
 
 class Script:
-    """serve.py in a process forked from this one, because an import of torch takes seconds.
-
-    What it writes is in two files, out and err.
-    """
+    """serve.py in a process forked from this one, because an import of torch takes seconds."""
 
     def __init__(self, directory, *options):
-        import serve
-
         self.out = directory / "stdout"
         self.err = directory / "stderr"
         words = ["--model", SMALL, "--port", 0, "--device", "cpu", "--backend", "torch", *options]
@@ -397,7 +357,6 @@ class Script:
         self.process.join()
 
     def client(self) -> Client:
-        """A Client to the address that it prints."""
         until(lambda: self.written(self.out).endswith("\n") or not self.process.is_alive())
         return Client(int(self.written(self.out).rsplit(":", 1)[1]), None, None)
 

@@ -31,14 +31,12 @@ def adapted_engine(tiny_llama, **options):
 
 @pytest.fixture
 def client(tiny_llama):
-    """A Client to a server of a random model with the adapters a and b."""
     adapters = {"a": "somewhere/a", "b": "somewhere/b"}
     with serving(lambda: adapted_engine(tiny_llama), adapters=adapters) as client:
         yield client
 
 
 def own_text(model, prompt: str, adapter: str, **params) -> str:
-    """What `generate` writes with this adapter, "" for none, without EOS."""
     encoding = small_encoding()
     ids = encoding.encode(prompt, allowed_special="all")
     steps = generate(model, [ids], SamplingParams(**params), adapter=adapter)

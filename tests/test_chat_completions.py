@@ -19,7 +19,6 @@ def prompt_of(messages) -> list[int]:
 
 
 def alone(tiny_llama, messages, **params) -> tuple:
-    """Tokens, text, log-probabilities and finish reason of the engine alone."""
     ids = prompt_of(messages)
     return engine_alone(tiny_llama, ids, **{"max_new_tokens": max(64 - len(ids), 1)} | params)
 
@@ -29,7 +28,6 @@ FULL = [{"role": "user", "content": "x " * 27 + "x,"}]  # a window of tokens
 
 @pytest.mark.parametrize("messages", [MESSAGES, FULL])
 def test_a_reply_is_the_text_of_the_engine(client, tiny_llama, messages):
-    """Up to the end of the window if nothing is said, and one token where that is full."""
     tokens, text, _, reason = alone(tiny_llama, messages, seed=4)
     status, found = client.post(PATH, {"messages": messages, "seed": 4})
     assert status == 200 and found.pop("id").startswith("chatcmpl-") and found.pop("created")

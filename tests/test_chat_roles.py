@@ -44,7 +44,6 @@ TEMPLATES = {
 
 
 def told(client) -> list[str] | None:
-    """What the list of models says, and the model's own page, too."""
     (model,) = client.get("/v1/models")[1]["data"]
     assert client.get("/v1/models/small") == (200, model)
     return model.get("chat_roles")

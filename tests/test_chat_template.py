@@ -55,7 +55,6 @@ def test_a_template_is_read_where_transformers_reads_it(write_chat, template, as
 
 
 def test_a_byte_order_mark_is_no_text(write_chat):
-    """An editor puts it there."""
     directory = write_chat("", as_file=True)
     given = directory / "given.jinja"
     for file in (directory / "chat_template.jinja", given):

@@ -14,7 +14,6 @@ from text.tokenizer import load_encoding
 
 @pytest.fixture(scope="session")
 def directory(tiny, tmp_path_factory):
-    """A random model that <|im_end|> ends, its window of 128 tokens, and a template."""
     made = tmp_path_factory.mktemp("conversation")
     save_base(tiny, made)
     write_template(made, CHATML)
@@ -23,7 +22,6 @@ def directory(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def encode(directory):
-    """A function that gives the prompt for these messages."""
     chat = Chat(directory)
     encoding = load_encoding(directory, 4104)
     return lambda messages: chat.encode(messages, encoding)
@@ -31,7 +29,6 @@ def encode(directory):
 
 @pytest.fixture
 def talk(cli, monkeypatch, directory):
-    """A function that runs a conversation with these lines, or bytes, as standard input."""
 
     def run(lines, *args):
         data = lines if isinstance(lines, bytes) else lines.encode()

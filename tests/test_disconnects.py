@@ -18,7 +18,6 @@ TEXT, REPLY, RESPONDED = PATHS
 
 
 def settle(client) -> None:
-    """Let the event loop see what has come before: it answers these, one after the other."""
     for _ in range(20):
         client.get("/health")
 
@@ -32,7 +31,6 @@ def settle(client) -> None:
     ],
 )
 def test_a_client_that_leaves_frees_what_it_held(tiny_llama, path, state, stream):
-    """Within two steps; the text beside it goes on."""
     gate = threading.Event()
     gate.set()
     victims, steps = [], []  # steps: while the request of the client that left is unfinished
@@ -82,7 +80,6 @@ def test_a_client_that_leaves_frees_what_it_held(tiny_llama, path, state, stream
 
 
 def speaking(app, talk) -> Mock:
-    """Let a client talk to an app. talk: an async function of what hears its bytes."""
     transport = Mock(spec=asyncio.Transport)
     transport.get_extra_info = {}.get
     transport.is_closing.return_value = False
@@ -100,7 +97,6 @@ def speaking(app, talk) -> Mock:
 
 
 def test_a_client_is_read_on_while_it_waits_whatever_it_says():
-    """So its end is seen at once; one that says a megabyte is cut off."""
     heard = []
 
     async def app(scope, receive, send):
@@ -127,7 +123,6 @@ def test_a_client_is_read_on_while_it_waits_whatever_it_says():
 
 
 def test_many_requests_at_once_are_answered_one_after_the_other():
-    """What is answered does not count any more, however much it is in all."""
 
     async def app(scope, receive, send):
         await receive()

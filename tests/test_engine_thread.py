@@ -18,7 +18,6 @@ def endless(**params):
 
 
 async def is_idle(thread) -> bool:
-    """Whether nothing is computed and no page is held, when all commands so far are obeyed."""
     loop = asyncio.get_running_loop()
     found = loop.create_future()
     pool = thread.engine.scheduler.pool
@@ -128,7 +127,6 @@ def test_a_text_that_is_there_is_no_error_when_the_engine_ends(tiny_llama):
 
 
 def test_each_reader_hears_that_its_engine_died(tiny_llama, capfd):
-    """Calls that are made after that hear it, too; stderr says where."""
 
     def make():
         engine = small_engine(tiny_llama)

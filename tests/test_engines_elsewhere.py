@@ -29,7 +29,6 @@ def model(tiny_llama, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def servers(model):
-    """A Client to three engines, these, and a Client to one."""
     args = parse(model, "--max-num-seqs", 4, "--max-waiting", 20)
     with serving_replicas(args, 3) as (client, replicas):
         with serving(lambda: make_engine(args), max_waiting=20) as one:
@@ -117,7 +116,6 @@ def test_what_the_command_line_says_reaches_app_and_engines(model, tmp_path):
 
 
 def check_ended(answer: dict) -> None:
-    """A text ends with an error because its process has ended."""
     assert answer["error"]["type"] == "server_error"
     assert answer["error"]["message"].endswith("RuntimeError")
 
@@ -159,7 +157,6 @@ def test_a_replica_is_well_until_its_engine_fails(model, capfd):
 
 
 def read_metrics(client) -> tuple[list, dict]:
-    """The names of what /metrics has, and of each sample its values by engine."""
     families = metric_families(client)
     values = {}
     for family in families:

@@ -90,7 +90,6 @@ def test_nan_in_a_page_does_not_reach_its_next_owner(build, page_size):
 
 @pytest.fixture
 def broken(tiny, tiny_checkpoint):
-    """A model in which a text of more than 12 tokens is NaN."""
     model = tiny(dtype=torch.float32, vocab_size=4096, block_size=64, eos_token_id=4095)
     model.wpe.weight.data[12] = math.nan
     save_model(model, tiny_checkpoint)

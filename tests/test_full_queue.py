@@ -31,7 +31,6 @@ STREAM = ENDLESS | {"stream": True}
 
 
 def test_more_texts_than_there_is_room_for_are_429(tiny_llama):
-    """5 of 12 requests at once get in: 2 rows and 3 that wait. Later there is room again."""
     turn = threading.Semaphore(0)
 
     def make():
@@ -68,7 +67,6 @@ def test_all_texts_are_counted_before_there_is_work(tiny_llama, monkeypatch):
 
 
 def test_more_tokens_of_prompts_than_there_is_room_for_are_429(tiny_llama, monkeypatch):
-    """They count until their text begins."""
     turn = threading.Semaphore(0)
     prompt = {"prompt": [1] * 10, "max_tokens": 3}
 

@@ -16,7 +16,6 @@ NUMBERS = LAYERS * LAYER + EMBEDDING
 
 @pytest.fixture
 def run(capsys, monkeypatch):
-    """A function that runs the script: exit code, lines of stdout, stderr."""
     # Its models have shapes only, and to draw no numbers for them takes half of the time.
     monkeypatch.setattr(torch.nn.Linear, "reset_parameters", lambda self: None)
     whole = larger_machines.LLAMA

@@ -35,7 +35,6 @@ def listen(client):
 
 
 def watch(client):
-    """Frames from now on."""
     frames = listen(client)
     next(frames), next(frames)
     return frames
@@ -46,7 +45,6 @@ def monitor_of(client):
 
 
 def until_over(frames, count: int) -> list[dict]:
-    """Frames up to the one in which `count` requests have ended."""
     seen = []
     while sum(len(frame["over"]) for frame in seen) < count or seen[-1]["running"]:
         seen.append(next(frames))
@@ -59,12 +57,10 @@ def rows_of(frames) -> list[dict]:
 
 
 def works_of(frames) -> list[int]:
-    """Positions, drafts, accepted drafts and tokens in all."""
     return [sum(column) for column in zip(*(row["work"] for row in rows_of(frames)))]
 
 
 def in_loop(client, work):
-    """What a coroutine returns that runs in the server's event loop."""
     return asyncio.run_coroutine_threadsafe(work, client.thread.loop).result(60)
 
 
@@ -131,8 +127,6 @@ def test_frames_show_the_pools_pages(start, tiny, tiny_windows, sliding_windows)
     seen = []
 
     class Check:
-        """After each step, the frame that was made of it against the engine itself."""
-
         def on_step(self, events):
             monitor = monitor_of(client)
             monitor.reset()
@@ -185,7 +179,6 @@ def test_frames_add_up_to_all_that_was_done(start, tiny, monkeypatch):
 
 
 def test_accepted_drafts_are_named_by_their_places(start, tiny):
-    """Of the text a frame tells only counts: other clients' texts are theirs."""
     # All drafts are right except at places 4 and 9; each step has two drafts.
     client = start(drafter=knowing(tiny(), wrong=(4, 9)), gamma=2, num_pages=100)
     frames = watch(client)
@@ -202,7 +195,6 @@ def test_accepted_drafts_are_named_by_their_places(start, tiny):
 
 
 def test_accepted_drafts_after_the_end_are_none_of_the_text(start, tiny):
-    """All of the four drafts are right, and the second of them is EOS."""
     text = alone(tiny(), PROMPT, SamplingParams(9, ignore_eos=True))
     client = start(tiny(eos_token_ids=(text[2],)), drafter=knowing(tiny()), gamma=4)
     frames = watch(client)

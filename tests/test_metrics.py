@@ -42,7 +42,6 @@ def check_counts(client, **expected: float) -> None:
 
 
 def write(client, *prompts, tokens=4, **fields) -> None:
-    """Have texts written, to prompts of ids."""
     body = {"prompt": list(prompts), "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
     status, answer = client.post("/v1/completions", body | fields)
     assert status == 200, answer
@@ -66,7 +65,6 @@ def test_names_types_labels_and_buckets_are_those_of_vllm(start):
 
 
 def test_tokens_and_requests_are_counted(start, tiny):
-    """By each server for itself, and nothing is kept of texts that are over."""
     client = start()
     write(client, random_tokens(5), random_tokens(9, seed=1), tokens=4)
     write(client, random_tokens(2, seed=2), tokens=7, stream=False)
@@ -95,7 +93,6 @@ def test_tokens_and_requests_are_counted(start, tiny):
 
 
 def test_times_are_those_of_the_passes(start, clock):
-    """On the fixture's clock a pass takes a second for each position."""
     client = start()
     write(client, random_tokens(5), tokens=4)
     first, between = "time_to_first_token_seconds", "inter_token_latency_seconds"

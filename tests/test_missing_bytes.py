@@ -22,7 +22,6 @@ NOTE = "note: the vocabulary lacks these bytes of the input, which are dropped: 
 
 
 def without(raw: dict, missing: bytes = MISSING) -> dict:
-    """A tokenizer.json with other tokens in the places of these bytes."""
     byte = unicode_to_bytes()
     vocabulary = {
         f"nothing{id}" if byte.get(token) in [*missing] else token: id
@@ -43,7 +42,6 @@ def encoding(raw, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def directory(tiny, tmp_path_factory):
-    """A random model with a template, whose vocabulary lacks bytes."""
     made = tmp_path_factory.mktemp("missing")
     save_base(tiny, made)
     write_template(made, CHATML)
@@ -106,7 +104,6 @@ def test_a_note_says_what_is_lost(cli, engine_cli, run_main, directory, monkeypa
 
 
 def test_a_server_refuses_what_it_would_drop(encoding, tiny_llama):
-    """A client sees no note."""
 
     def make():
         engine = small_engine(tiny_llama)

@@ -14,8 +14,6 @@ BASE = "http://here/"
 
 
 class Reader(HTMLParser):
-    """Notes the values of a page's attributes: (tag, attribute) -> all of them."""
-
     def __init__(self, text: str):
         super().__init__()
         self.found = {}
@@ -26,13 +24,11 @@ class Reader(HTMLParser):
             self.found.setdefault((tag, name), []).append(value)
 
     def all(self, *names: str) -> list[str]:
-        """The values of attributes of any tag, without the links to other pages."""
         found = [value for key, value in self.found.items() if key[1] in names and key[0] != "a"]
         return sum(found, [])
 
 
 def fetch(client, path: str) -> tuple[str, str]:
-    """A file of the page, and its type."""
     with client.send("GET", path) as answer:
         assert answer.status == 200
         return answer.read().decode(), answer.headers["Content-Type"]
@@ -65,7 +61,6 @@ def test_what_the_page_loads_links_and_names_is_there(client):
 
 
 def test_the_sliders_ask_for_what_the_server_knows(client):
-    """Each at its first value, and all but the length at their ends."""
     page, _ = fetch(client, "/")
     sliders = re.findall(r'^  \["(\w+)", "[^"]*", ([\d., -]+)\],$', page, re.MULTILINE)
     names = {name for name, _ in sliders}
@@ -83,12 +78,10 @@ def test_the_sliders_ask_for_what_the_server_knows(client):
 
 
 def whole(values: dict[str, float]) -> dict:
-    """Numbers as JavaScript writes them: 1 and not 1.0."""
     return {name: int(value) if value == int(value) else value for name, value in values.items()}
 
 
 def test_the_page_reads_what_the_live_view_sends():
-    """The names of a frame, of its rows and of what comes first are those that the player uses."""
     script = (ROOT / "server" / "player.js").read_text("utf-8")
     sent = set(re.findall(r'"(\w+)"', (ROOT / "server" / "live.py").read_text("utf-8")))
     used = set(re.findall(r"(?:frame|last|before|column|request|setup)\.(\w+)", script))
@@ -107,7 +100,6 @@ def test_the_example_of_the_page_is_a_constraint(client):
 
 
 def test_the_page_may_run_and_ask_nothing_but_its_server(client):
-    """By a policy that browsers hold it to, also if a text became a script or a link."""
     with client.send("GET", "/") as answer:
         page = answer.read().decode()
         policy = answer.headers["Content-Security-Policy"]

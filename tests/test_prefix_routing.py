@@ -130,7 +130,6 @@ def test_a_call_is_with_one_replica_and_replicas_come_and_go():
 
 
 def test_pages_found_are_those_that_an_engine_finds(tiny):
-    """One replica, of which all is known, has a cache with room for all."""
     prefix_index = make("a", max_num_seqs=32)
     engine, _ = make_greedy(tiny(block_size=64), [], 1, page_size=4)
     parts = [random_tokens(6, seed=seed) for seed in range(4)]
@@ -147,8 +146,6 @@ def test_pages_found_are_those_that_an_engine_finds(tiny):
 
 
 class RequestRouter:
-    """Ray's, as far as ours needs it."""
-
     def update_replicas(self, replicas):
         self.curr_replicas = {replica.replica_id: replica for replica in replicas}
 

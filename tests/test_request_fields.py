@@ -123,7 +123,6 @@ def test_a_field_that_changes_no_text_is_taken_and_named(client, stream):
 
 
 def test_minus_one_is_no_limit_of_its_own(client):
-    """The window has 64 tokens: so long is a text, and a reply is what it has room for."""
     body = {"seed": 1, "ignore_eos": True}
     completion = body | {"prompt": "Tom", "max_tokens": -1}
     assert client.post(PATH, completion)[1]["usage"]["completion_tokens"] == 64

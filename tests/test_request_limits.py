@@ -51,7 +51,6 @@ def test_a_wrong_body_of_a_megabyte_has_a_short_answer(client):
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_has_at_most_a_mebibyte(client, chunked):
-    """A client that writes more, all of it before it reads, gets the 413."""
     for more in (0, 1, 2**20, 2**22):
         body = b"[" + b" " * (2**20 - 1 + more)
         parts = [body[start : start + 2**18] for start in range(0, len(body), 2**18)]
@@ -118,7 +117,6 @@ def test_a_long_list_is_refused_at_its_first_error(make, value):
     "make, item", [(prompts, "a"), (prompts, [1]), (chat, PART), (messages, MESSAGE)]
 )
 def test_the_longest_lists(make, item):
-    """The most prompts, messages or parts are valid; one more is refused by name."""
     make([item] * 2**14)
     with pytest.raises(ValidationError, match=str(2**14)):
         make([item] * (2**14 + 1))
@@ -182,7 +180,6 @@ def test_all_texts_of_a_request_have_a_bound(client, body, texts, count):
 
 
 def test_what_an_echo_may_repeat(tiny_llama, monkeypatch):
-    """It is refused before there is work, or, where only tokens tell its length, any text."""
     (word,) = small_encoding().encode(" uncomfortable")
     with serving(lambda: small_engine(tiny_llama), max_waiting=4000) as client:
         asked = {"prompt": [[word] * 60] * 11, "max_tokens": 0, "echo": True}
@@ -197,7 +194,6 @@ def test_what_an_echo_may_repeat(tiny_llama, monkeypatch):
 
 
 def test_a_reply_whose_length_is_not_asked_for_fits_the_answer(client, monkeypatch):
-    """A window has room for more tokens than an answer with all their log-probabilities."""
     monkeypatch.setattr("server.protocol.MAX_RESPONSE_BYTES", 3 * 2 * (16 + 6 * 64))
     body = CAT | {"n": 2, "logprobs": True, "top_logprobs": 5, "ignore_eos": True}
     assert client.post(CHAT, body)[1]["usage"]["completion_tokens"] == 2 * 3

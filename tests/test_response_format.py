@@ -164,7 +164,6 @@ HOSTILE = {
 
 @pytest.fixture
 def compilations(monkeypatch) -> list:
-    """To this list each constraint that is compiled adds its thread and its source."""
     threads = []
     grammar = compiler.Grammar
 
@@ -177,7 +176,6 @@ def compilations(monkeypatch) -> list:
 
 
 def test_other_clients_do_not_wait_for_a_hostile_schema(client, compilations):
-    """The event loop neither looks at a schema nor compiles it: other threads do."""
 
     async def current():
         return threading.current_thread()
@@ -238,7 +236,6 @@ def test_threads_that_compile_a_constraint_at_once_hold_the_same(monkeypatch):
 
 
 def test_many_choices_of_many_texts_hold_up_nobody(tiny_llama):
-    """Each of 128 texts checks its parameters in the event loop; the most choices there may be."""
     body = outputs(choice=[""] * 1024) | {"n": 128}
     calls = count_calls(lambda: CompletionRequest.model_validate(body).to_sampling_params(4, None))
     assert calls < 8 * 1024 * 128

@@ -57,14 +57,12 @@ SCHEMAS = {each["name"]: each["parameters"] for each in TOOLS}
 
 @functools.cache
 def types():
-    """The official client's types of a response and of an event."""
     from openai.types.responses import Response, ResponseStreamEvent
 
     return pydantic.TypeAdapter(Response), pydantic.TypeAdapter(ResponseStreamEvent)
 
 
 def whole(client, body: dict) -> dict:
-    """A response, which the official client's types accept."""
     status, found = client.post(PATH, body)
     assert status == 200, found
     types()[0].validate_python(found)
@@ -72,7 +70,6 @@ def whole(client, body: dict) -> dict:
 
 
 def events_of(client, body: dict) -> list[dict]:
-    """The events of a streamed response, which the official client's types accept."""
     with client.send("POST", PATH, body | {"stream": True}) as answer:
         assert answer.status == 200, answer.read()
         assert answer.headers["Content-Type"].startswith("text/event-stream")
@@ -89,7 +86,6 @@ def events_of(client, body: dict) -> list[dict]:
 
 
 def replayed(events: list[dict]) -> list[dict]:
-    """The output that events amount to, each of them in its place."""
     kinds = ["response.created", "response.in_progress"]
     assert [(each["type"], each["response"]["output"]) for each in events[:2]] == [
         (kind, []) for kind in kinds
@@ -135,7 +131,6 @@ def replayed(events: list[dict]) -> list[dict]:
 
 
 def plain(value):
-    """A response, or its output, without what is its own: ids and times."""
     if isinstance(value, list):
         return [plain(each) for each in value]
     if isinstance(value, dict):
@@ -160,7 +155,6 @@ def said_in(output: list[dict]) -> list[tuple]:
 
 @pytest.fixture(scope="module")
 def hermes(chat_engine, write_chat):
-    """A Client to a model whose template writes system messages and tools."""
     with serving(chat_engine, Chat(write_chat(HERMES))) as client:
         yield client
 
@@ -250,7 +244,6 @@ INPUTS = [  # fields, the messages that they stand for
 
 @pytest.mark.parametrize("given, messages", INPUTS)
 def test_input_is_the_chat_it_stands_for(hermes, given, messages):
-    """The same tokens go in, and the same text comes out."""
     own = {"seed": 3, "min_p": 0.01, "top_k": 50}
     body = {"messages": messages, "tools": NESTED, "max_tokens": 7} | own
     status, chat = hermes.post(CHAT, body)
@@ -309,7 +302,6 @@ def test_calls_are_those_of_chat_completions(hermes):
 
 
 def test_a_call_that_a_stop_string_cuts_is_incomplete(hermes):
-    """The text ended by itself, but nobody should run half of a call, nor send it back."""
     body = {"input": "Tom", "tools": TOOLS, "tool_choice": FUNCTION, "seed": 1, "stop": ['"things']}
     found = whole(hermes, body)
     (item,) = found["output"]
@@ -536,7 +528,6 @@ def test_a_megabyte_of_items_has_a_short_answer(client):
 
 
 def test_null_in_a_schema_is_a_value(client):
-    """Fields without a value are left out of the request, and not of what the client describes."""
     text_format = {"type": "json_schema", "name": "n", "schema": {"const": None}}
     body = {"input": "Tom", "text": {"format": text_format}}
     assert said_in(whole(client, body)["output"]) == ["null"]
@@ -563,7 +554,6 @@ def by_id(items: list[dict]) -> list[dict]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_item_by_its_id_is_the_item(hermes, stream):
-    """The second turn has the tokens, and the text, that it has with the items sent whole."""
     kinds = []
     for choice, length in (("none", 9), ("required", 150)):
         own = {"tools": TOOLS, "tool_choice": choice, "seed": 2}

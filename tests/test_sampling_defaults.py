@@ -22,7 +22,6 @@ GREEDY = {"temperature": 0, "repetition_penalty": 2}
 
 
 def saying(directory, said: dict) -> Source:
-    """A model whose generation_config.json says this."""
     (directory / FILE).write_text(json.dumps(said))
     return Source("directory", str(directory))
 
@@ -69,7 +68,6 @@ def test_what_generation_config_says(tmp_path):
 
 
 def gguf(directory, metadata: dict) -> SimpleNamespace:
-    """A source that is a GGUF file with these keys."""
     find = Source("gguf", str(directory / "x.gguf")).find
     head = SimpleNamespace(metadata=metadata)
     return SimpleNamespace(type="gguf", name="x.gguf", package="", gguf=head, find=find)
@@ -90,7 +88,6 @@ def test_what_a_gguf_file_says(tmp_path):
 
 @pytest.fixture(scope="module")
 def advised(tmp_path_factory):
-    """The small chat model, whose authors advise parameters."""
     directory = tmp_path_factory.mktemp("advised") / "model"
     shutil.copytree(SMALL, directory)
     said = {"eos_token_id": 4095, "do_sample": True, "temperature": 1.5, "top_k": 40}
@@ -135,7 +132,6 @@ def test_nothing_but_chats_takes_them(cli, advised):
 
 
 def test_a_server_takes_them_for_chats(tiny_llama):
-    """Where a request says nothing else; a completion stays as it was."""
     chat = Chat(SMALL)
     prompt = chat.encode(MESSAGES, small_encoding())
     defaults = {"temperature": 0.4, "top_k": 3, "repetition_penalty": 1.3}

@@ -97,7 +97,6 @@ def test_the_model_is_one_that_takes_system_messages_where_it_is_installed(monke
 
 @pytest.fixture
 def slow(tmp_path, monkeypatch):
-    """A server that waits before it loads its model, a Client to it, and what lets it go on."""
     held, let_go = os.pipe()
     load = serve.load_engine
 
@@ -121,7 +120,6 @@ def lets_in(client) -> bool:
 
 
 def last_of(answer) -> dict:
-    """The last event of a stream that ends as it should."""
     *_, last, done, empty = answer.read().split(b"\n\n")
     assert (done, empty) == (b"data: [DONE]", b"")
     return json.loads(last.strip().removeprefix(b"data: "))
@@ -190,7 +188,6 @@ serve.main({arguments})
 
 
 def receives(connection) -> bool:
-    """Whether something comes from the server, within the client's time limit."""
     try:
         return bool(connection.recv(4096))
     except TimeoutError:
@@ -199,7 +196,6 @@ def receives(connection) -> bool:
 
 @pytest.mark.parametrize("held", [0, 35])
 def test_more_connections_than_descriptors(held):
-    """What fits is accepted; the others wait until one leaves, and this is said once."""
     with start(program=FEW.replace("{held}", str(held))) as server:
         client = client_of(server)
         with connect(client, request_of(PATH, STREAM)) as connection:
@@ -267,7 +263,6 @@ def test_the_heap_is_trimmed_once_nothing_comes(monkeypatch):
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux tells it there")
 def test_what_clients_needed_is_given_back():
-    """100 clients have sent nearly 1 MiB each when they leave."""
 
     def resident():  # MiB
         pages = int(Path(f"/proc/{server.pid}/statm").read_text().split()[1])

@@ -34,7 +34,6 @@ BODY = request_of(PATH, ENDLESS)
 
 @contextlib.contextmanager
 def not_reading(client, body: dict):
-    """A client whose answer fills all buffers between it and the server, which it does not read."""
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.settimeout(60)
@@ -49,7 +48,6 @@ def not_reading(client, body: dict):
 
 
 def protocol_of(client):
-    """That of the only connection of a server."""
     until(lambda: client.server.server_state.connections)
     (protocol,) = client.server.server_state.connections
     return protocol
@@ -60,7 +58,6 @@ BODIES = [LONG, LONG | {"stream": True}, STREAM]
 
 @pytest.mark.parametrize("body", BODIES, ids=["whole", "echo", "endless"])
 def test_a_client_that_does_not_read_is_cut_off(tiny_llama, monkeypatch, body):
-    """Its texts count until then."""
     monkeypatch.setattr(serve.Protocol, "seconds", 0.5)
     most = 1 if body is STREAM else 960
     with serving(lambda: small_engine(tiny_llama, max_num_seqs=1), max_waiting=most - 1) as client:
@@ -74,7 +71,6 @@ def test_a_client_that_does_not_read_is_cut_off(tiny_llama, monkeypatch, body):
 
 @pytest.mark.parametrize("body", BODIES[:2], ids=["whole", "echo"])
 def test_a_client_that_reads_slowly_is_not(tiny_llama, monkeypatch, body):
-    """Each piece of its answer has a time of its own, which ends when the client has taken it."""
     waits = []
     pause = serve.Protocol.pause_writing
 
@@ -160,7 +156,6 @@ LIMIT = 0.3  # seconds that a head may take, or the next piece of a body
     ],
 )
 def test_a_client_without_a_whole_request_is_cut_off(tiny_llama, monkeypatch, sent, more):
-    """When the time is over, and not before, and nothing is held."""
     monkeypatch.setattr(serve.Protocol, "seconds", LIMIT)
     with serving(lambda: small_engine(tiny_llama)) as client:
         began = time.monotonic()

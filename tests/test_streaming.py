@@ -62,7 +62,6 @@ def test_what_the_engine_refuses_and_what_fails_in_it(tiny_llama):
 
 
 def test_16_clients_have_the_texts_of_the_engine(tiny_llama):
-    """Whole and in events, with prefixes in common, and one or several tokens a step."""
     prompts = ["word " * 20 + "Tom " * row for row in range(16)]
 
     def make():
@@ -83,7 +82,6 @@ def test_16_clients_have_the_texts_of_the_engine(tiny_llama):
 
 
 def test_letters_cut_over_tokens_come_whole(tiny_llama):
-    """Letters of several tokens: no event has a part of one, and U+FFFD is in none."""
     text = "äß😀é\n" * 3
     ids = small_encoding().encode(text)
     with serving(lambda: writing(small_engine(tiny_llama), ids)) as client:

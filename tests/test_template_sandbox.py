@@ -154,7 +154,6 @@ def test_a_marked_string_is_cut_as_str_cuts_it(text, a, b):
 
 @pytest.fixture
 def alone(tmp_path):
-    """A function that gives a template as a chat of a model without a vocabulary."""
 
     def load(template: str) -> Chat:
         file = tmp_path / "template.jinja"
@@ -278,7 +277,6 @@ def test_a_template_that_never_ends_or_touches_too_much_is_refused(alone, monkey
 
 
 def test_a_comparison_keeps_its_meaning(chat_pair):
-    """Each operand is computed once, and only if those before it hold."""
     template = (
         "{% set n = namespace(x=0) %}{% macro f() %}{% set n.x = n.x + 1 %}{{ n.x }}{% endmacro %}"
         "{{ '0' < f() < '2' }}{{ '9' < f() < f() }}{{ n.x }}{{ 1 < 2 > 1 != 3 }}{{ 1 == 1.0 }}"
@@ -300,7 +298,6 @@ def test_a_conversation_of_200_messages_takes_a_tenth_of_the_steps(chat_pair):
 
 
 def test_a_client_cannot_make_a_template_write_too_much(alone):
-    """Lists in lists in lists, each item behind as many blanks as it is deep."""
     chat = alone("{{ tools | tojson(indent=16) }}")
     inner = [[]] * 10_000
     for _ in range(200):
@@ -320,7 +317,6 @@ def test_tojson_takes_what_it_takes_in_transformers(chat_pair, alone):
 
 
 def test_text_inside_a_generation_block_is_written(chat_pair, chat_encoding):
-    """As in templates to train with. A variable that is set inside stays there."""
     template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{% set x = 1 %}"
         "{{ '<|im_start|>' ~ m.content }}{{ loop.index }}<|im_end|>{%- endgeneration -%} "

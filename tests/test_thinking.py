@@ -98,7 +98,6 @@ def test_a_wish_about_reasoning_is_for_the_template(template, fields, written, i
 
 
 def test_reasoning_that_is_sent_back_is_for_the_template(tiny_llama, write_chat):
-    """Its control tokens are text, and only a reply has some."""
     prompts = []
     with serving(lambda: small_engine(tiny_llama), Chat(write_chat(WORDS))) as client:
         generate = client.thread.generate

@@ -50,7 +50,6 @@ FIELDS = [
 
 @pytest.fixture(scope="module", params=WITH_TOOLS)
 def served(request, chat_engine, write_chat):
-    """A Client, the chat behind it, and its template."""
     chat = Chat(write_chat(WITH_TOOLS[request.param]))
     with serving(chat_engine, chat) as client:
         yield client, chat, WITH_TOOLS[request.param]
@@ -58,13 +57,11 @@ def served(request, chat_engine, write_chat):
 
 @pytest.fixture(scope="module")
 def hermes(chat_engine, write_chat):
-    """A Client to a model that calls tools."""
     with serving(chat_engine, Chat(write_chat(HERMES))) as client:
         yield client
 
 
 def known(engine, chat, fields: dict, seed: int, length: int) -> tuple[str, str]:
-    """Text and finish reason of the engine alone."""
     alone = engine()
     choice = fields.get("tool_choice", "auto")
     tools = [COUNT] if choice == NAMED else TOOLS
@@ -79,7 +76,6 @@ def known(engine, chat, fields: dict, seed: int, length: int) -> tuple[str, str]
 
 
 def written(template: str, message: dict) -> str:
-    """How a template writes a reply, but for the ids of calls."""
     made = [each["function"] for each in message.get("tool_calls", ())]
     said = {HERMES: "arguments", LISTED: "arguments", BARE: "parameters"}[template]
     texts = [f'{{"name": "{each["name"]}", "{said}": {each["arguments"]}' for each in made]
@@ -134,7 +130,6 @@ def test_a_reply_is_the_text_of_the_engine(served, chat_engine, fields):
 
 
 def whole_of(events: list[dict]) -> tuple[dict, str]:
-    """The message and the finish reason that the events of one text amount to."""
     message = {"content": None}
     for event in events:
         (choice,) = event["choices"]
@@ -158,7 +153,6 @@ def without_ids(message: dict) -> tuple:
 
 
 def test_a_call_that_is_cut_says_so(served, chat_engine):
-    """Its arguments are told as far as they were written; nothing of it is content."""
     client, chat, template = served
     fields = {"tool_choice": "required", "parallel_tool_calls": False}
     for length in range(1, 60, 5):
@@ -182,7 +176,6 @@ def test_a_call_that_is_cut_says_so(served, chat_engine):
 
 
 def test_results_go_back(served):
-    """The prompt has what the template makes of the call and of its result."""
     client, chat, _ = served
     said = call("look", '{"place": "sea", "far": []}', "aB3dE6gH9")
     back = {"role": "tool", "tool_call_id": "aB3dE6gH9", "content": "a ship"}
@@ -263,7 +256,6 @@ def test_what_is_refused(hermes, fields, param, words):
 
 
 def test_what_is_too_deep_for_python_is_refused():
-    """How deep that is depends on its version."""
     with pytest.raises(APIError, match="^messages") as found:
         with ServedModel.as_api_error(SimpleNamespace(chat=None), "messages"):
             raise RecursionError
@@ -271,7 +263,6 @@ def test_what_is_too_deep_for_python_is_refused():
 
 
 def test_a_template_may_want_a_system_message(chat_engine, write_chat):
-    """Which the conversation has, and no probe of ours has by itself."""
     with serving(chat_engine, Chat(write_chat(NEEDS_SYSTEM))) as client:
         body = {"tools": TOOLS, "max_tokens": 300, "temperature": 1.0, "tool_choice": NAMED}
         messages = conversation("Tom", system="Be kind.")
@@ -293,7 +284,6 @@ def test_a_template_without_calls_is_named(chat_engine, write_chat):
 
 
 def test_a_finish_reason_comes_after_all_calls(write_chat):
-    """Also where a whole reply is new at once: clients look for the end of a call after it."""
     directory = write_chat(HERMES)
     tool_format = detect_tool_format(Chat(directory), load_encoding(directory, 4104), (4098,))
     body = {"messages": MESSAGES, "tools": TOOLS, "stream": True, "model": "a"}
@@ -318,7 +308,6 @@ def test_a_finish_reason_comes_after_all_calls(write_chat):
 
 
 def test_results_come_in_any_order():
-    """Also after other messages, as long as their calls came before."""
     made = {"role": "assistant", "tool_calls": [call("f", "{}", id) for id in "ab"]}
     a, b = (TOOL_RESULT | {"tool_call_id": id} for id in "ab")
     messages = [*MESSAGES, made, b, a, *MESSAGES, b]

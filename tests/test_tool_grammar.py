@@ -58,7 +58,6 @@ OPENED = HERMES.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")  # as 
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("template", [NEEDING, SWITCHED, OPENED, LISTED])
 def test_the_format_is_the_same(write_chat, template, tools):
-    """Whatever a new reply begins with, and whether or not there are tools."""
     known = LISTED if template == LISTED else HERMES
     tool_formats = [
         format_of(Chat(write_chat(each)).with_tools(tools), ends)
@@ -69,7 +68,6 @@ def test_the_format_is_the_same(write_chat, template, tools):
 
 
 def test_a_format_has_no_result_and_no_numbers(write_chat):
-    """Results in the turn of the reply (Apertus); ids that are counted (Command R7B)."""
     end = "{{- '<|im_end|>\\n' }}\n    {%- elif message.role == 'tool' %}"
     inside = HERMES.replace(
         end,
@@ -85,7 +83,6 @@ def test_a_format_has_no_result_and_no_numbers(write_chat):
 
 @pytest.mark.parametrize("template", [HERMES, LISTED], ids=["hermes", "listed"])
 def test_a_token_is_no_text(write_chat, template):
-    """Added tokens may stand in a text, but not in a call; their letters begin none."""
     directory = write_chat(template)
     encoding = load_encoding(directory, 4104)
     matcher = matcher_of(directory)
@@ -102,7 +99,6 @@ def test_a_token_is_no_text(write_chat, template):
 
 
 def test_items_are_separated_as_in_the_template(write_chat):
-    """Without blanks, too, as some templates write JSON."""
     dense = HERMES.replace("arguments | tojson", "arguments | tojson(separators=(',', ':'))")
     directory = write_chat(dense)
     matcher = matcher_of(directory, "required")
@@ -115,7 +111,6 @@ def test_items_are_separated_as_in_the_template(write_chat):
 
 
 def arguments_of(tmp_path, model, tools=TOOLS) -> tuple:
-    """Of a script that may call these tools."""
     (tmp_path / "tools.json").write_text(json.dumps(tools))
     words = ("--chat", "--prompt", "x", "--tools", tmp_path / "tools.json")
     return ("--model", model, *words)
@@ -183,7 +178,6 @@ made_calls = st.lists(st.tuples(st.sampled_from(["a", "look_up-2"]), arguments),
 
 
 def write(tool_format, text: str, made: list, id: str = "abcdefghi") -> str:
-    """A reply as `ToolFormat` says. made: names and arguments. id: of each call."""
     if not made:
         return text
     said = [name + tool_format.middle + json.dumps(own, ensure_ascii=False) for name, own in made]
@@ -192,7 +186,6 @@ def write(tool_format, text: str, made: list, id: str = "abcdefghi") -> str:
 
 
 def parse(tool_format, pieces: list[str]) -> tuple:
-    """The text, the calls, and whether the reply is whole."""
     parser = ToolCallParser(tool_format)
     content = ""
     made = []

@@ -61,7 +61,6 @@ def test_no_text_from_outside_is_a_control_token(chat_pair, chat_encoding, templ
 
 
 def test_a_template_of_its_own_is_for_tools(write_chat):
-    """As transformers takes it; its tools are needed, as in the one of NousResearch's Hermes 3."""
     needing = HERMES.replace("{%- if tools %}", "{%- if true %}")
     several = [{"name": "tool_use", "template": needing}, {"name": "default", "template": CHATML}]
     directory = write_chat(several)
@@ -74,7 +73,6 @@ def test_a_template_of_its_own_is_for_tools(write_chat):
 
 @pytest.mark.parametrize("default", ["chat_template.jinja", "tokenizer_config.json"])
 def test_a_template_for_tools_in_a_file_of_its_own(write_chat, default):
-    """Where transformers' save_pretrained writes it; those of other names are not taken."""
     directory = write_chat(CHATML, as_file=default == "chat_template.jinja")
     folder = directory / "additional_chat_templates"
     folder.mkdir()
@@ -120,7 +118,6 @@ WANTING = [
 
 
 def test_tools_are_tried_as_the_user_has_them(chat_pair, chat_encoding):
-    """A template that wants more than another tool and another message would have."""
     for template, tools, messages in WANTING:
         ours, tokenizer = chat_pair(template)
         chat = ours.with_tools(tools, messages)

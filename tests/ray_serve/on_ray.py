@@ -41,7 +41,6 @@ class Server:
         self.process.wait(60)
 
     def pids(self, name: str = "") -> list[int]:
-        """The processes of its session whose command line has this name in it."""
         found = subprocess.run(["ps", "-wweo", "sid=,pid=,args="], capture_output=True, text=True)
         lines = [line.split(None, 2) for line in found.stdout.splitlines()]
         own = str(self.process.pid)
@@ -56,7 +55,6 @@ class Server:
 
 @contextlib.contextmanager
 def start(model, directory, *options) -> Iterator[tuple[Client, Server]]:
-    """A Client to it, and it. After the block it gets a Ctrl-C, if it has not ended."""
     with Server(model, directory, *options) as server:
         until(lambda: server.out.read_text().endswith("\n") or server.process.poll() is not None)
         assert server.out.read_text(), server.err.read_text()
@@ -67,7 +65,6 @@ def start(model, directory, *options) -> Iterator[tuple[Client, Server]]:
 
 
 def samples(client, name: str, **labels) -> dict[str, float]:
-    """The values of a metric, of each engine by its name, which have these labels."""
     families = metric_families(client)
     assert len({family.name for family in families}) == len(families)
     return {

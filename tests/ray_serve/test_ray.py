@@ -28,7 +28,6 @@ def model(tiny_llama, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def servers(model, tmp_path_factory):
-    """A Client to two engines, which tests share as a start takes long; these; a Client to one."""
     with start(model, tmp_path_factory.mktemp("server")) as (client, server):
         with serving(lambda: make_engine(parse(model))) as one:
             yield client, server, one
@@ -141,7 +140,6 @@ def test_of_a_killed_replica_texts_end_with_an_error_and_others_go_on(servers):
 
 
 def test_a_signal_lets_texts_end_and_a_second_one_does_not(servers):
-    """The last test of the servers that tests share."""
     client, server, _ = servers
     assert server.pids("Replica")
     with (
