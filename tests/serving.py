@@ -38,20 +38,14 @@ ENDLESS = {"prompt": "Tom", "max_tokens": 2**18, "ignore_eos": True}
 
 
 IGNORED_FIELDS = {  # field -> what asks for nothing, and for something
+    **dict.fromkeys(["guided_decoding_backend", "keep_alive", "moderation"], (None, "a")),
+    **dict.fromkeys(["store", "timings_per_token"], (False, True)),
+    **dict.fromkeys(["enable_thinking", "request_id", "think"], (None, True)),
+    **dict.fromkeys(["media_io_kwargs", "mm_processor_kwargs"], ({}, {"a": {}})),
     "cache_prompt": (True, False),
-    "enable_thinking": (None, True),
-    "guided_decoding_backend": (None, "guidance"),
     "id_slot": (-1, 0),
-    "keep_alive": (None, "5m"),
-    "media_io_kwargs": ({}, {"image": {}}),
-    "mm_processor_kwargs": ({}, {"num_crops": 4}),
-    "moderation": (None, {"model": "omni-moderation-latest"}),
     "priority": (0, 1),
-    "request_id": (None, "a"),
     "service_tier": ("auto", "flex"),
-    "store": (False, True),
-    "think": (None, True),
-    "timings_per_token": (False, True),
 }
 
 

@@ -1,14 +1,9 @@
 """Clients that leave, over a real socket: what they held is free, and other texts go on."""
 
-import asyncio
 import threading
-from unittest.mock import Mock
 
 import pytest
-import uvicorn
 from serving import ENDLESS, connect, is_free, request_of, serving, small_engine, until
-
-from serve import UVICORN, Protocol
 
 STREAM = {"ignore_eos": True}
 CHAT = STREAM | {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2**18}
@@ -79,63 +74,26 @@ def test_a_client_that_leaves_frees_what_it_held(tiny_llama, path, state, stream
         until(lambda: is_free(client))
 
 
-def speaking(app, talk) -> Mock:
-    transport = Mock(spec=asyncio.Transport)
-    transport.get_extra_info = {}.get
-    transport.is_closing.return_value = False
-
-    async def main():
-        config = uvicorn.Config(app, log_level="critical", **UVICORN)
-        config.load()
-        state = uvicorn.server.ServerState()
-        protocol = Protocol(config=config, server_state=state, app_state={})
-        protocol.connection_made(transport)
-        await talk(protocol)
-
-    asyncio.run(main())
-    return transport
+def test_a_client_is_read_on_while_it_waits_whatever_it_says(tiny_llama):
+    """So its end is seen at once; one that says more than a megabyte is cut off."""
+    with serving(lambda: small_engine(tiny_llama)) as client:
+        for size, is_cut in ((2**20, False), (2**20 + 1, True)):
+            connection = connect(client, request_of(TEXT, ENDLESS))
+            until(lambda: client.thread.generations)
+            connection.sendall(b"x" * size)
+            if not is_cut:
+                settle(client)
+                assert client.thread.generations
+                connection.close()
+            until(lambda: is_free(client))
 
 
-def test_a_client_is_read_on_while_it_waits_whatever_it_says():
-    heard = []
-
-    async def app(scope, receive, send):
-        await receive()
-        heard.append((await receive())["type"])
-
-    async def talk(protocol):
-        transport = protocol.transport
-        protocol.data_received(request_of("/", {}))
-        await asyncio.sleep(0)
-        for _ in range(16):
-            protocol.data_received(b"x" * 2**16)
-            await asyncio.sleep(0)
-            paused = transport.pause_reading.call_count - transport.resume_reading.call_count
-            assert not paused and not transport.abort.called
-        protocol.data_received(b"x")
-        assert transport.abort.called
-        protocol.connection_lost(None)
-        while protocol.tasks:
-            await asyncio.sleep(0)
-
-    speaking(app, talk)
-    assert heard == ["http.disconnect"]
-
-
-def test_many_requests_at_once_are_answered_one_after_the_other():
-
-    async def app(scope, receive, send):
-        await receive()
-        await send({"type": "http.response.start", "status": 204, "headers": []})
-        await send({"type": "http.response.body"})
-
-    async def talk(protocol):
-        request = request_of("/", {"a": "x" * 10_000})
+def test_many_requests_at_once_are_answered_one_after_the_other(client):
+    """What is answered does not count any more, however much it is in all."""
+    request = request_of(TEXT, {"prompt": "x", "max_tokens": 0, "user": "x" * 10_000})
+    with connect(client, b"") as connection:
         for _ in range(60):  # 1.2 million bytes
-            protocol.data_received(request + request)
-            while protocol.tasks:
-                await asyncio.sleep(0)
-
-    transport = speaking(app, talk)
-    written = b"".join(call.args[0] for call in transport.write.call_args_list)
-    assert not transport.abort.called and written.count(b" 204 ") == 120
+            connection.sendall(request + request)
+            data = b""
+            while data.count(b" 200 OK") < 2 or not data.endswith(b"}"):
+                data += connection.recv(2**16) or pytest.fail(data)

@@ -1,27 +1,19 @@
 """The bounds of the queue, in texts and in tokens of prompts."""
 
-import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 from serving import (
     ENDLESS,
     PATH,
     check_refused,
-    collect,
     in_turns,
-    run_calls,
     serving,
     small_encoding,
     small_engine,
     until,
 )
 
-from errors import UserError
-from sampling import SamplingParams
-from server.backend import GenerateInput
-from server.engine_thread import QueueFull
 from server.served import ServedModel
 
 CHAT = "/v1/chat/completions"
@@ -67,6 +59,7 @@ def test_all_texts_are_counted_before_there_is_work(tiny_llama, monkeypatch):
 
 
 def test_more_tokens_of_prompts_than_there_is_room_for_are_429(tiny_llama, monkeypatch):
+    """They count until their text begins, or their call ends."""
     turn = threading.Semaphore(0)
     prompt = {"prompt": [1] * 10, "max_tokens": 3}
 
@@ -83,35 +76,12 @@ def test_more_tokens_of_prompts_than_there_is_room_for_are_429(tiny_llama, monke
         with client.send("POST", PATH, STREAM | {"prompt": [1] * 20}) as answer:
             answer.readline()  # it has begun
             assert client.post(PATH, {"prompt": [1] * 25, "max_tokens": 1})[0] == 200
-    assert client.thread.waiting_tokens == client.thread.num_open_requests == 0
+        until(lambda: client.thread.waiting_tokens == client.thread.num_open_requests == 0)
+        assert client.post(PATH, {"prompt": [[1], [4096]]})[0] == 400
+        assert client.thread.waiting_tokens == client.thread.num_open_requests == 0
     with serving(lambda: small_engine(tiny_llama, max_num_seqs=1), max_waiting=0) as client:
         with client.send("POST", PATH, STREAM):
             until(lambda: client.thread.generations)
             # Where there is no room, a request is not encoded.
             monkeypatch.setattr(type(small_encoding()), "encode", None)
             check_refused(client.post(PATH, {"prompt": "x"}), *FULL)
-
-
-@pytest.mark.parametrize("end", ["over", "cancelled", "refused"])
-def test_room_is_given_back_however_a_call_ends(tiny_llama, end):
-    params = SamplingParams(max_new_tokens=10**9 if end == "cancelled" else 2, ignore_eos=True)
-    prompt = [4096] if end == "refused" else [1]
-
-    async def use(thread):
-        for _ in range(3):
-            task = asyncio.ensure_future(
-                collect(thread.generate(GenerateInput([prompt] * 2, [params] * 2)))
-            )
-            await asyncio.sleep(0)
-            with pytest.raises(QueueFull):
-                thread.admit(1)
-            if end == "cancelled":
-                task.cancel()
-            await asyncio.wait([task])
-            assert (thread.num_open_requests, thread.waiting_tokens) == (0, 0)
-            thread.admit(2, 5)
-        if end == "refused":
-            assert isinstance(task.exception(), UserError)
-
-    options = {"max_waiting": 1, "max_waiting_tokens": 5}
-    run_calls(lambda: small_engine(tiny_llama, max_num_seqs=1), use, **options)

@@ -346,21 +346,12 @@ def test_log_probabilities_and_truncation_are_those_of_chat_completions(client):
     check_refused(answer, "input", 'truncation "auto"', code="context_length_exceeded")
 
 
-HARMLESS = {
-    "background": False,
-    "conversation": None,
-    "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
-    "metadata": {"trace": "1"},
-    "previous_response_id": None,
-    "prompt_cache_key": "k",
-    "prompt_cache_options": {"ttl": "30m"},
-    "prompt_cache_retention": "24h",
-    "safety_identifier": "s",
-    "tool_choice": "auto",
-    "tools": [],
-    "truncation": "auto",
-    "user": "u",
-}
+NAMES = (
+    "prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier user".split()
+)
+HARMLESS = dict.fromkeys(["conversation", "previous_response_id"]) | dict.fromkeys(NAMES, "k")
+HARMLESS |= {"background": False, "metadata": {"trace": "1"}, "tool_choice": "auto", "tools": []}
+HARMLESS |= {"truncation": "auto"} | LOGPROBS
 
 
 def test_an_effort_is_for_the_template(tiny_llama, write_chat):
@@ -378,15 +369,13 @@ def test_an_effort_is_for_the_template(tiny_llama, write_chat):
 
 
 NESTED_FIELDS = {  # field -> what asks for nothing, and for something
-    "access_programs": (None, ["a"]),
+    **dict.fromkeys(["access_programs", "reasoning.generate_summary"], (None, "a")),
+    **dict.fromkeys(["reasoning.effort", "reasoning.summary"], (None, "high")),
+    **dict.fromkeys(["stream_options.continuous_usage_stats"], (False, True)),
+    **dict.fromkeys(["stream_options.include_obfuscation"], (False, True)),
     "max_tool_calls": (None, 3),
     "reasoning.context": ("auto", "all_turns"),
-    "reasoning.effort": (None, "high"),
-    "reasoning.generate_summary": (None, "auto"),
     "reasoning.mode": ("standard", "pro"),
-    "reasoning.summary": (None, "auto"),
-    "stream_options.continuous_usage_stats": (False, True),
-    "stream_options.include_obfuscation": (False, True),
     "text.verbosity": ("medium", "low"),
 }
 

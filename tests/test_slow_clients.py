@@ -6,22 +6,11 @@ import signal
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import h11
 import pytest
-from serving import (
-    ENDLESS,
-    PATH,
-    Script,
-    connect,
-    is_free,
-    request_of,
-    serving,
-    small_engine,
-    until,
-)
+from serving import ENDLESS, PATH, Script, connect, request_of, serving, small_engine, until
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import serve
@@ -110,23 +99,6 @@ def test_a_server_reads_with_h11_whatever_is_installed():
     assert config.http_protocol_class is serve.Protocol and issubclass(serve.Protocol, H11Protocol)
 
 
-def test_still_hostile_bytes_leave_nothing(tiny_llama):
-    good = request_of(PATH, STREAM)
-    pieces = [b"", b"GET", good[:40], good[:-3], b"\x00" * 5000, b"POST / HTTP/9.9\r\n\r\n", good]
-    with serving(lambda: small_engine(tiny_llama)) as client:
-
-        def attack(row):
-            connection = connect(client, pieces[row % len(pieces)])
-            if row % 2:
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-            connection.close()
-
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(attack, range(70)))
-        assert client.post(PATH, {"max_tokens": 2})[0] == 200
-        until(lambda: is_free(client))
-
-
 def read_to(connection: socket.socket, end: bytes) -> bytes:
     data = b""
     while not data.endswith(end):
@@ -142,10 +114,7 @@ LIMIT = 0.3  # seconds that a head may take, or the next piece of a body
 @pytest.mark.parametrize(
     "sent, more",  # what is sent, then waited for an answer of, and what comes after that
     [
-        (b"", b""),
-        (b"", ASK[:-2]),
-        (b"", BODY[: BODY.index(b"{")]),
-        (b"", BODY[:-1]),
+        *((b"", data) for data in (b"", ASK[:-2], BODY[: BODY.index(b"{")], BODY[:-1])),
         # The time of a second head begins with its first byte; until then uvicorn's own for idle
         # connections runs.
         (ASK, ASK[:-2]),
@@ -168,7 +137,7 @@ def test_a_client_without_a_whole_request_is_cut_off(tiny_llama, monkeypatch, se
             connection.sendall(more)
             with contextlib.suppress(ConnectionResetError):
                 assert connection.recv(100) == b""
-            assert LIMIT - 0.02 < time.monotonic() - began
+            assert LIMIT - 0.02 < time.monotonic() - began  # and not before
             until(lambda: not client.server.server_state.connections)
 
 

@@ -128,14 +128,3 @@ def test_a_first_token_comes_before_the_second_is_computed(tiny_llama):
                 assert answer.readline().startswith(b"data: {") and answer.readline() == b"\n"
                 turn.release()
             assert answer.read() == b"data: [DONE]\n\n"
-
-
-def test_an_error_in_a_stream_is_an_event_before_the_end(tiny_llama):
-    def make():
-        return failing(small_engine(tiny_llama), lambda request: len(request.output) == 3)
-
-    body = {"prompt": "x", "stream": True, "stream_options": {"include_usage": True}}
-    with serving(make) as client:
-        *events, error = client.events(PATH, body | {"ignore_eos": True})
-    assert all(event["choices"][0]["finish_reason"] is None for event in events)
-    assert error == server_error(NOT_FINITE)
