@@ -1,4 +1,7 @@
-"""Tools in requests, calls in replies. Oracles: the engine alone, jsonschema, OpenAI's client."""
+"""Tools in requests, calls in replies, written and read as the template writes them.
+
+Oracles: transformers, the engine alone, jsonschema.
+"""
 
 import json
 import re
@@ -7,7 +10,6 @@ from types import SimpleNamespace
 import jsonschema
 import pytest
 from chats import (
-    BARE,
     CHATML,
     HERMES,
     LISTED,
@@ -15,11 +17,17 @@ from chats import (
     WITH_TOOLS,
     call,
     conversation,
+    theirs,
     tool,
     tool_grammar,
 )
+from conftest import is_one_line, refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from serving import check_refused, results_of, serving
 
+from constraints.grammar import Grammar
+from constraints.vocabulary import get_vocabulary
 from sampling import SamplingParams
 from server.backend import GenerateInput
 from server.chat_completions import ChatCompletionBuilder
@@ -28,7 +36,7 @@ from server.protocol import APIError, ChatRequest
 from server.served import ServedModel
 from text.chat import Chat
 from text.tokenizer import load_encoding
-from text.tools import detect_tool_format
+from text.tools import ToolCallParser, detect_tool_format
 
 PATH = "/v1/chat/completions"
 MESSAGES = conversation("Tom")
@@ -38,6 +46,7 @@ LOOK = tool("look", PLACE, description="What is there?")
 COUNT = tool("count", {"things": {"type": "integer", "minimum": 3, "maximum": 40}})
 TOOLS = [LOOK, COUNT]
 SCHEMAS = {each["function"]["name"]: each["function"]["parameters"] for each in TOOLS}
+TRIGGER = 4102  # <tool_call>
 NAMED = {"type": "function", "function": {"name": "count"}}
 FIELDS = [
     {"tool_choice": "required"},
@@ -52,7 +61,7 @@ FIELDS = [
 def served(request, chat_engine, write_chat):
     chat = Chat(write_chat(WITH_TOOLS[request.param]))
     with serving(chat_engine, chat) as client:
-        yield client, chat, WITH_TOOLS[request.param]
+        yield client, chat
 
 
 @pytest.fixture(scope="module")
@@ -75,35 +84,36 @@ def known(engine, chat, fields: dict, seed: int, length: int) -> tuple[str, str]
     return found[1], found[3]
 
 
-def written(template: str, message: dict) -> str:
+def format_of(chat, ends=(4098,)):
+    return detect_tool_format(chat, load_encoding(chat.file.parent, 4104), ends)
+
+
+def write(tool_format, text: str, made: list, id: str = "abcdefghi") -> str:
+    if not made:
+        return text
+    said = [name + tool_format.middle + arguments for name, arguments in made]
+    reply = text + tool_format.begin + (tool_format.between or "").join(said) + tool_format.end
+    return reply.replace("\0" * 9, id)
+
+
+def same(chat, text: str, message: dict) -> bool:
+    """Whether a text is how the template writes this message, but for the ids of calls."""
+    text = re.sub('"id": "[a-zA-Z0-9]{9}"', '"id": "abcdefghi"', text)
     made = [each["function"] for each in message.get("tool_calls", ())]
-    said = {HERMES: "arguments", LISTED: "arguments", BARE: "parameters"}[template]
-    texts = [f'{{"name": "{each["name"]}", "{said}": {each["arguments"]}' for each in made]
-    content = message["content"] or ""
-    if template == HERMES:
-        return content + "\n".join(f"<tool_call>\n{text}}}\n</tool_call>" for text in texts)
-    if template == BARE:
-        return content + "".join(f"{text}}}" for text in texts)
-    ends = ', "id": "?????????"}'
-    return content + (f"<tool_call>[{', '.join(text + ends for text in texts)}]" if texts else "")
-
-
-def same(template: str, text: str, message: dict) -> bool:
-    if template == LISTED:
-        text = re.sub('"id": "[a-zA-Z0-9]{9}"', '"id": "?????????"', text)
-    return text == written(template, message)
+    calls = [(each["name"], each["arguments"]) for each in made]
+    return text == write(format_of(chat), message["content"] or "", calls)
 
 
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
 def test_a_reply_is_the_text_of_the_engine(served, chat_engine, fields):
-    client, chat, template = served
+    client, chat = served
     called = pieces = 0
     forced = fields.get("tool_choice") in ("required", NAMED)
     length = 250 if forced else 60
     for seed in range(3):
         body = {"messages": MESSAGES, "tools": TOOLS, "seed": seed, "max_tokens": length} | fields
         text, reason = known(chat_engine, chat, fields, seed, length)
-        (choice,) = client.post(PATH, body)[1]["choices"]
+        (choice,) = client.post(PATH, body | {"logprobs": True})[1]["choices"]
         message = choice["message"]
         calls = message.get("tool_calls", [])
         events = client.events(PATH, body | {"stream": True})
@@ -113,7 +123,9 @@ def test_a_reply_is_the_text_of_the_engine(served, chat_engine, fields):
         if reason == "length":
             assert choice["finish_reason"] == "length"
             continue
-        assert same(template, text, message)
+        assert same(chat, text, message)
+        data = b"".join(bytes(each["bytes"]) for each in choice["logprobs"]["content"])
+        assert data.decode().removesuffix("<|im_end|>") == text
         assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
         assert message["content"] or (message["content"] is None) == bool(calls)
         for each in calls:
@@ -153,7 +165,7 @@ def without_ids(message: dict) -> tuple:
 
 
 def test_a_call_that_is_cut_says_so(served, chat_engine):
-    client, chat, template = served
+    client, chat = served
     fields = {"tool_choice": "required", "parallel_tool_calls": False}
     for length in range(1, 60, 5):
         body = {"messages": MESSAGES, "tools": TOOLS, "seed": 5, "max_tokens": length} | fields
@@ -176,7 +188,7 @@ def test_a_call_that_is_cut_says_so(served, chat_engine):
 
 
 def test_results_go_back(served):
-    client, chat, _ = served
+    client, chat = served
     said = call("look", '{"place": "sea", "far": []}', "aB3dE6gH9")
     back = {"role": "tool", "tool_call_id": "aB3dE6gH9", "content": "a ship"}
     reply = {"role": "assistant", "content": None, "tool_calls": [said | {"index": 0}]}
@@ -190,7 +202,7 @@ def test_results_go_back(served):
 
 
 def test_n_replies_have_calls_of_their_own(served):
-    client, _, _ = served
+    client, _ = served
     body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "n": 3, "seed": 2}
     body |= {"max_tokens": 120, "parallel_tool_calls": False}
     messages = [choice["message"] for choice in client.post(PATH, body)[1]["choices"]]
@@ -204,14 +216,6 @@ def test_n_replies_have_calls_of_their_own(served):
         assert without_ids(whole_of(own)[0]) == without_ids(message)
 
 
-def test_log_probabilities_are_of_all_tokens(served):
-    client, _, template = served
-    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": NAMED, "seed": 1, "logprobs": True}
-    (choice,) = client.post(PATH, body | {"max_tokens": 120})[1]["choices"]
-    text = "".join(each["token"] for each in choice["logprobs"]["content"])
-    assert same(template, text.removesuffix("<|im_end|>"), choice["message"])
-
-
 def said(arguments) -> list[dict]:
     return [*MESSAGES, {"role": "assistant", "tool_calls": [call("look", arguments)]}]
 
@@ -221,8 +225,6 @@ def after(*messages) -> dict:
 
 
 TOOL_RESULT = {"role": "tool", "content": "x"}
-NOT = tool("f", parameters={"not": {}})
-OTHER = {"structured_outputs": {"regex": "a"}}
 REFUSED = [  # fields, the one that is named, words of the message
     ({"tools": [LOOK, LOOK]}, "tools", "tools.1.function.name look"),
     ({"tools": [LOOK] * 129}, "tools", "128"),
@@ -233,8 +235,8 @@ REFUSED = [  # fields, the one that is named, words of the message
     ({"tool_choice": "required"}, "tool_choice", "tools"),
     ({"tool_choice": NAMED}, "tool_choice", "tools"),
     ({"tools": [LOOK], "tool_choice": NAMED}, "tool_choice", "tool_choice.function.name count"),
-    ({"tools": [NOT]}, "tools", "f.parameters.not"),
-    ({"tools": TOOLS} | OTHER, "structured_outputs", "tools"),
+    ({"tools": [tool("f", parameters={"not": {}})]}, "tools", "f.parameters.not"),
+    ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs", "tools"),
     ({"tools": TOOLS, "min_tokens": 3, "max_tokens": 9}, "min_tokens", ""),
     (after({"role": "user", "tool_calls": []}), "messages", "messages.1"),
     (after(MESSAGES[0] | {"tool_calls": [call("f", "{}")]}), "messages", ".tool_calls assistant"),
@@ -248,14 +250,11 @@ REFUSED = [  # fields, the one that is named, words of the message
 ]
 
 
-@pytest.mark.parametrize("fields, param, words", REFUSED)
-def test_what_is_refused(hermes, fields, param, words):
-    for stream in (False, True):
-        body = {"messages": MESSAGES, "max_tokens": 4, "stream": stream} | fields
-        check_refused(hermes.post(PATH, body), param, words)
-
-
-def test_what_is_too_deep_for_python_is_refused():
+def test_what_is_refused(hermes):
+    for fields, param, words in REFUSED:
+        for stream in (False, True):
+            body = {"messages": MESSAGES, "max_tokens": 4, "stream": stream} | fields
+            check_refused(hermes.post(PATH, body), param, words)
     with pytest.raises(APIError, match="^messages") as found:
         with ServedModel.as_api_error(SimpleNamespace(chat=None), "messages"):
             raise RecursionError
@@ -284,8 +283,7 @@ def test_a_template_without_calls_is_named(chat_engine, write_chat):
 
 
 def test_a_finish_reason_comes_after_all_calls(write_chat):
-    directory = write_chat(HERMES)
-    tool_format = detect_tool_format(Chat(directory), load_encoding(directory, 4104), (4098,))
+    tool_format = format_of(Chat(write_chat(HERMES)))
     body = {"messages": MESSAGES, "tools": TOOLS, "stream": True, "model": "a"}
     inputs = GenerateInput([[1]], [SamplingParams()])
 
@@ -318,3 +316,193 @@ def test_where_no_tool_may_be_called_another_constraint_may_be_given(hermes):
     body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none", "seed": 1}
     _, found = hermes.post(PATH, body | {"structured_outputs": {"choice": ["Yes.", "No."]}})
     assert found["choices"][0]["message"]["content"] in ("Yes.", "No.")
+
+
+def matcher_of(directory, choice="auto"):
+    vocabulary = get_vocabulary(load_encoding(directory, 4104), 4104, (4098,))
+    return Grammar("tool_grammar", tool_grammar(directory, TOOLS, choice), vocabulary).matcher()
+
+
+@pytest.mark.parametrize("template", WITH_TOOLS.values(), ids=WITH_TOOLS)
+def test_the_format_is_what_transformers_writes(chat_pair, template):
+    ours, tokenizer = chat_pair(template)
+    tool_format = format_of(ours)
+    asked = conversation("Tom")
+    before = theirs(tokenizer, asked, tokenize=False)
+    for number in (1, 2, 3) if tool_format.between else (1,):
+        said = [{"a": 'x"}', "b": [number, {}]}, {}, {"\u00e9": None}][:number]
+        calls = [call(f"f-{number}", arguments, "id0123456") for arguments in said]
+        messages = [*asked, {"role": "assistant", "content": "", "tool_calls": calls}]
+        known = tokenizer.apply_chat_template(messages, tokenize=False)
+        own = [(f"f-{number}", json.dumps(each, ensure_ascii=False)) for each in said]
+        text = write(tool_format, "", own, "id0123456")
+        assert before + text + "<|im_end|>" == known.rstrip("\n")
+
+
+NEEDING = HERMES.replace("{%- if tools %}", "{%- if true %}")  # as NousResearch's Hermes 3
+SWITCHED = HERMES.replace(  # as Qwen3
+    "'<|im_start|>assistant\\n' }}",
+    "'<|im_start|>assistant\\n' }}{{- '' if thinking else '<think>\\n\\n</think>\\n\\n' }}",
+)
+OPENED = HERMES.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")  # as QwQ
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("template", [NEEDING, SWITCHED, OPENED, LISTED])
+def test_the_format_is_the_same(write_chat, template, tools):
+    known = LISTED if template == LISTED else HERMES
+    tool_formats = [
+        format_of(Chat(write_chat(each)).with_tools(tools), ends)
+        for each, ends in ((template, (4098,)), (known, (4098,)), (known, (4097, 4098)))
+        if tools or template != NEEDING
+    ]
+    assert len(set(tool_formats)) <= 1  # the first EOS counts
+
+
+def test_a_format_has_no_result_and_no_numbers(write_chat):
+    end = "{{- '<|im_end|>\\n' }}\n    {%- elif message.role == 'tool' %}"
+    inside = HERMES.replace(
+        end,
+        "{%- if not message.tool_calls %}{{- '<|im_end|>' }}{%- endif %}"
+        "\n    {%- elif message.role == 'tool' %}",
+    ).replace("'<|im_start|>user\\n<tool_response>", "'<tool_response>")
+    assert "chat template" in refused(format_of, Chat(write_chat(inside)))
+    start = """<tool_call>\\n{"name": "'"""
+    numbered = """<tool_call>\\n{"id": ' + loop.index | string + ', "name": "'"""
+    tool_format = format_of(Chat(write_chat(HERMES.replace(start, numbered))))
+    assert tool_format.between is None and tool_format.begin == '<tool_call>\n{"id": 1, "name": "'
+
+
+@pytest.mark.parametrize("template", [HERMES, LISTED], ids=["hermes", "listed"])
+def test_a_token_is_no_text(write_chat, template):
+    directory = write_chat(template)
+    encoding = load_encoding(directory, 4104)
+    matcher = matcher_of(directory)
+    added = [*range(4095, 4098), *range(4099, 4104)]
+    assert matcher.token_mask([])[added].all() and matcher.token_mask([4096, 4096])[added].all()
+    letters = encoding.encode_ordinary("x <tool_call")
+    after = matcher.token_mask(letters)
+    assert not after[encoding.encode_single_token(">")] and after[TRIGGER]
+    assert matcher.token_mask([*letters, TRIGGER]).sum() == 1
+    begun = '{"name": "look", "arguments": {"place": "'
+    begun = encoding.encode_ordinary("\n" + begun if template == HERMES else "[" + begun)
+    assert not matcher.token_mask([*letters, TRIGGER, *begun])[added].any()
+    assert matcher_of(directory, "required").token_mask([]).nonzero().tolist() == [[TRIGGER]]
+
+
+def test_items_are_separated_as_in_the_template(write_chat):
+    dense = HERMES.replace("arguments | tojson", "arguments | tojson(separators=(',', ':'))")
+    directory = write_chat(dense)
+    matcher = matcher_of(directory, "required")
+    for blank in ("", " "):
+        arguments = f'{{"place":{blank}"sea","far":{blank}[]}}'
+        text = f'\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>'
+        tokens = [TRIGGER, *load_encoding(directory, 4104).encode_ordinary(text)]
+        taken = [matcher.token_mask(tokens[:size])[tokens[size]] for size in range(len(tokens))]
+        assert all(taken) == (blank == "")
+
+
+def arguments_of(tmp_path, model, tools=TOOLS) -> tuple:
+    (tmp_path / "tools.json").write_text(json.dumps(tools))
+    words = ("--chat", "--prompt", "x", "--tools", tmp_path / "tools.json")
+    return ("--model", model, *words)
+
+
+def test_the_scripts_hold_replies_to_calls(cli, engine_cli, write_chat, tmp_path):
+    arguments = arguments_of(tmp_path, write_chat(HERMES))
+    arguments += ("--max-new-tokens", 110, "--logit-bias", f"{TRIGGER}=100")
+    code, out, err = cli(*arguments)
+    assert code == 0, err
+    line = r'<tool_call>\n\{"name": "\w+", "arguments": .*\n</tool_call>\n'
+    assert re.fullmatch(f"({line})+", out)
+    assert engine_cli(*arguments, "--temperature", 0)[:2] == (code, out)
+
+
+STRANGE = HERMES.replace('{"name": "', "call ").replace('", "arguments": ', " ")
+DEAF = HERMES.replace("<tool_response>\\n' + message.content }}", "<tool_response>\\n' }}")
+ONE_WORD = HERMES.replace('", "arguments": \'', "_'")  # where does a name end?
+
+
+def test_what_cannot_be_held_is_one_line(cli, write_chat, tmp_path):
+    for strange in (STRANGE, CHATML, DEAF, ONE_WORD):
+        found = cli(*arguments_of(tmp_path, write_chat(strange)))
+        assert is_one_line(found, "tokenizer_config.json: ", "chat template")
+    arguments = arguments_of(tmp_path, write_chat(HERMES))
+    assert is_one_line(cli(*arguments, "--regex", "a"), "regex", "tool_grammar")
+    assert is_one_line(cli(*arguments, "--num-beams", 2), "--num-beams", "--tools")
+
+
+def test_parameters_that_are_not_done(write_chat):
+    many = {f"p{number}": {"type": "integer"} for number in range(10)}
+    tools = [tool(f"f{number}", many) for number in range(120)]
+    assert "1,000 schemas" in refused(tool_grammar, write_chat(HERMES), tools)
+    tools = [tool("f", {"a": {"description": "x" * 2**18}})]
+    assert "262," in refused(tool_grammar, write_chat(HERMES), tools)
+    for schema, words in (
+        ({"type": "string"}, "f.parameters.type is 'string'"),
+        ({"not": {}}, "'f.parameters.not'"),
+        ({"properties": 1}, "f.parameters.properties is 1"),
+        ({"x-guidance": {}}, "'f.parameters.x-guidance'"),
+    ):
+        tools = [LOOK, {"type": "function", "function": {"name": "f", "parameters": schema}}]
+        assert words in refused(tool_grammar, write_chat(HERMES), tools)
+
+
+def test_a_tool_that_cannot_be_compiled_is_named(cli, write_chat, tmp_path):
+    for field, words in (
+        ({"type": "nummer"}, "Invalid type: nummer"),
+        ({"$ref": "#/$defs/b"}, "Pointer '/$defs/b' does not exist"),
+        ({"pattern": "("}, "regex parse error: ( ^ error: unclosed group"),
+    ):
+        tools = [LOOK, tool("find-it", parameters={"properties": {"a": field}}), COUNT]
+        code, out, err = cli(*arguments_of(tmp_path, write_chat(HERMES), tools))
+        note, error = err.splitlines(keepends=True)
+        assert (code, out, note[:39]) == (2, "", "note: the prompt exceeds the context wi")
+        assert error.endswith(f"error: tools: find-it: failed to compile JSON schema: {words}\n")
+
+
+words = st.text(st.sampled_from('ab"\\{}[]<>_/ \n\u00e9:,toolcall'), max_size=8)
+objects = st.dictionaries(words, st.lists(words | st.integers(), max_size=2) | words, max_size=3)
+arguments = objects.map(lambda value: json.dumps(value, ensure_ascii=False))
+made_calls = st.lists(st.tuples(st.sampled_from(["a", "look_up-2"]), arguments), max_size=3)
+
+
+def parse(tool_format, pieces: list[str]) -> tuple:
+    parser = ToolCallParser(tool_format)
+    content = ""
+    made = []
+    for piece in pieces:
+        new, parts = parser.add(piece)
+        content += new
+        for part in parts:
+            if part.name is not None:
+                assert part.index == len(made)
+                made.append([part.name, ""])
+            made[part.index][1] += part.arguments
+    return content + parser.end(), made, parser.is_complete
+
+
+@pytest.fixture(scope="module")
+def tool_formats(write_chat):
+    return [format_of(Chat(write_chat(template))) for template in WITH_TOOLS.values()]
+
+
+@settings(max_examples=100)
+@given(text=words, made=made_calls, cuts=st.lists(st.integers(0, 200), max_size=6))
+def test_a_reply_is_read_however_it_is_cut(tool_formats, text, made, cuts):
+    for tool_format in tool_formats:
+        own = made if tool_format.between else made[:1]
+        reply = write(tool_format, text, own)
+        places = sorted({min(cut, len(reply)) for cut in cuts} | {0, len(reply)})
+        pieces = [reply[start:end] for start, end in zip(places, places[1:])]
+        content, found, is_complete = parse(tool_format, pieces)
+        assert content == text and is_complete == bool(own)
+        assert [(name, said) for name, said in found] == own
+        # One that ends early is told as far as it goes.
+        begun = reply[: places[len(places) // 2]]
+        content, found, is_complete = parse(tool_format, list(begun))
+        assert content == text[: len(content)] or tool_format.trigger not in begun
+        assert is_complete == (begun == reply and bool(own))
+        for (name, said), known in zip(found, own):
+            assert name == known[0]
+            assert known[1].startswith(said)
