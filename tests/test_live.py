@@ -7,10 +7,8 @@ import signal
 import pytest
 from conftest import random_tokens
 from drafting import knowing
-from engines import alone
 from serving import Script, until
 
-from sampling import SamplingParams
 from server import live
 
 PROMPT = random_tokens(5)
@@ -192,14 +190,6 @@ def test_accepted_drafts_are_named_by_their_places(start, tiny):
     for row in rows:
         assert row.keys() - {"pages", "reason"} == {"name", "work", "drafts", *counts}
         assert all(isinstance(row[name], int) for name in counts)
-
-
-def test_accepted_drafts_after_the_end_are_none_of_the_text(start, tiny):
-    text = alone(tiny(), PROMPT, SamplingParams(9, ignore_eos=True))
-    client = start(tiny(eos_token_ids=(text[2],)), drafter=knowing(tiny()), gamma=4)
-    frames = watch(client)
-    post(client, [PROMPT], 9, ignore_eos=False)
-    assert works_of(until_over(frames, 1)) == [len(PROMPT) + 5, 4, 2, 3]
 
 
 def test_frames_show_aborted_and_failed_requests(start, tiny):

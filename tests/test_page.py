@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import json
 import re
 from html.parser import HTMLParser
 from urllib.parse import urljoin
@@ -80,17 +79,6 @@ def test_the_sliders_ask_for_what_the_server_knows(client):
 
 def whole(values: dict[str, float]) -> dict:
     return {name: int(value) if value == int(value) else value for name, value in values.items()}
-
-
-def test_the_example_of_the_page_is_a_constraint(client):
-    page, _ = fetch(client, "/")
-    (example,) = re.findall(r"^const EXAMPLE = `(.*?)`;$", page, re.MULTILINE | re.DOTALL)
-    schema = json.loads(example)
-    named = {"type": "json_schema", "json_schema": {"name": "page", "schema": schema}}
-    body = {"prompt": "Lily", "logprobs": 5, "show_allowed": 20, "max_tokens": 200, "seed": 1}
-    status, answer = client.post("/v1/completions", body | {"response_format": named})
-    assert status == 200, answer
-    assert json.loads(answer["choices"][0]["text"]).keys() == schema["properties"].keys()
 
 
 def test_the_page_may_run_and_ask_nothing_but_its_server(client):

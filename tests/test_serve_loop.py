@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -259,25 +258,6 @@ def test_the_heap_is_trimmed_once_nothing_comes(monkeypatch):
         for tick in range(10):
             assert not asyncio.run(server.on_tick(10 * second + tick))
     assert times == [3, 9]
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux tells it there")
-def test_what_clients_needed_is_given_back():
-
-    def resident():  # MiB
-        pages = int(Path(f"/proc/{server.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-    data = request_of(PATH, {"prompt": "x" * 1_000_000})[:-1]
-    with start() as server:
-        client = client_of(server)
-        before = resident()
-        with contextlib.ExitStack() as stack:
-            for _ in range(100):
-                connection = socket.create_connection(("127.0.0.1", client.port))
-                stack.enter_context(connection).sendall(data)
-            until(lambda: resident() > before + 80)
-        until(lambda: resident() < before + 40)
 
 
 # Options, of serve_ray.py too, as far as that goes without Ray: see tests/ray_serve

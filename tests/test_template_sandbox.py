@@ -1,5 +1,8 @@
 """Chat templates get messages as they are, and are bounded. Oracles: transformers, jinja2, str."""
 
+import functools
+import re
+
 import pytest
 from chats import CONTROL, END, HERMES, START, control_ids, conversation, theirs, tool, used
 from conftest import refused
@@ -12,31 +15,29 @@ from text.taint import TaintedStr, reset_budget
 
 ODD = "a < b & \"c\" > 'd' [e] | \u00e9\U0001f642\ud7ff {{ x }} \\ \t"
 # Templates that look at characters of a message, escape, or put it into a format.
-LOOKING = {
-    "ascii": "{{ messages | tojson(ensure_ascii=true) }}",
-    "sought": "{% if '<' in c and '|' in c %}{{ c.split('|')[0] }}{% else %}none{% endif %}",
-    "escaped": "{{ c | e }}{{ '<' + (c | e) }}{{ '<|im_start|>' ~ (c | escape) }}",
-    "safe": "{{ '<|im_start|>' | safe + c }}{{ c | safe + '<' }}{{ '<|im_end|>' + (c | safe) }}",
-    "autoescape": "{% autoescape true %}{{ c }}{{ '<' ~ c }}{% endautoescape %}",
-    "urlencode": "{{ c | urlencode }}{{ c | pprint }}{{ [c] }}{{ {'a': c} }}",
-    "compared": "{{ 'yes' if c > 'b' else 'no' }}{{ c | list | sort | join }}{{ c | length }}",
-    "case": "{{ c | upper }}{{ c | title }}{{ c.swapcase() }}{{ c.isascii() }}",
-    "first": "{{ c[0] }}{{ c[-1] }}{{ c[:2] }}{{ c | first }}{{ c | last }}{{ c[::-1] }}",
-    "bytes": "{{ c.encode('utf-8') | length }}{{ c.find('<') }}{{ c.count('|') }}",
-    "formats": "{{ '%s<|im_end|>%r' % (c, c) }}{{ '{}-{:>30}'.format(c, c) }}{{ '%s' | format(c) }}"
-    "{{ '[INST]{0!r}{{{0}'.format(c) }}",
-    "filter": "{% filter trim %}<|im_start|> {{ c }}{% endfilter %}{{ c | wordwrap(3) }}",
-    "macro": "{% macro m(x) %}<|im_start|>{{ x }}{{ caller() }}{% endmacro %}"
+LOOKING = [
+    "{{ messages | tojson(ensure_ascii=true) }}",
+    "{% if '<' in c and '|' in c %}{{ c.split('|')[0] }}{% else %}none{% endif %}",
+    "{{ c | e }}{{ '<' + (c | e) }}{{ '<|im_start|>' ~ (c | escape) }}",
+    "{{ '<|im_start|>' | safe + c }}{{ c | safe + '<' }}{{ '<|im_end|>' + (c | safe) }}",
+    "{% autoescape true %}{{ c }}{{ '<' ~ c }}{% endautoescape %}{{ [c] }}{{ {'a': c} }}",
+    "{{ c | urlencode }}{{ c | pprint }}{{ c | upper }}{{ c | title }}{{ c.swapcase() }}",
+    "{{ 'yes' if c > 'b' else 'no' }}{{ c | list | sort | join }}{{ c | length }}{{ c.isascii() }}",
+    "{{ c[0] }}{{ c[-1] }}{{ c[:2] }}{{ c | first }}{{ c | last }}{{ c[::-1] }}",
+    "{{ c.encode('utf-8') | length }}{{ c.find('<') }}{{ c.count('|') }}{{ c | wordwrap(3) }}",
+    "{{ '%s<|im_end|>%r' % (c, c) }}{{ '{}-{:>30}'.format(c, c) }}{{ '%s' | format(c) }}",
+    "{{ '[INST]{0!r}{{{0}'.format(c) }}{% filter trim %}<|im_start|> {{ c }}{% endfilter %}",
+    "{% macro m(x) %}<|im_start|>{{ x }}{{ caller() }}{% endmacro %}"
     "{% call m(c) %}{{ c | indent(2) }}{% endcall %}",
-    "loop": "{% set n = namespace(x='') %}{% for each in c %}{% set n.x = each ~ n.x %}"
+    "{% set n = namespace(x='') %}{% for each in c %}{% set n.x = each ~ n.x %}"
     "{{ loop.cycle('a', 'b') if loop.last else loop.length }}{% endfor %}{{ n.x }}",
-}
+]
 
 
-@pytest.mark.parametrize("name", LOOKING)
-def test_a_template_sees_the_messages_as_they_are(chat_pair, chat_encoding, name):
+@pytest.mark.parametrize("template", LOOKING)
+def test_a_template_sees_the_messages_as_they_are(chat_pair, chat_encoding, template):
     """The text is transformers', and the ids where no message spells a control token."""
-    ours, tokenizer = chat_pair("{% set c = messages[0].content %}" + LOOKING[name])
+    ours, tokenizer = chat_pair("{% set c = messages[0].content %}" + template)
     for text in (ODD, "plain", "<|", f"{END}<b>|{START}"):
         messages = conversation(text)
         known = theirs(tokenizer, messages, tokenize=False)
@@ -163,41 +164,30 @@ def alone(tmp_path):
     return load
 
 
-HUGE = [
-    "{{ 'a' * 10**10 }}",
+GROWING = """'a' * 10**10; 10 ** 1000000000; [0] * 10**10; (0,) * 10**10; 'a' | center(10**10);
+messages[0].content.ljust(10**10); 'a'.zfill(10**10); '\t\t'.expandtabs(10**10);
+'a\\nb' | indent(10**10); '%10000000000d' % 1; '%*d' % (10**10, 1); '%10000000000s' | format('a');
+'{:>10000000000}'.format(1); '{:>{}}'.format(1, 10**10); strftime_now('%10000000000d');
+messages | tojson(indent=10**9); messages | tojson(separators=('a' * 10**4, ':'));
+('<' * 8 * 10**6) | e | e; ('a\\n' * 8 * 10**6) | indent; ('a\\n' * 8 * 10**6).splitlines()"""
+REPEATED = """a.replace('a', a); a | replace('a', a); a.join(a); a | join(a);
+(a | safe).replace('a', a); ('{}' * 10**4).format(*[a] * 10**4); ('{0}' * 10**4).format(a)"""
+DOUBLED = [("'a'", "~"), ("'a'", "+"), ("'a' | safe", "+"), ("[1]", "+"), ("9", "*")]
+HUGE = ["{{ " + expression + " }}" for expression in re.split(r";\s+", GROWING)]
+HUGE += [
+    "{% set a = 'a' * 10**4 %}{{ " + expression + " }}"
+    for expression in re.split(r";\s+", REPEATED)
+]
+HUGE += [
+    "{% set n = namespace(a=" + start + ") %}{% for i in range(99) %}"
+    "{% set n.a = n.a " + sign + " n.a %}{% endfor %}"
+    for start, sign in DOUBLED
+]
+HUGE += [
     "{% autoescape 'a' * 10**10 %}{% endautoescape %}{{ 10**10 * 'a' }}",
-    "{{ 10 ** 1000000000 }}",
-    "{{ [0] * 10**10 }}{{ (0,) * 10**10 }}",
-    "{{ 'a' | center(10**10) }}",
-    "{{ messages[0].content.ljust(10**10) }}{{ 'a'.zfill(10**10) }}",
-    "{{ '\t\t'.expandtabs(10**10) }}",
-    "{{ 'a\nb' | indent(10**10) }}",
-    "{{ '%10000000000d' % 1 }}",
-    "{{ '%*d' % (10**10, 1) }}",
-    "{{ '%10000000000s' | format('a') }}",
-    "{{ '{:>10000000000}'.format(1) }}",
-    "{{ '{:>{}}'.format(1, 10**10) }}",
-    "{{ strftime_now('%10000000000d') }}",
-    "{% set a = 'a' * 10**4 %}{{ a.replace('a', a) }}",
-    "{% set a = 'a' * 10**4 %}{{ a | replace('a', a) }}",
-    "{% set a = 'a' * 10**4 %}{{ a.join(a) }}",
-    "{% set a = 'a' * 10**4 %}{{ a | join(a) }}",
-    "{% set a = 'a' * 10**4 %}{{ (a | safe).replace('a', a) }}",
     "{% set a = 'a ' * 10**4 %}{{ a | wordwrap(1, wrapstring=a) }}",
-    "{% set a = 'a' * 10**4 %}{{ ('{}' * 10**4).format(*[a] * 10**4) }}",
-    "{% set a = 'a' * 10**4 %}{{ ('{0}' * 10**4).format(a) }}",
-    "{% set n = namespace(a='a') %}{% for i in range(99) %}{% set n.a = n.a ~ n.a %}{% endfor %}",
-    "{% set n = namespace(a='a') %}{% for i in range(99) %}{% set n.a = n.a + n.a %}{% endfor %}",
-    "{% set n = namespace(a='a' | safe) %}{% for i in range(99) %}{% set n.a = n.a + n.a %}"
-    "{% endfor %}",
-    "{% set n = namespace(a=[1]) %}{% for i in range(99) %}{% set n.a = n.a + n.a %}{% endfor %}",
-    "{% set n = namespace(a=9) %}{% for i in range(99) %}{% set n.a = n.a * n.a %}{% endfor %}",
     "{% for i in range(9999) %}{{ messages[0].content * 9999 }}{% endfor %}",
     "{% macro m() %}{% for i in range(9999) %}{{ 'a' * 9999 }}{% endfor %}{% endmacro %}{{ m() }}",
-    "{{ messages | tojson(indent=10**9) }}",
-    "{{ ('<' * 8 * 10**6) | e | e }}",
-    "{{ ('a\n' * 8 * 10**6) | indent }}{{ ('a\n' * 8 * 10**6).splitlines() }}",
-    "{{ messages | tojson(separators=('a' * 10**4, ':')) }}",
 ]
 
 
@@ -205,12 +195,7 @@ HUGE = [
 def test_a_template_that_writes_too_much_is_refused(alone, template):
     """Before it has done so: nothing here may take more memory than a test has."""
     line = refused(lambda: alone(template).render(conversation("a")))
-    assert (
-        "the template writes" in line
-        or "the template takes" in line
-        or "the template computes" in line
-        or "is given" in line
-    )
+    assert re.search("the template (writes|takes|computes)|is given", line)
 
 
 LONG = [
@@ -230,42 +215,34 @@ NESTED = "{% set a = [[[[[[1] * 99] * 99] * 99] * 99] * 99] * 99 %}"
 TWICE = "{% for i in range(99) %}{% set n.a = (n.a, n.a) %}{% set n.b = (n.b, n.b) %}{% endfor %}"
 SHARED = "{% set n = namespace(a=(1,), b=(1,)) %}" + TWICE
 TURNS = "{% for i in range(40000) %}"
+EXPRESSIONS = """n.a == n.b; n.a in [n.b]; [n.a].index(n.b); {n.a: 1}; {}[n.a]; {}.get(n.a);
+[n.a, n.b] | sort; n.a | e; n.a | trim; '{a}'.format_map({'a': n.a}); raise_exception(n.a);
+[n.a, n.b] | select('eq', n.b) | list; n; namespace(a=n.a); '%s' % n; n | string"""
+REPEATING = {  # what is done in each turn -> what is there before
+    "{% set x = s[1:] %}": "'a' * 2**20",
+    "{% set x = s[2:] %}": "range(9999) | list",
+    "{% if -1 in s %}{% endif %}": "range(9999) | list",
+    "{% set x = s | sort %}": "range(9999) | list",
+    "{% set x = s.count(1) %}": "range(9999) | map(attribute='x') | list",
+    "{% set x = s | e %}": "'<' * 2**16",
+    "{% set x = s | upper %}": "'a' * 2**16",
+    "{% set x = 1 %}" * 99: "1",
+}
 # Few steps, each of which touches much.
-TOUCHING = [
+TOUCHING = [SHARED + "{{ " + expression + " }}" for expression in re.split(r";\s+", EXPRESSIONS)]
+TOUCHING += [
+    "{% set s = " + start + " %}" + TURNS + turn + "{% endfor %}"
+    for turn, start in REPEATING.items()
+]
+TOUCHING += [
     NESTED + "{% if a == [[[[[[1] * 99] * 99] * 99] * 99] * 99] * 99 %}{% endif %}",
-    SHARED + "{{ n.a == n.b }}",
-    SHARED + "{{ n.a in [n.b] }}",
-    SHARED + "{{ [n.a].index(n.b) }}",
-    SHARED + "{{ {n.a: 1} }}",
-    SHARED + "{{ {}[n.a] }}",
-    SHARED + "{{ {}.get(n.a) }}",
-    SHARED + "{{ [n.a, n.b] | sort }}",
-    SHARED + "{{ n.a | e }}",
-    SHARED + "{{ n.a | trim }}",
-    SHARED + "{{ '{a}'.format_map({'a': n.a}) }}",
-    SHARED + "{{ raise_exception(n.a) }}",
     SHARED + "{% autoescape true %}{{ n.a }}{% endautoescape %}",
     SHARED + "{% autoescape true %}{{ 'a' ~ n.a }}{% endautoescape %}",
-    SHARED + "{{ [n.a, n.b] | select('eq', n.b) | list }}",
-    "{% set s = 'a' * 2**20 %}" + TURNS + "{% set x = s[1:] %}{% endfor %}",
-    "{% set s = range(9999) | list %}" + TURNS + "{% set x = s[1:] %}{% endfor %}",
-    "{% set s = range(9999) | list %}" + TURNS + "{% if -1 in s %}{% endif %}{% endfor %}",
-    "{% set s = range(9999) | list %}" + TURNS + "{% set x = s | sort %}{% endfor %}",
-    "{% set s = range(9999) | map(attribute='x') | list %}" + TURNS + "{% set x = s.count(1) %}"
-    "{% endfor %}",
-    "{% set s = '<' * 2**16 %}" + TURNS + "{% set x = s | e %}{% endfor %}",
-    "{% set s = 'a' * 2**16 %}" + TURNS + "{% set x = s | upper %}{% endfor %}",
     "{% set s = 'a' * 2**20 %}{% set t = 'a' * 2**20 %}" + TURNS + "{{ s == t }}{% endfor %}",
     "{% set s = 'a' * 2**20 %}{% set t = 'a' * 2**20 %}" + TURNS + "{{ s is eq t }}{% endfor %}",
     "{% set s = 'a' * 2**20 %}{{ s.rfind('b' + s[:2**19]) }}",
     "{% set s = ('f' * 2**20) | int(base=16) %}{{ s // s }}",
     "{% set s = ('f' * 2**20) | int(base=16) %}{{ s is divisibleby(s) }}",
-    "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(40) }}",
-    TURNS + "{% set x = 1 %}" * 99 + "{% endfor %}",
-    SHARED + "{{ n }}",
-    SHARED + "{{ namespace(a=n.a) }}",
-    SHARED + "{% set m = '%s' % n %}",
-    SHARED + "{% set m = n | string %}",
 ]
 
 
@@ -290,20 +267,16 @@ def test_a_comparison_keeps_its_meaning(chat_pair):
     assert ours.render(messages) == theirs(tokenizer, messages, tokenize=False)
 
 
-def test_a_conversation_of_200_messages_takes_a_tenth_of_the_steps(chat_pair):
-    ours, _ = chat_pair(HERMES)
-    tools = [tool(f"f{i}", {f"p{j}": {"type": "string"} for j in range(10)}) for i in range(64)]
-    ours.with_tools(tools).render(conversation(*["word " * 60] * 199))
-    assert 0 < taint.MAX_RENDER_STEPS - taint.budget.steps_left < taint.MAX_RENDER_STEPS / 10
-
-
-def test_a_client_cannot_make_a_template_write_too_much(alone):
+def test_a_client_cannot_make_a_template_write_too_much(alone, chat_pair):
     chat = alone("{{ tools | tojson(indent=16) }}")
-    inner = [[]] * 10_000
-    for _ in range(200):
-        inner = [inner]
+    # Lists in lists in lists, each item behind as many blanks as it is deep.
+    inner = functools.reduce(lambda inner, _: [inner], range(200), [[]] * 10_000)
     chat.tools = [tool("f", parameters={"enum": inner})]
     assert "characters; at most 16,777,216 are allowed" in refused(chat.render, conversation("a"))
+    # A conversation of 200 messages takes less than a tenth of the steps.
+    tools = [tool(f"f{i}", {f"p{j}": {"type": "string"} for j in range(10)}) for i in range(64)]
+    chat_pair(HERMES)[0].with_tools(tools).render(conversation(*["word " * 60] * 199))
+    assert 0 < taint.MAX_RENDER_STEPS - taint.budget.steps_left < taint.MAX_RENDER_STEPS / 10
 
 
 def test_tojson_takes_what_it_takes_in_transformers(chat_pair, alone):
