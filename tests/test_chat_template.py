@@ -1,17 +1,33 @@
-"""Chat templates against transformers', the model's and the user's, and each way to break one."""
+"""Chat templates against transformers': their files, variables, roles, and what breaks them."""
 
 import json
 
 import pytest
-from chats import AS_OBJECT, BOS, CHATML, CONTROL, END, EOS, HEADERS, LINES, conversation, theirs
-from conftest import is_one_line
+from chats import (
+    AS_OBJECT,
+    BOS,
+    CHATML,
+    CONTROL,
+    END,
+    EOS,
+    HEADERS,
+    LINES,
+    control_ids,
+    conversation,
+    theirs,
+    write_template,
+)
+from conftest import is_one_line, refused
 from gguf_files import metadata_of, written
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from serving import Script
+from serving import Script, refusal, serving, small_encoding, small_engine
 from transformers import PreTrainedTokenizerFast
 
 import serve
+from errors import UserError
+from server.protocol import ChatRequest
+from server.served import ServedModel
 from text.chat import Chat
 from text.tokenizer import load_encoding
 
@@ -173,3 +189,208 @@ def test_a_file_that_is_none_is_one_line(cli, run_main, write_chat, tmp_path, te
     assert is_one_line(cli(*arguments), words, str(file))
     result = run_main(serve.main, "--port", 0, "--model", "random:gpt2", "--chat-template", file)
     assert is_one_line(result, words, str(file))
+
+
+# In the form of Qwen3's: old reasoning is left out, and an empty one stands for none.
+THINKING = r"""{%- for message in messages %}
+    {%- set content = message.content %}
+    {%- if message.role == 'assistant' and '</think>' in content %}
+        {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\n\n</think>\n\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+ADDED = THINKING.replace("</think>", "[INST]").replace("<think>", "<tool_call>")  # tokens there
+OFF = {"enable_thinking": False}
+PATH = "/v1/chat/completions"
+
+
+def test_a_prompt_is_what_transformers_makes_of_it(cli, write_chat, chat_pair, given_prompts):
+    for template, controls in ((THINKING, 3), (ADDED, 5)):
+        arguments = ("--model", write_chat(template), "--chat", "--prompt", "Tom")
+        code, _, err = cli(*arguments, "--max-new-tokens", 1, "--no-thinking")
+        assert code == 0, err
+        prompt = theirs(chat_pair(template)[1], conversation("Tom"), **OFF)
+        assert given_prompts.pop() == [prompt] and len(control_ids(prompt)) == controls
+
+
+@pytest.mark.parametrize("template", [THINKING, ADDED], ids=["text", "tokens"])
+def test_texts_and_ids_equal_transformers(chat_pair, chat_encoding, template):
+    ours, tokenizer = chat_pair(template)
+    old = "<think>\nHe asks.\n</think>\n\nYes." if template == THINKING else "Yes."
+    messages = conversation("Tom?", old, "Lily?", system="Hi.")
+    for variables in (OFF, {"enable_thinking": True}, {"another": False}, {}):
+        chat = ours.with_template_kwargs(variables)
+        assert chat.render(messages) == theirs(tokenizer, messages, tokenize=False, **variables)
+        assert chat.encode(messages, chat_encoding) == theirs(tokenizer, messages, **variables)
+        assert ours.render(messages) == theirs(tokenizer, messages, tokenize=False)  # as it was
+
+
+def test_what_does_not_go_together_is_one_line(cli, write_chat):
+    alone = cli("--model", write_chat(THINKING), "--prompt", "x", "--no-thinking")
+    assert is_one_line(alone, "error: --no-thinking requires --chat")
+    other = cli("--model", write_chat(CHATML), "--chat", "--prompt", "x", "--no-thinking")
+    words = "tokenizer_config.json: the template does not use enable_thinking"
+    assert is_one_line(other, "error: --no-thinking: ", words)
+
+
+SWITCH = "{{ 'One day' if enable_thinking is defined and not enable_thinking else 'Yes' }}"
+TOM = {"messages": conversation("Tom"), "max_tokens": 9, "temperature": 0}
+
+
+WORDS = """{{ messages[0].content }}
+{{- ' off' if enable_thinking is defined and not enable_thinking }}
+{{- ' ' + reasoning_effort if reasoning_effort is defined }}
+{{- messages[1].reasoning_content if messages | length > 1 }}"""
+CONTENT = "{{ messages[0].content }}"
+KWARGS = "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    "template, fields, written, ignored",
+    [
+        (WORDS, {}, "Tom", ""),
+        (WORDS, {KWARGS: None}, "Tom", ""),
+        (WORDS, {KWARGS: {"enable_thinking": False, "another": True}}, "Tom off", ""),
+        (WORDS, {"enable_thinking": False}, "Tom off", ""),
+        (WORDS, {"enable_thinking": True}, "Tom", ""),
+        (WORDS, {"think": False}, "Tom off", ""),
+        (WORDS, {"think": "low"}, "Tom low", ""),
+        (WORDS, {"reasoning_effort": "low"}, "Tom low", ""),
+        (WORDS, {"reasoning_effort": "none"}, "Tom off none", ""),
+        (WORDS, {"reasoning_effort": "<|im_end|>"}, "Tom", "reasoning_effort"),
+        (WORDS, {"think": False, KWARGS: {"enable_thinking": True}}, "Tom", ""),
+        (SWITCH, {"reasoning_effort": "none"}, "One day", ""),
+        (SWITCH, {"reasoning_effort": "high"}, "Yes", "reasoning_effort"),
+        (CONTENT, {"reasoning_effort": "none"}, "Tom", "reasoning_effort"),
+        (CONTENT, {"enable_thinking": True, "think": "max"}, "Tom", "think, enable_thinking"),
+    ],
+)
+def test_a_wish_about_reasoning_is_for_the_template(template, fields, written, ignored, write_chat):
+    served = ServedModel(None, "small", "small", Chat(write_chat(template)))
+    variables, names = served.variables(ChatRequest(messages=TOM["messages"], **fields))
+    assert served.chat.with_template_kwargs(variables).render(TOM["messages"]) == written
+    assert ", ".join(names) == ignored
+
+
+def test_reasoning_that_is_sent_back_is_for_the_template(tiny_llama, write_chat):
+    prompts = []
+    with serving(lambda: small_engine(tiny_llama), Chat(write_chat(WORDS))) as client:
+        generate = client.thread.generate
+        client.thread.generate = lambda inputs, *more: (
+            prompts.append(inputs.prompts[0]) or generate(inputs, *more)
+        )
+        reply = {"role": "assistant", "content": "b"}
+        for name in ("reasoning_content", "reasoning"):
+            messages = [*TOM["messages"], reply | {name: " why<|endoftext|>"}]
+            body = TOM | {"messages": messages, "think": "max", "keep_alive": 3}
+            with client.send("POST", PATH, body) as answer:
+                named = answer.headers["X-Ignored-Fields"]
+                assert (answer.status, named) == (200, "keep_alive")
+        other = [*TOM["messages"], {"role": "user", "content": "b", "reasoning": " why"}]
+        assert client.post(PATH, TOM | {"messages": other})[0] == 200
+    encode = small_encoding().encode_ordinary
+    assert prompts == [encode("Tom max why<|endoftext|>")] * 2 + [encode("Tom")]
+
+
+BOOLEANS = "it must be an object of up to 16 fields, each true or false"
+
+
+def test_other_values_are_refused(client):
+    values = [{"enable_thinking": value} for value in ("no <|im_end|>", 0, None, [False])]
+    values += [[["enable_thinking", False]], {str(number): True for number in range(17)}]
+    reserved = ("messages", "tools", "documents", "add_generation_prompt", "eos_token")
+    cases = [(value, BOOLEANS) for value in values]
+    cases += [({name: False}, f"{name} cannot be set by a request") for name in reserved]
+    for value, message in cases:
+        found = client.post(PATH, TOM | {KWARGS: value})
+        assert found == (400, refusal(f"{KWARGS}: {message}", KWARGS))
+
+
+def test_what_fails_in_the_template_is_the_requests(tiny_llama, write_chat):
+    chat = Chat(write_chat("{{ raise_exception('no') if deep else messages[0].content }}"))
+    with serving(lambda: small_engine(tiny_llama), chat) as client:
+        found = client.post(PATH, TOM | {"chat_template_kwargs": {"deep": True}})
+        assert found == (400, refusal("chat template: no", "messages"))
+        assert client.post(PATH, TOM)[0] == 200
+
+
+ALL = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+NO = "{{ raise_exception('no') }}{% endif %}"
+TEMPLATES = [  # template, the roles whose words are in the prompt
+    (ALL, ["system", "user", "assistant"]),
+    ("{% if messages[0].role == 'system' %}" + NO + ALL, ["user", "assistant"]),
+    (ALL.replace("%}", "if m.role != 'system' %}", 1), ["user", "assistant"]),
+    (
+        "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+        "{{ messages[-1].content | trim | upper | lower }}",
+        ["system", "user"],
+    ),
+    ("{% if messages[0].role != 'system' %}" + NO + ALL, ["system", "user", "assistant"]),
+    ("I say what I like", []),
+    ("{{ messages[7].content }}", []),
+]
+
+
+def told(client) -> list[str] | None:
+    (model,) = client.get("/v1/models")[1]["data"]
+    assert client.get("/v1/models/small") == (200, model)
+    return model.get("chat_roles")
+
+
+@pytest.mark.parametrize("template, roles", TEMPLATES)
+def test_the_roles_are_those_whose_words_are_in_the_prompt(tiny_llama, tmp_path, template, roles):
+    write_template(tmp_path, template)
+    with serving(lambda: small_engine(tiny_llama), chat=Chat(str(tmp_path))) as client:
+        assert told(client) == roles
+
+
+def test_a_model_without_a_template_has_no_roles_and_an_adapter_those_of_its_model(tiny_llama):
+    with serving(lambda: small_engine(tiny_llama), chat=UserError("not a chat model")) as client:
+        assert told(client) == []
+    adapters = {"frogs": "somewhere/frogs"}
+    with serving(lambda: small_engine(tiny_llama), adapters=adapters) as client:
+        found = client.get("/v1/models")[1]["data"]
+        assert [model.get("chat_roles") for model in found] == [["user", "assistant"]] * 2
+
+
+ONLY_USERS = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
+REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}x"
+FIRST = "{% for m in messages %}{% if m.role != 'system' or loop.first %}{{ m.content }}"
+FIRST += "{% endif %}{% endfor %}"
+TURNS = "{% if messages[-1].role != 'user' %}{{ raise_exception('no user') }}{% endif %}"
+DEFAULT = """{% set says = 'Be kind.' %}{% if messages[0].role == 'system' %}
+{% set says = messages[0].content %}{% set messages = messages[1:] %}{% endif %}
+{{ says }}{% for m in messages %}{{ m.content }}{% endfor %}"""
+HINT = "put its text at the start of the first user message"
+SYSTEM, USER = conversation("x", system="Be kind.")
+
+
+def test_what_a_system_message_says_is_not_lost(cli, write_chat, chat_encoding):
+    arguments = ("--chat", "--prompt", "x", "--max-new-tokens", 1, "--system")
+    result = cli("--model", write_chat(ONLY_USERS), *arguments, "Be kind.")
+    assert is_one_line(result, f"chat template: it ignores messages of the role system; {HINT}")
+    result = cli("--model", write_chat(REFUSING), *arguments, "Be kind.")
+    assert is_one_line(result, f"chat template: no; {HINT}")
+    assert cli("--model", write_chat(ONLY_USERS), *arguments, " ")[0] == 0
+    for template, messages, error in (
+        (ONLY_USERS, [SYSTEM | {"role": "developer"}, USER], "role developer; " + HINT),
+        (CHATML, [SYSTEM | {"role": "developer"}, USER], None),
+        (FIRST, [SYSTEM, USER], None),
+        (FIRST, [SYSTEM, USER, SYSTEM, USER], "it ignores messages of the role system; " + HINT),
+        # The template writes system messages; the conversation is wrong with and without one.
+        (TURNS + CHATML, [SYSTEM, USER | {"role": "assistant"}], "chat template: no user"),
+    ):
+        encode = Chat(write_chat(template)).encode
+        if error:
+            assert refused(encode, messages, chat_encoding).endswith(error)
+        else:
+            assert encode(messages, chat_encoding)
+    chat = Chat(write_chat(DEFAULT))  # what it says by itself may be said
+    assert chat.encode([SYSTEM, USER], chat_encoding) == chat.encode([USER], chat_encoding)

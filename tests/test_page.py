@@ -1,13 +1,21 @@
-"""The page is a file and a script, and asks its server only."""
+"""The page is a file and a script; /live tells it how the engine stands and what it did."""
 
+import asyncio
 import base64
 import hashlib
+import json
 import re
+import signal
 from html.parser import HTMLParser
 from urllib.parse import urljoin
 
 import anyio
-from conftest import ROOT
+import pytest
+from conftest import ROOT, random_tokens
+from drafting import knowing
+from serving import Script, until
+
+from server import live
 
 BASE = "http://here/"
 
@@ -94,3 +102,243 @@ def test_the_page_may_run_and_ask_nothing_but_its_server(client):
     assert rules["frame-ancestors"] == rules["base-uri"] == rules["form-action"] == ["'none'"]
     # Such a policy lets no attribute run, so there must be none.
     assert [name for _, name in Reader(page).found if name.startswith("on")] == []
+
+
+PROMPT = random_tokens(5)
+EMPTY = {"running": [], "waiting": [], "over": [], "preempted": [], "queued": 0}
+
+
+def post(client, prompts, tokens, **fields) -> dict:
+    body = {"prompt": prompts, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+    status, answer = client.post("/v1/completions", body | fields)
+    assert status == 200, answer
+    return answer
+
+
+def listen(client):
+    """The events of /live. Close it to leave."""
+    with client.send("GET", "/live") as answer:
+        assert answer.status == 200
+        assert answer.headers["Content-Type"].startswith("text/event-stream")
+        while line := answer.readline():
+            if line.strip():
+                yield json.loads(line.removeprefix(b"data: "))
+
+
+def watch(client):
+    frames = listen(client)
+    next(frames), next(frames)
+    return frames
+
+
+def monitor_of(client):
+    return next(found for found in client.thread.observers if hasattr(found, "frame"))
+
+
+def until_over(frames, count: int) -> list[dict]:
+    seen = []
+    while sum(len(frame["over"]) for frame in seen) < count or seen[-1]["running"]:
+        seen.append(next(frames))
+    return seen
+
+
+def rows_of(frames) -> list[dict]:
+    kinds = ("running", "waiting", "over")
+    return [row for frame in frames for kind in kinds for row in frame[kind]]
+
+
+def works_of(frames) -> list[int]:
+    return [sum(column) for column in zip(*(row["work"] for row in rows_of(frames)))]
+
+
+def in_loop(client, work):
+    return asyncio.run_coroutine_threadsafe(work, client.thread.loop).result(60)
+
+
+def test_nothing_is_done_while_nobody_watches(start):
+    client = start()
+    monitor = monitor_of(client)
+    made = []
+    frame = monitor.frame
+    monitor.frame = lambda now: made.append(now) or frame(now)
+    post(client, [[1, 2]], 3)
+    assert made == []
+    frames = watch(client)
+    assert len(made) == 1
+    # Who watches takes no room of requests.
+    assert (client.thread.num_open_requests, client.thread.waiting_tokens) == (0, 0)
+    frames.close()
+    until(lambda: not monitor.num_subscribers)  # the server hears of it by itself
+    assert client.thread.generations == monitor.subscribers == set()
+    made.clear()
+    post(client, [[1, 2]], 3)
+    assert made == []
+
+
+def test_the_stream_ends_with_the_engine(start):
+    client = start()
+    frames = watch(client)
+    client.thread.engine.step = lambda: 1 / 0
+    assert client.post("/v1/completions", {"prompt": [1], "max_tokens": 3})[0] == 503
+    assert list(frames) == []
+    assert client.get("/live")[0] == 503
+
+
+def test_a_server_that_ends_does_not_wait_for_who_watches(start, tmp_path):
+    client = start()
+    frames = watch(client)
+    client.thread.loop.call_soon_threadsafe(monitor_of(client).close)
+    assert list(frames) == []
+    assert list(listen(client)) == []  # who comes now
+    with Script(tmp_path) as server:
+        frames = listen(server.client())
+        next(frames)
+        server.signal(signal.SIGTERM)
+        assert server.end()[0] == 0  # sooner than a text would have to end
+        frames.close()
+
+
+def test_at_first_it_says_what_the_engine_is_and_how_it_stands(start):
+    sizes = {"max_num_seqs": 3, "num_pages": 20, "page_size": 4, "max_num_batched_tokens": 17}
+    frames = listen(start(**sizes))
+    own = {"period": 0.02, "block_size": 16, "model": "small", "gamma": 0}
+    assert next(frames) == sizes | own
+    frame = next(frames)
+    assert (EMPTY | {"steps": 0, "positions": 0, "cached": []}).items() <= frame.items()
+
+
+@pytest.mark.parametrize("sliding_windows", [(), (3, 5)], ids=str)
+def test_frames_show_the_pools_pages(start, tiny, tiny_windows, sliding_windows):
+    model = tiny()
+    if sliding_windows:
+        model = tiny_windows(sliding_windows=sliding_windows, block_size=16)
+    client = start(model, num_pages=9, page_size=4, max_num_seqs=3)
+    scheduler = client.thread.engine.scheduler
+    pool = scheduler.pool
+    seen = []
+
+    class Check:
+        def on_step(self, events):
+            monitor = monitor_of(client)
+            monitor.reset()
+            frame = monitor.frame(0.0)
+            owners = {}
+            for row, request in zip(frame["running"], scheduler.running, strict=True):
+                own = (request.pages, request.num_computed_tokens, request.start)
+                assert (row["pages"], row["computed"], row["start"]) == own
+                assert row["tokens"] == len(request.tokens)
+                for page in set(row["pages"]) - {None}:
+                    owners[page] = owners.get(page, 0) + 1
+            assert owners == pool.ref_counts
+            cached = {page for page in pool.page_to_hash if page not in pool.ref_counts}
+            assert sorted(frame["cached"]) == sorted(cached)
+            assert frame["queued"] == len(frame["waiting"]) == len(scheduler.waiting)
+            seen.append(frame)
+
+    client.thread.observers.append(Check())
+    post(client, [random_tokens(8) + random_tokens(2, seed=seed) for seed in range(4)], 9)
+    tables = [[page for row in frame["running"] for page in row["pages"]] for frame in seen]
+    held = [[page for page in pages if page is not None] for pages in tables]
+    assert any(len(set(pages)) < len(pages) for pages in held)  # some are shared
+    assert any(None in pages for pages in tables) == bool(sliding_windows)
+    assert any(frame["waiting"] for frame in seen)
+    assert seen[-1]["running"] == [] and seen[-1]["cached"]
+
+
+def test_frames_add_up_to_all_that_was_done(start, tiny, monkeypatch):
+    monkeypatch.setattr(live, "PERIOD", 0)  # a frame for each step
+    monkeypatch.setattr(live, "MAX_TIME_SHARE", 1e9)
+    drafter = knowing(tiny(), wrong=range(0, 40, 3))
+    client = start(num_pages=8, page_size=4, drafter=drafter, gamma=3)
+    frames = watch(client)
+    post(client, [random_tokens(length, seed=length) for length in (6, 9, 3)], 12)
+    seen = until_over(frames, 3)
+    engine = client.thread.engine
+    last = seen[-1]
+    positions, drafts, accepted, tokens = works_of(seen)
+    assert positions == engine.num_computed_tokens == last["positions"]
+    assert drafts == engine.num_draft_tokens == last["drafted"] > 0
+    assert accepted == engine.num_accepted_tokens == last["accepted"] > 0
+    assert tokens == 3 * 12
+    preempted = [number for frame in seen for number in frame["preempted"]]
+    assert len(preempted) == engine.scheduler.num_preemptions == last["preemptions"] > 0
+    for frame in seen:  # who was preempted waits, and has nothing
+        waiting = {row["number"]: row for row in frame["waiting"]}
+        assert all(waiting[number]["computed"] == 0 for number in frame["preempted"])
+    assert last["steps"] == engine.steps and last["shared"] == engine.scheduler.prefix_cache_hits
+    assert [row["reason"] for frame in seen for row in frame["over"]] == ["length"] * 3
+
+
+def test_accepted_drafts_are_named_by_their_places(start, tiny):
+    # All drafts are right except at places 4 and 9; each step has two drafts.
+    client = start(drafter=knowing(tiny(), wrong=(4, 9)), gamma=2, num_pages=100)
+    frames = watch(client)
+    answer = post(client, [PROMPT], 12)
+    rows = rows_of(until_over(frames, 1))
+    # A step ends with a token of the model itself: 0, 3, 4 (its draft was wrong), 7, 9, 11 (the
+    # last one comes without a draft).
+    assert [place for row in rows for place in row["drafts"]] == [1, 2, 5, 6, 8, 10]
+    assert {row["name"] for row in rows} == {f"{answer['id']}-0"}
+    counts = ("number", "prompt", "tokens", "start", "computed")
+    for row in rows:
+        assert row.keys() - {"pages", "reason"} == {"name", "work", "drafts", *counts}
+        assert all(isinstance(row[name], int) for name in counts)
+
+
+def test_frames_show_aborted_and_failed_requests(start, tiny):
+    model = tiny()
+    model.wte.weight.data[7] = float("nan")
+    client = start(model)
+    frames = watch(client)
+    assert client.post("/v1/completions", {"prompt": [7, 7], "max_tokens": 3})[0] == 500
+    ((over,),) = [frame["over"] for frame in until_over(frames, 1)]
+    assert over["reason"] == "error" and over["work"] == [2, 0, 0, 0]
+    client = start()
+    frames = watch(client)
+    body = {"prompt": [[1, 2], [3]], "max_tokens": 2**16, "ignore_eos": True, "stream": True}
+    with client.send("POST", "/v1/completions", body) as answer:
+        answer.readline()
+    seen = until_over(frames, 2)
+    assert [row["reason"] for frame in seen for row in frame["over"]] == ["abort"] * 2
+    assert EMPTY.items() <= (seen[-1] | {"over": []}).items()
+
+
+@pytest.mark.parametrize("limits", [{"PERIOD": 1e6}, {"PERIOD": 0.0, "MAX_TIME_SHARE": 1e-12}])
+def test_frames_are_limited_but_for_the_last(start, monkeypatch, limits):
+    for name, value in limits.items():
+        monkeypatch.setattr(live, name, value)
+    client = start()
+    frames = watch(client)
+    post(client, [[1, 2]], 9)
+    (last,) = until_over(frames, 1)  # when the engine comes to rest
+    assert last["steps"] == 9 and last["over"][0]["work"] == [10, 0, 0, 9]
+
+
+def test_who_does_not_read_is_cut_off(start, monkeypatch):
+    monkeypatch.setattr(live, "MAX_QUEUED_FRAMES", 3)
+    client = start()
+    monitor = monitor_of(client)
+
+    async def fall_behind():
+        frames = monitor.subscribe()
+        await anext(frames)
+        for number in range(5):
+            monitor.broadcast({"steps": number})
+        assert monitor.subscribers == set()
+        return [frame async for frame in frames]
+
+    kept = in_loop(client, fall_behind())
+    assert kept == [b'data: {"steps":%d}\n\n' % number for number in range(3)]
+    # Nor does a stream wait in a send, where it would never hear that the client is late.
+    monkeypatch.setattr(live, "SEND_TIMEOUT", 0.01)
+    sent = []
+
+    async def send(message):
+        sent.append((message["type"], len(monitor.subscribers)))
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    stream = live.FrameStream(monitor.subscribe())
+    in_loop(client, stream({"type": "http"}, asyncio.Event().wait, send))
+    assert sent == [("http.response.start", 0), ("http.response.body", 1)]
+    assert monitor.subscribers == client.thread.generations == set()
