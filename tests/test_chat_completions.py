@@ -1,9 +1,8 @@
 """/v1/chat/completions over a real socket, by the official client too. Oracle: the engine."""
 
 import pytest
-from serving import SMALL, check_refused, engine_alone, serving, small_encoding, small_engine
+from serving import SMALL, check_refused, engine_alone, small_encoding
 
-from errors import UserError
 from text.chat import Chat
 
 PATH = "/v1/chat/completions"
@@ -135,10 +134,3 @@ def test_what_asks_for_nothing_more_is_accepted(client):
     ]
     for other in others:
         assert (other["choices"], other["usage"]) == (first["choices"], first["usage"])
-
-
-def test_a_model_without_a_template(tiny_llama):
-    error = UserError("small: not a chat model")
-    with serving(lambda: small_engine(tiny_llama), chat=error) as client:
-        check_refused(client.post(PATH, {"messages": MESSAGES}), None, str(error))
-        assert client.post("/v1/completions", {"max_tokens": 1})[0] == 200

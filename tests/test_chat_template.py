@@ -1,15 +1,11 @@
 """Chat templates against transformers': their files, variables, roles, and what breaks them."""
 
-import json
-
 import pytest
 from chats import (
     AS_OBJECT,
     BOS,
     CHATML,
     CONTROL,
-    END,
-    EOS,
     HEADERS,
     LINES,
     control_ids,
@@ -18,10 +14,9 @@ from chats import (
     write_template,
 )
 from conftest import is_one_line, refused
-from gguf_files import metadata_of, written
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from serving import Script, refusal, serving, small_encoding, small_engine
+from serving import Script, check_refused, refusal, serving, small_encoding, small_engine
 from transformers import PreTrainedTokenizerFast
 
 import serve
@@ -159,17 +154,6 @@ def test_a_template_takes_the_place_of_the_models(
         found = cli("--model", directory, *arguments)
     assert given_prompts == [[known]] * 3
     assert found[:2] == engine_cli("--model", directory, *arguments, "--temperature", 0)[:2]
-
-
-def test_its_tokens_are_those_of_a_gguf_file(write_chat, chat_pair, tmp_path, other):
-    raw = json.loads((write_chat(CHATML) / "tokenizer.json").read_text("utf-8"))
-    ids = {"bos_token_id": 4096, "eos_token_id": 4098, "padding_token_id": 4095}
-    for template in ({}, {"tokenizer.chat_template": CHATML}):
-        metadata = metadata_of(raw, "gpt-2", **ids) | template
-        chat = Chat(written(tmp_path / "model.gguf", metadata), other)
-        assert chat.special_tokens == {"bos_token": BOS, "eos_token": END, "pad_token": EOS}
-        known = theirs(chat_pair(OTHER)[1], conversation("Tom", "Hi"), tokenize=False)
-        assert chat.render(conversation("Tom", "Hi")) == known
 
 
 def test_a_server_writes_prompts_with_it(tmp_path, other):
@@ -354,6 +338,8 @@ def test_the_roles_are_those_whose_words_are_in_the_prompt(tiny_llama, tmp_path,
 def test_a_model_without_a_template_has_no_roles_and_an_adapter_those_of_its_model(tiny_llama):
     with serving(lambda: small_engine(tiny_llama), chat=UserError("not a chat model")) as client:
         assert told(client) == []
+        check_refused(client.post(PATH, TOM), None, "not a chat model")
+        assert client.post("/v1/completions", {"max_tokens": 1})[0] == 200
     adapters = {"frogs": "somewhere/frogs"}
     with serving(lambda: small_engine(tiny_llama), adapters=adapters) as client:
         found = client.get("/v1/models")[1]["data"]

@@ -10,7 +10,7 @@ from serving import collect, failing, results_of, run_calls, small_engine
 from errors import UserError
 from sampling import SamplingParams
 from server.backend import GenerateInput
-from server.engine_thread import EngineDead, EngineThread, RequestFailed, Update
+from server.engine_thread import EngineThread, RequestFailed, Update
 
 
 def endless(**params):
@@ -124,25 +124,6 @@ def test_a_text_that_is_there_is_no_error_when_the_engine_ends(tiny_llama):
 
     found = run_calls(lambda: small_engine(tiny_llama), use)
     assert found == (3, "the server is shutting down")
-
-
-def test_each_reader_hears_that_its_engine_died(tiny_llama, capfd):
-
-    def make():
-        engine = small_engine(tiny_llama)
-        engine.compute = lambda scheduled: 1 / 0
-        return engine
-
-    async def read(thread):
-        with pytest.raises(EngineDead, match="ZeroDivisionError: division by zero$"):
-            await collect(thread.generate(GenerateInput([[1]], [SamplingParams()])))
-
-    async def use(thread):
-        for _ in range(2):
-            await asyncio.gather(read(thread), read(thread))
-
-    run_calls(make, use)
-    assert capfd.readouterr().err.endswith("ZeroDivisionError: division by zero\n")
 
 
 @pytest.mark.parametrize("last, error", [(4096, UserError), (7, RequestFailed)])

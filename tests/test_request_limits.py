@@ -1,13 +1,10 @@
 """What is wrong with a body or too long in it, and how long an answer may become."""
 
-import json
-
 import pytest
-from conftest import count_calls, record
+from conftest import count_calls
 from pydantic import ValidationError
 from serving import ENDLESS, PATH, check_refused, serving, small_encoding, small_engine
 
-from server import protocol
 from server.protocol import ChatRequest, CompletionRequest
 
 CHAT = "/v1/chat/completions"
@@ -121,25 +118,6 @@ def test_the_longest_lists(make, item):
     with pytest.raises(ValidationError, match=str(2**14)):
         make([item] * (2**14 + 1))
     assert prompts([1] * MANY).prompts == [[1] * MANY]  # one of ids may be longer
-
-
-def test_a_long_schema_and_long_arguments_are_written_and_read_once(monkeypatch):
-    """In the event loop, where all streams wait."""
-    dumped = record(monkeypatch, protocol.json, "dumps", lambda value: value)
-    loaded = record(monkeypatch, protocol.json, "loads", lambda text: text)
-    schema = {"enum": list(range(1000))}
-    named = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    request = ChatRequest.model_validate(CAT | {"response_format": named, "n": 3})
-    params = request.to_sampling_params(4, None)
-    assert len(dumped) == 1 and {own.json_schema for own in params} == {json.dumps(schema)}
-    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": "\\u00e9"}'}}
-    calls = [call | {"id": f"c{number}"} for number in range(5)]
-    message = {"role": "assistant", "content": "", "tool_calls": calls}
-    (message,) = ChatRequest.model_validate({"messages": [message]}).messages
-    assert message.text_fields[1:] == ['{"a": "\u00e9"}'] * 5  # escapes, too, are letters
-    made = [own["function"]["arguments"] for own in message.as_dict["tool_calls"]]
-    assert made == [{"a": "\u00e9"}] * 5 == [json.loads(text) for text in loaded[:5]]
-    assert len(loaded) == 10
 
 
 @pytest.mark.parametrize(

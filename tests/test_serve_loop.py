@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import json
 import os
 import re
@@ -221,26 +220,6 @@ def test_how_many_connections_there_may_be(monkeypatch):
     for limit, most in ((64, 32), (128, 64), (1024, 960), (-1, sys.maxsize)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, own=limit: (own, own))
         assert serve.max_connections() == most
-
-
-def test_garbage_is_not_looked_for_among_what_stays(tmp_path, monkeypatch):
-    """A body of half a million lists would have it looked through several times."""
-
-    def main(words, real=serve.main):
-        gc.unfreeze()
-        gc.set_threshold(700)
-        try:
-            real(words)
-        finally:
-            print(gc.get_freeze_count(), gc.get_threshold()[0])
-
-    monkeypatch.setattr(serve, "main", main)
-    with Script(tmp_path) as server:
-        server.client()
-        server.signal(signal.SIGINT)
-        assert server.end()[0] == 130
-        frozen, threshold = map(int, server.written(server.out).split()[-2:])
-    assert frozen > 100_000 and threshold >= 10_000
 
 
 def test_the_heap_is_trimmed_once_nothing_comes(monkeypatch):

@@ -1,6 +1,7 @@
 """Engines on Ray write what one engine writes, whoever leaves, is killed, comes or goes."""
 
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -9,13 +10,76 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import random_tokens
-from on_ray import Server, samples, start, until
-from replicas import check_texts, make_engine, parse, same, save_small
-from serving import ENDLESS, PATH, connect, request_of, serving
+from conftest import ROOT, random_tokens
+from replicas import OPTIONS, check_texts, make_engine, parse, same, save_small
+from serving import ENDLESS, PATH, Client, connect, metric_families, request_of, serving
+from serving import until as until_in
+
+until = functools.partial(until_in, seconds=100)
+
+
+class Server:
+    """A process of serve_ray.py, in a session of its own, of which nothing is left after the block.
+
+    directory: for what it says, in files: a pipe is open as long as a process of Ray has it.
+    """
+
+    def __init__(self, model, directory, *options):
+        command = [sys.executable, "serve_ray.py", "--port", 0, "--cpus", 0.1, "--model", model]
+        command = [str(word) for word in [*command, *OPTIONS, *options]]
+        self.out = directory / "stdout"
+        self.err = directory / "stderr"
+        with self.out.open("w") as out, self.err.open("w") as err:
+            own = {"cwd": ROOT, "start_new_session": True}
+            self.process = subprocess.Popen(command, stdout=out, stderr=err, **own)
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(60)
+
+    def pids(self, name: str = "") -> list[int]:
+        found = subprocess.run(["ps", "-wweo", "sid=,pid=,args="], capture_output=True, text=True)
+        lines = [line.split(None, 2) for line in found.stdout.splitlines()]
+        own = str(self.process.pid)
+        return [int(pid) for sid, pid, args in lines if sid == own and name in args]
+
+    def result(self) -> tuple[int, str]:
+        """Return the exit code and stderr of a server that ends and leaves no process."""
+        code = self.process.wait(100)
+        until(lambda: not self.pids())
+        return code, self.err.read_text()
+
+
+@contextlib.contextmanager
+def start(model, directory, *options) -> Iterator[tuple[Client, Server]]:
+    with Server(model, directory, *options) as server:
+        until(lambda: server.out.read_text().endswith("\n") or server.process.poll() is not None)
+        assert server.out.read_text(), server.err.read_text()
+        yield Client(int(server.out.read_text().rsplit(":", 1)[1]), None, None), server
+        if server.process.poll() is None:
+            os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does
+            assert server.result() == (130, "")
+
+
+def samples(client, name: str, **labels) -> dict[str, float]:
+    families = metric_families(client)
+    assert len({family.name for family in families}) == len(families)
+    return {
+        sample.labels["engine"]: sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == f"vllm:{name}" and labels.items() <= sample.labels.items()
+    }
+
 
 REPLICA = "ray::ServeReplica:default:Replica"
 STREAM = ENDLESS | {"stream": True}
@@ -168,7 +232,7 @@ BODIES = [
     {"prompt": [seed, 7], "seed": seed, "max_tokens": 60 + seed, "ignore_eos": True}
     for seed in range(40)
 ]
-OPTIONS = ["--replicas", 1, "--max-replicas", 3, "--max-num-seqs", 2, "--scale-seconds", 1]
+SCALING = ["--replicas", 1, "--max-replicas", 3, "--max-num-seqs", 2, "--scale-seconds", 1]
 
 
 def test_from_one_to_three_and_back_no_request_is_lost(model, tmp_path):
@@ -183,7 +247,7 @@ def test_from_one_to_three_and_back_no_request_is_lost(model, tmp_path):
             asked.append(number)
             assert same(client.post(PATH, BODIES[number])) == own[number]
 
-    with start(model, tmp_path, *OPTIONS) as (client, server), ThreadPoolExecutor(12) as pool:
+    with start(model, tmp_path, *SCALING) as (client, server), ThreadPoolExecutor(12) as pool:
         try:
             assert len(server.pids(REPLICA)) == 1
             # Eleven clients go when there are three engines, and one asks on till there is one.
@@ -243,14 +307,9 @@ def test_of_ray_s_own_processes_two_are_needed(monkeypatch, name):
 
     signals = queue.SimpleQueue()
     monkeypatch.setattr(ray._private.worker, "_global_node", Node())
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
-        found = {True: [psutil.Process(child.pid)], False: []}
-        monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: found[recursive])
-        if name == "log_monitor":
-            assert serve_ray.wait_for_signal(signals) == signal.SIGTERM
-            assert child.poll() is None
-            child.kill()
-        else:
-            with pytest.raises(UserError, match="Ray's gcs_server has ended; .* in /logs"):
-                serve_ray.wait_for_signal(signals)
-            assert child.wait(60) == -signal.SIGKILL
+    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [])
+    if name == "log_monitor":
+        assert serve_ray.wait_for_signal(signals) == signal.SIGTERM
+    else:
+        with pytest.raises(UserError, match="Ray's gcs_server has ended; .* in /logs"):
+            serve_ray.wait_for_signal(signals)
