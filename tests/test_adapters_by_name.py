@@ -1,6 +1,5 @@
 """To clients an adapter is a model by a name of its own. Oracle: `generate`."""
 
-import concurrent.futures
 import itertools
 import sys
 
@@ -45,26 +44,19 @@ def own_text(model, prompt: str, adapter: str, **params) -> str:
 
 def test_each_model_writes_its_own_texts(client, tiny_llama):
     model = adapted_engine(tiny_llama).model
-    cases = list(itertools.product(("Tom", "The sun"), NAMES, (False, True)))
-
-    def ask(prompt, name, stream):
-        body = {"prompt": prompt, "model": name, "max_tokens": 12, "seed": 1, "stream": stream}
-        if stream:
-            events = client.events(PATH, body)
-            text = "".join(event["choices"][0]["text"] for event in events)
-            return {event["model"] for event in events}, text
+    texts = set()
+    for prompt, name in itertools.product(("Tom", "The sun"), NAMES):
+        body = {"prompt": prompt, "model": name, "max_tokens": 12, "seed": 1}
         status, found = client.post(PATH, body)
-        assert status == 200, found
-        return {found["model"]}, found["choices"][0]["text"]
-
-    with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
-        found = list(pool.map(ask, *zip(*cases)))
-    for (prompt, name, _), (names, text) in zip(cases, found):
-        params = {"max_new_tokens": 12, "temperature": 1.0, "seed": 1}
+        text = found["choices"][0]["text"]
         adapter = "" if name in (None, "small") else name
+        params = {"max_new_tokens": 12, "temperature": 1.0, "seed": 1}
         assert text == own_text(model, prompt, adapter, **params)
-        assert names == {name or "small"}
-    assert len({text for _, text in found}) == 6
+        events = client.events(PATH, body | {"stream": True})
+        assert "".join(event["choices"][0]["text"] for event in events) == text
+        assert {event["model"] for event in events} == {found["model"]} == {name or "small"}
+        texts.add(text)
+    assert len(texts) == 6
 
 
 def test_replies_to_messages(client, tiny_llama):
@@ -124,9 +116,10 @@ def test_replicas_are_not_begun_with_a_wrong_one(run_main, monkeypatch, tiny_lla
     monkeypatch.setitem(sys.modules, "ray", None)
     model = save_speaking(tiny_llama, tmp_path, eos_token_id=4095)
     head = save_adapter(tmp_path / "a", random_tensors(load_model(model), ("lm_head",)))
-    words = ["--port", 0, "--cpus", 0.1, "--model", model, "--lora-modules", f"x={head}"]
-    result = run_main(serve_ray.main, *words)
-    assert is_one_line(result, "adapter 'x' changes lm_head: merge it")
-    for words in (["--adapter", "nowhere"], ["--lora-modules", f"a={FROGS}", "b=nowhere"]):
-        result = run_main(serve_ray.main, "--port", 0, "--cpus", 0.1, *LLAMA, *words)
-        assert is_one_line(result, "nowhere/adapter_config.json: No such file")
+    for words, error in (
+        (["--model", model, "--lora-modules", f"x={head}"], "'x' changes lm_head: merge it"),
+        ([*LLAMA, "--adapter", "nowhere"], "nowhere/adapter_config.json: No such file"),
+        ([*LLAMA, "--lora-modules", f"a={FROGS}", "b=no"], "no/adapter_config.json: No such file"),
+    ):
+        result = run_main(serve_ray.main, "--port", 0, "--cpus", 0.1, *words)
+        assert is_one_line(result, error)

@@ -61,16 +61,13 @@ def test_limits_of_length(client):
 
 
 def test_log_probabilities_with_the_bytes_of_tokens(client, tiny_llama):
-    tokens, _, logprobs, _ = alone(tiny_llama, MESSAGES, seed=2, logprobs=3)
-    body = {"messages": MESSAGES, "seed": 2, "logprobs": True, "top_logprobs": 3}
-    (choice,) = client.post(PATH, body)[1]["choices"]
-    found = choice["logprobs"]["content"]
-    decode = small_encoding().decode_single_token_bytes
-
     def entry(token, logprob):
-        data = decode(token)
+        data = small_encoding().decode_single_token_bytes(token)
         return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
 
+    tokens, _, logprobs, _ = alone(tiny_llama, MESSAGES, seed=2, logprobs=3)
+    body = {"messages": MESSAGES, "seed": 2, "logprobs": True, "top_logprobs": 3}
+    found = client.post(PATH, body)[1]["choices"][0]["logprobs"]["content"]
     assert found == [
         entry(token, logprob) | {"top_logprobs": [entry(*pair) for pair in top]}
         for token, (logprob, top) in zip(tokens, logprobs)

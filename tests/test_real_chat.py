@@ -72,14 +72,10 @@ def test_without_the_package_one_line_says_how_to_get_it(site, cli, monkeypatch)
 
 
 def test_long_windows_do_not_make_a_larger_cache():
-    for max_num_seqs, block_size, page_size, expected in (
-        (32, 256, 16, 32 * 16),
-        (32, 2048, 16, 2**12),
-        (32, 2049, 16, 2**12),
-        (32, 8192, 16, 2**12),
-        (1, 8192, 16, 512),
-        (3, 131072, 16, 8192),
-        (4, 100_000, 7, 14286),
-    ):
-        config = EngineConfig(max_num_seqs=max_num_seqs, page_size=page_size)
-        assert config.cache_size(block_size) == expected
+    sizes = [(32, 256, 16), (32, 2048, 16), (32, 2049, 16), (32, 8192, 16), (1, 8192, 16)]
+    sizes += [(3, 131072, 16), (4, 100_000, 7)]
+    found = [
+        EngineConfig(max_num_seqs=max_num_seqs, page_size=page_size).cache_size(block_size)
+        for max_num_seqs, block_size, page_size in sizes
+    ]
+    assert found == [32 * 16, 2**12, 2**12, 2**12, 512, 8192, 14286]

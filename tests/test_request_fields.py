@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from serving import IGNORED_FIELDS, PATH, check_refused, engine_alone, serving, small_engine
+from serving import IGNORED_FIELDS, PATH, check_refused, engine_alone
 
 from server import protocol
 from server.protocol import UNSUPPORTED_FIELDS, ChatRequest, CompletionRequest, find_lone_surrogate
@@ -49,16 +49,6 @@ def test_a_seed_counts_modulo_2_to_the_64th(client):
     seeds = (-1, 2**64 - 1, 0, -(2**63), 2**63)
     texts = [text_of(client, {"prompt": "Tom", "seed": seed}) for seed in seeds]
     assert texts[0] == texts[1] != texts[2] and texts[3] == texts[4]
-
-
-def test_a_salt_keeps_prefixes_apart(tiny_llama):
-    with serving(lambda: small_engine(tiny_llama)) as client:
-        shared = []
-        for cache_salt in ("a", None, "a", "b", None):
-            body = {"prompt": "word " * 30, "max_tokens": 1, "cache_salt": cache_salt}
-            client.post(PATH, body)
-            shared.append(client.thread.engine.scheduler.prefix_cache_hits)
-    assert shared[:2] == [0, 0] and shared[2] == shared[3] > 0 and shared[4] == 2 * shared[3]
 
 
 NONE = """allowed_token_ids audio chat_template documents guided_choice guided_grammar guided_json

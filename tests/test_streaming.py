@@ -11,6 +11,7 @@ from serving import (
     engine_alone,
     failing,
     in_turns,
+    is_free,
     server_error,
     serving,
     small_encoding,
@@ -56,8 +57,18 @@ def test_nothing_said_and_null_are_the_same(client):
 def test_what_the_engine_refuses_and_what_fails_in_it(tiny_llama):
     with serving(lambda: small_engine(tiny_llama, num_pages=2)) as client:
         check_refused(client.post(PATH, {"prompt": "word " * 30}), None, "47 3 2 16")
-    with serving(lambda: failing(small_engine(tiny_llama), lambda request: True)) as client:
-        assert client.post(PATH, {}) == (500, server_error(NOT_FINITE))
+
+    def fails(request):
+        return len(request.output) == 2 and request.tokens[0] == 7
+
+    with serving(lambda: failing(small_engine(tiny_llama), fails)) as client:
+        assert client.post(PATH, ENDLESS | {"prompt": [7]}) == (500, server_error(NOT_FINITE))
+        for last, status in ((4096, 400), (7, 500)):  # it ends the other texts of its call
+            assert (
+                client.post(PATH, ENDLESS | {"prompt": [[9], [8], [last]], "max_tokens": 9999})[0]
+                == status
+            )
+            until(lambda: is_free(client))
         stop_engine(client)
         status, answer = client.post(PATH, {})
         assert (status, answer["error"]["type"]) == (503, "server_error")
