@@ -297,14 +297,6 @@ def test_other_values_are_refused(client):
         assert found == (400, refusal(f"{KWARGS}: {message}", KWARGS))
 
 
-def test_what_fails_in_the_template_is_the_requests(tiny_llama, write_chat):
-    chat = Chat(write_chat("{{ raise_exception('no') if deep else messages[0].content }}"))
-    with serving(lambda: small_engine(tiny_llama), chat) as client:
-        found = client.post(PATH, TOM | {"chat_template_kwargs": {"deep": True}})
-        assert found == (400, refusal("chat template: no", "messages"))
-        assert client.post(PATH, TOM)[0] == 200
-
-
 ALL = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
 NO = "{{ raise_exception('no') }}{% endif %}"
 TEMPLATES = [  # template, the roles whose words are in the prompt

@@ -261,14 +261,6 @@ def test_a_head_in_drips_has_no_more_time(tiny_llama, monkeypatch):
         dripping.join()
 
 
-def test_of_a_client_that_leaves_no_time_runs_on(tiny_llama):
-    with serving(lambda: small_engine(tiny_llama)) as client:
-        connection = connect(client, ASK[:-2])
-        protocol = protocol_of(client)
-        connection.close()
-        until(lambda: protocol.timer.cancelled())
-
-
 def test_a_body_and_an_answer_may_take_longer(tiny_llama):
     """Each piece of a body renews the time, and none runs during an answer.
 

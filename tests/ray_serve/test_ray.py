@@ -126,17 +126,6 @@ def test_hits_are_those_of_one_engine(servers):
     assert all(found[name] > before[name] for name in found)  # each engine has some of the six
 
 
-def test_a_burst_of_one_beginning_is_spread(servers):
-    client, _, _ = servers
-    body = STREAM | {"prompt": random_tokens(5, seed=7), "max_tokens": 2**17}  # one page
-    with ThreadPoolExecutor(24) as pool, contextlib.ExitStack() as stack:
-        for answer in pool.map(lambda _: client.send("POST", PATH, body), range(24)):
-            stack.callback(answer.close)
-            assert answer.status == 200
-        running = samples(client, "num_requests_running").values()
-    assert sum(running) == 24 and max(running) - min(running) <= 2, running
-
-
 def total(client, name: str, **labels) -> float:
     return sum(samples(client, name, **labels).values())
 
