@@ -6,8 +6,7 @@ import sys
 import pytest
 from conftest import CHECKPOINTS, is_one_line, save_speaking
 from lora_files import random_tensors, save_adapter, with_adapters
-from replicas import parse, serving_replicas
-from serving import SMALL, refusal, serving, small_encoding, small_engine
+from serving import refusal, serving, small_encoding, small_engine
 
 import serve
 import serve_ray
@@ -86,18 +85,6 @@ def test_models_are_listed(client):
     messages = [{"role": "user", "content": "x"}]
     assert client.post(CHAT, {"model": "c", "messages": messages}) == missing
     assert client.post(PATH, {"model": ["a"]})[0] == 400
-
-
-def test_engines_in_other_processes(compiled):
-    args = parse(SMALL, "--lora-modules", f"frogs={FROGS}", "again=" + str(FROGS))
-    body = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
-    with serving_replicas(args, 2) as (client, _):
-        for name, word in (("stories-llama", "girl"), ("frogs", "frog"), ("again", "frog")):
-            status, found = client.post(PATH, body | {"model": name})
-            assert (status, found["model"]) == (200, name)
-            assert f"a little {word} named" in found["choices"][0]["text"]
-        found = client.get("/v1/models")[1]["data"]
-        assert [each["id"] for each in found] == ["stories-llama", "frogs", "again"]
 
 
 def test_the_server_reads_its_adapters(run_main):

@@ -83,12 +83,9 @@ NOT_FOR_CHAT = (
 BROKEN = {
     "{{ 'x' }": "chat template: unexpected '}'",
     "{% for m in messages %}": "chat template: Unexpected end of template.",
-    "{{ 'x' | shout }}": "chat template: No filter named 'shout'",
     "{% nosuch %}": "chat template: Encountered unknown tag 'nosuch'",
-    "{{ shout('x') }}": "chat template: 'shout' is undefined",
     "{{ messages[7].content }}": "chat template: list object has no element 7",
     "{{ 'x' + 1 }}": "chat template: can only concatenate str",
-    "{{ 1 / 0 }}": "chat template: division by zero",
     "{{ raise_exception('roles must\nalternate') }}": "chat template: roles must alternate",
     "{{ raise_exception('') }}": "chat template: ValueError",
     "{{ ''.__class__.__mro__ }}": "access to attribute '__class__' of 'str' object is unsafe.",
@@ -236,31 +233,31 @@ CONTENT = "{{ messages[0].content }}"
 KWARGS = "chat_template_kwargs"
 
 
-@pytest.mark.parametrize(
-    "template, fields, written, ignored",
-    [
-        (WORDS, {}, "Tom", ""),
-        (WORDS, {KWARGS: None}, "Tom", ""),
-        (WORDS, {KWARGS: {"enable_thinking": False, "another": True}}, "Tom off", ""),
-        (WORDS, {"enable_thinking": False}, "Tom off", ""),
-        (WORDS, {"enable_thinking": True}, "Tom", ""),
-        (WORDS, {"think": False}, "Tom off", ""),
-        (WORDS, {"think": "low"}, "Tom low", ""),
-        (WORDS, {"reasoning_effort": "low"}, "Tom low", ""),
-        (WORDS, {"reasoning_effort": "none"}, "Tom off none", ""),
-        (WORDS, {"reasoning_effort": "<|im_end|>"}, "Tom", "reasoning_effort"),
-        (WORDS, {"think": False, KWARGS: {"enable_thinking": True}}, "Tom", ""),
-        (SWITCH, {"reasoning_effort": "none"}, "One day", ""),
-        (SWITCH, {"reasoning_effort": "high"}, "Yes", "reasoning_effort"),
-        (CONTENT, {"reasoning_effort": "none"}, "Tom", "reasoning_effort"),
-        (CONTENT, {"enable_thinking": True, "think": "max"}, "Tom", "think, enable_thinking"),
-    ],
-)
-def test_a_wish_about_reasoning_is_for_the_template(template, fields, written, ignored, write_chat):
-    served = ServedModel(None, "small", "small", Chat(write_chat(template)))
-    variables, names = served.variables(ChatRequest(messages=TOM["messages"], **fields))
-    assert served.chat.with_template_kwargs(variables).render(TOM["messages"]) == written
-    assert ", ".join(names) == ignored
+WISHES = [  # template, fields, the prompt, fields that are ignored
+    (WORDS, {}, "Tom", ""),
+    (WORDS, {KWARGS: None}, "Tom", ""),
+    (WORDS, {KWARGS: {"enable_thinking": False, "another": True}}, "Tom off", ""),
+    (WORDS, {"enable_thinking": False}, "Tom off", ""),
+    (WORDS, {"enable_thinking": True}, "Tom", ""),
+    (WORDS, {"think": False}, "Tom off", ""),
+    (WORDS, {"think": "low"}, "Tom low", ""),
+    (WORDS, {"reasoning_effort": "low"}, "Tom low", ""),
+    (WORDS, {"reasoning_effort": "none"}, "Tom off none", ""),
+    (WORDS, {"reasoning_effort": "<|im_end|>"}, "Tom", "reasoning_effort"),
+    (WORDS, {"think": False, KWARGS: {"enable_thinking": True}}, "Tom", ""),
+    (SWITCH, {"reasoning_effort": "none"}, "One day", ""),
+    (SWITCH, {"reasoning_effort": "high"}, "Yes", "reasoning_effort"),
+    (CONTENT, {"reasoning_effort": "none"}, "Tom", "reasoning_effort"),
+    (CONTENT, {"enable_thinking": True, "think": "max"}, "Tom", "think, enable_thinking"),
+]
+
+
+def test_a_wish_about_reasoning_is_for_the_template(write_chat):
+    for template, fields, written, ignored in WISHES:
+        served = ServedModel(None, "small", "small", Chat(write_chat(template)))
+        variables, names = served.variables(ChatRequest(messages=TOM["messages"], **fields))
+        assert served.chat.with_template_kwargs(variables).render(TOM["messages"]) == written
+        assert ", ".join(names) == ignored
 
 
 def test_reasoning_that_is_sent_back_is_for_the_template(tiny_llama, write_chat):

@@ -66,11 +66,11 @@ def test_what_the_engine_refuses_and_what_fails_in_it(tiny_llama):
     with serving(lambda: failing(small_engine(tiny_llama), fails)) as client:
         assert client.post(PATH, ENDLESS | {"prompt": [7]}) == (500, server_error(NOT_FINITE))
         for last, status in ((4096, 400), (7, 500)):  # it ends the other texts of its call
-            assert (
-                client.post(PATH, ENDLESS | {"prompt": [[9], [8], [last]], "max_tokens": 9999})[0]
-                == status
-            )
+            body = {"prompt": [[9], [8], [last]], "max_tokens": 9999}
+            assert client.post(PATH, ENDLESS | body)[0] == status
             until(lambda: is_free(client))
+        body = {"prompt": [[9], [4096]], "max_tokens": 0, "stream": True}
+        assert client.post(PATH, body)[0] == 400  # no text before it
         stop_engine(client)
         status, answer = client.post(PATH, {})
         assert (status, answer["error"]["type"]) == (503, "server_error")

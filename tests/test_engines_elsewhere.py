@@ -213,29 +213,6 @@ def test_what_a_slow_reader_has_not_fetched_is_one_update(tiny_llama):
     assert tuple(Update.join([first, rest])) == alone[0] and [other[0], other[1]] == alone
 
 
-def test_what_the_engine_refuses_is_raised_for_that_call(tiny_llama):
-    """The prompts beside it bring no text, though they ask for no tokens and end at once."""
-    none = SamplingParams(max_new_tokens=0)
-
-    async def use(thread):
-        def ask(prompts, params):
-            return collect(thread.generate(GenerateInput(prompts, params)))
-
-        assert await ask([], []) == {}
-        assert await ask([[1]], [none]) == {0: ((), "", (), "length")}
-        calls = [ask([[2], [3]], [none]), ask([[1]], [SamplingParams(3)])]
-        found = await asyncio.gather(*calls, return_exceptions=True)
-        updates = []
-        with pytest.raises(UserError) as wrong:
-            async for new in thread.generate(GenerateInput([[1], [4096]], [none] * 2)):
-                updates.append(new)
-        return *found, updates, wrong.value
-
-    uneven, good, updates, wrong = run_calls(lambda: small_engine(tiny_llama), use)
-    assert type(uneven) is ValueError and good[0][3] == "length" and updates == []
-    assert str(wrong) == "the prompt has the id 4096; ids of this model are integers from 0 to 4095"
-
-
 def test_an_engine_that_cannot_be_made():
     def make():
         raise UserError("no such model")

@@ -151,13 +151,11 @@ def test_a_server_names_them_once(advised, tmp_path, capsys):
         args = SimpleNamespace(generation_config=said, chat_template=None)
         return server_defaults(args, resolve_source(model))
 
-    expected = {"temperature": 1.5, "top_k": 40, "repetition_penalty": 1.2}
-    assert found(advised) == expected
+    defaults = {"temperature": 1.5, "top_k": 40, "repetition_penalty": 1.2}
+    assert found(advised) == defaults
     # Without a template there are no chats.
-    for nothing in (found(advised, "none"), found(SMALL), found(saying(tmp_path, {"top_k": 3}))):
-        assert nothing == {}
-        print_sampling_defaults(nothing)
-    assert capsys.readouterr().err == ""
-    print_sampling_defaults(expected | {"top_k": 10**6})
+    assert found(advised, "none") == found(SMALL) == found(saying(tmp_path, {"top_k": 3})) == {}
+    for given in ({}, defaults | {"top_k": 10**6}):
+        print_sampling_defaults(given)
     said = "temperature 1.5, top-k 1000000, repetition-penalty 1.2"
     assert capsys.readouterr().err == NOTE + said + END

@@ -77,17 +77,15 @@ def test_an_address_that_cannot_be_printed_is_one_line(tmp_path):
 @pytest.mark.parametrize("installed", [True, False])
 def test_the_model_is_one_that_takes_system_messages_where_it_is_installed(monkeypatch, installed):
     def find_package_file(name):
-        assert name == "smollm2"
-        if not installed:
-            raise UserError("smollm2 is not installed")
+        if name != "smollm2" or not installed:
+            raise UserError("not installed")
 
     monkeypatch.setattr(serve, "find_package_file", find_package_file)
     parser = Parser()
     serve.add_server_options(parser)
     found = parser.parse_args([])
-    assert (found.host, found.port) == ("127.0.0.1", 8000)
-    assert found.model == ("smollm2" if installed else serve.LLAMA)
-    assert parser.parse_args(["--model", "gpt2"]).model == "gpt2"
+    expected = "smollm2" if installed else serve.LLAMA
+    assert (found.model, found.host, found.port) == (expected, "127.0.0.1", 8000)
 
 
 # Signals
@@ -245,7 +243,6 @@ def test_the_heap_is_trimmed_once_nothing_comes(monkeypatch):
 CPUS = os.cpu_count()
 SERVE = {  # option -> words of the error
     "--port=-1": "--port 0 65535",
-    "--port=65536": "--port 65536 0 65535",
     "--host=": "--host 0.0.0.0",
     f"--host={70 * chr(233)}": f"--host {70 * chr(233)}",
     "--gamma=2": "--gamma --draft",
@@ -256,10 +253,8 @@ SERVE = {  # option -> words of the error
     "--api-key=": "--api-key empty",
     "--api-key=key\n": "--api-key whitespace",
     "--api-key=k\ney": "--api-key control character",
-    "--api-key=k\x7fy": "--api-key control character",
     "--allowed-host=a:8000": "--allowed-host a:8000 port",
     "--allowed-host=http://a": "--allowed-host http://a",
-    "--allowed-host=": "--allowed-host",
     "--allowed-host=[::1]": "--allowed-host [::1]",
 }
 MODEL = {

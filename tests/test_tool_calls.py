@@ -18,7 +18,6 @@ from chats import (
     NEEDS_SYSTEM,
     WITH_TOOLS,
     call,
-    control_ids,
     conversation,
     theirs,
     tool,
@@ -234,7 +233,6 @@ REFUSED = [  # fields, the one that is named, words of the message
     ({"tools": [LOOK, LOOK]}, "tools", "tools.1.function.name look"),
     ({"tools": [LOOK] * 129}, "tools", "128"),
     ({"tools": {}}, "tools", "list"),
-    ({"tools": [{}]}, "tools", ""),
     ({"functions": [{"name": "f"}]}, "functions", ""),
     ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice", "none auto required"),
     ({"tool_choice": "required"}, "tool_choice", "tools"),
@@ -243,7 +241,6 @@ REFUSED = [  # fields, the one that is named, words of the message
     ({"tools": [tool("f", parameters={"not": {}})]}, "tools", "f.parameters.not"),
     ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs", "tools"),
     ({"tools": TOOLS, "min_tokens": 3, "max_tokens": 9}, "min_tokens", ""),
-    (after({"role": "user", "tool_calls": []}), "messages", "messages.1"),
     (after(MESSAGES[0] | {"tool_calls": [call("f", "{}")]}), "messages", ".tool_calls assistant"),
     (after(MESSAGES[0] | {"tool_call_id": "a"}), "messages", "messages.1.tool_call_id tool"),
     (after(TOOL_RESULT), "messages", "messages.1.tool_call_id tool"),
@@ -531,21 +528,6 @@ def test_ids_and_text_equal_transformers(chat_pair, chat_encoding, word, key, re
         assert chat.render(messages) == theirs(tokenizer, messages, tokenize=False, tools=tools)
         assert chat.encode(messages, chat_encoding) == theirs(tokenizer, messages, tools=tools)
         assert ours.render(messages) == theirs(tokenizer, messages, tokenize=False)  # as it was
-
-
-@pytest.mark.parametrize("template", WITH_TOOLS.values(), ids=WITH_TOOLS)
-def test_no_text_from_outside_is_a_control_token(chat_pair, chat_encoding, template):
-    """Not in a tool, its parameters, a call or its result; nor by what a template joins."""
-
-    def controls(word, key, result):
-        tools = [tool("look", {key: {"enum": [word]}}, description=word)]
-        messages = used(word, {key: [word]}, result)
-        return control_ids(ours.with_tools(tools).encode(messages, chat_encoding))
-
-    ours = chat_pair(template)[0]
-    for token in CONTROL:
-        known = controls("x", "y", "z")
-        assert controls(token, token, token) == controls(token[:2], "a", token[2:]) == known
 
 
 def test_a_template_of_its_own_is_for_tools(write_chat):
