@@ -16,7 +16,6 @@ from chats import (
     control_ids,
     conversation,
     replies,
-    save_base,
     theirs,
     write_template,
 )
@@ -379,19 +378,14 @@ def test_what_a_system_message_says_is_not_lost(cli, write_chat, chat_encoding):
     assert chat.encode([SYSTEM, USER], chat_encoding) == chat.encode([USER], chat_encoding)
 
 
-@pytest.fixture(scope="session")
-def directory(tiny, tmp_path_factory):
-    made = tmp_path_factory.mktemp("conversation")
-    save_base(tiny, made)
-    write_template(made, CHATML)
-    return made
+@pytest.fixture
+def directory(write_chat):
+    return write_chat(CHATML)
 
 
-@pytest.fixture(scope="session")
-def encode(directory):
-    chat = Chat(directory)
-    encoding = load_encoding(directory, 4104)
-    return lambda messages: chat.encode(messages, encoding)
+@pytest.fixture
+def encode(directory, chat_encoding):
+    return lambda messages: Chat(directory).encode(messages, chat_encoding)
 
 
 @pytest.fixture

@@ -330,15 +330,3 @@ def test_what_is_refused(client):
             answer = client.post(CHAT, {"messages": TALK, "stream": stream} | fields)
             check_refused(answer, param, words)
     check_refused(client.post(CHAT, {}), "messages")
-
-
-def test_what_asks_for_nothing_more_is_accepted(client):
-    plain = {"messages": TALK[:1], "seed": 1, "max_tokens": 3}
-    more = {"echo": False, "best_of": 1, "add_generation_prompt": True, "tool_choice": "auto"}
-    parts = message([{"type": "text", "text": text} for text in ("cat,", " moon")], name="me")
-    first, *others = [
-        client.post(CHAT, plain | fields)[1]
-        for fields in ({}, more, dict.fromkeys(more), {"max_tokens": 3}, parts)
-    ]
-    for other in others:
-        assert (other["choices"], other["usage"]) == (first["choices"], first["usage"])

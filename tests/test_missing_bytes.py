@@ -5,7 +5,7 @@ import json
 import sys
 
 import pytest
-from chats import CHATML, conversation, save_base, write_template
+from chats import CHATML, conversation
 from conftest import CHECKPOINTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,11 +40,10 @@ def encoding(raw, tmp_path_factory):
     return load_from(tmp_path_factory.mktemp("lacking"), raw)
 
 
-@pytest.fixture(scope="session")
-def directory(tiny, tmp_path_factory):
-    made = tmp_path_factory.mktemp("missing")
-    save_base(tiny, made)
-    write_template(made, CHATML)
+@pytest.fixture
+def directory(write_chat):
+    """A random model with a template, whose vocabulary lacks bytes."""
+    made = write_chat(CHATML)
     file = made / "tokenizer.json"
     file.write_text(json.dumps(without(json.loads(file.read_text("utf-8")))), "utf-8")
     return made

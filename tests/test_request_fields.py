@@ -18,7 +18,6 @@ from serving import (
 
 from server import protocol
 from server.protocol import UNSUPPORTED_FIELDS, ChatRequest, CompletionRequest, find_lone_surrogate
-from text.chat import Chat
 
 PARAMS = [
     {"seed": 2**64 - 1, "temperature": 0.5, "top_k": 9},
@@ -126,24 +125,6 @@ def test_empty_names_and_stop_strings_are_none(client):
         assert status == 200 and found["choices"] == plain and found["model"] == "small"
 
 
-OUT_OF_RANGE = [  # field, value, words of the message
-    ("top_p", 0, "0.0 (0, 1]"),
-    ("top_k", -2, "-2 0"),
-    ("presence_penalty", 2.1, "2.1 [-2, 2]"),
-    ("seed", 2**64, str(2**64)),
-    ("seed", -(2**63) - 1, str(-(2**63))),
-    ("seed", 1.5, "integer"),
-    ("ignore_eos", 1, "boolean"),
-]
-STOPS = ["x" * 257, ["x" * 256] * 17, ["", *["x"] * 17], ["x", 1]]
-OUT_OF_RANGE += [("stop", value, "string 16 256") for value in STOPS]
-
-
-def test_values_out_of_range(client):
-    for field, value, said in OUT_OF_RANGE:
-        check_refused(client.post(PATH, {"prompt": "Tom", field: value}), field, f"{field} {said}")
-
-
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Tom"}]
 PART = {"type": "text", "text": "Tom"}
@@ -238,14 +219,6 @@ NOTED = """annotations cache_control created_at id opts prompt_cache_breakpoint 
 METADATA_FIELDS = dict.fromkeys(NOTED, [{"a": 1}])  # what clients note in messages
 
 
-def test_a_name_is_for_the_template(client, monkeypatch):
-    given = []
-    monkeypatch.setattr(Chat, "encode", lambda _, *a: given.append(a[0]) or [1])
-    for name in ("Tom-2", None):
-        assert client.post(CHAT, user(name=name) | {"max_tokens": 1})[0] == 200
-    assert given == [[MESSAGES[0] | {"name": "Tom-2"}], MESSAGES]
-
-
 RESPONSES = "/v1/responses"
 HALF = "a\ud800"  # a lone surrogate: half a letter
 FUNCTION = {"type": "function", "name": "f", "parameters": {"a": {"b": {"c": [HALF]}}}}
@@ -302,6 +275,7 @@ def test_a_hint_for_a_cache_in_a_tool_is_not_written_into_the_prompt():
 
 CAT = {"messages": [{"role": "user", "content": "cat"}]}
 OBJECT = "JSON object Content-Type: application/json"
+STOPS = ["x" * 257, ["x" * 256] * 17, ["", *["x"] * 17], ["x", 1]]
 WRONG = [  # body, the field that is named, words of the message
     (b"", None, OBJECT),
     (b"[1]", None, OBJECT),
@@ -310,6 +284,14 @@ WRONG = [  # body, the field that is named, words of the message
     ({"max_tokens": "3"}, "max_tokens", "integer"),
     ({"max_tokens": -2}, "max_tokens", "-1"),
     ({"temperature": -1}, "temperature", "-1.0 0"),
+    ({"top_p": 0}, "top_p", "0.0 (0, 1]"),
+    ({"top_k": -2}, "top_k", "-2 0"),
+    ({"presence_penalty": 2.1}, "presence_penalty", "2.1 [-2, 2]"),
+    ({"seed": 1.5}, "seed", "integer"),
+    ({"seed": 2**64}, "seed", f"seed {2**64}"),
+    ({"seed": -(2**63) - 1}, "seed", f"seed {-(2**63)}"),
+    ({"ignore_eos": 1}, "ignore_eos", "boolean"),
+    *(({"stop": stop}, "stop", "stop string 16 256") for stop in STOPS),
     (b'{"temperature": NaN}', "temperature", "nan 0"),
     (b'{"prompt": "caf\xe9"}', None, "UTF-8 15"),
     (b"\x1f\x8b\x08\x00", None, "UTF-8 1"),  # compressed

@@ -155,11 +155,11 @@ def test_a_marked_string_is_cut_as_str_cuts_it(text, a, b):
 
 @pytest.fixture
 def alone(tmp_path):
+    """A function that gives a template as a chat of a model without a vocabulary."""
 
     def load(template: str) -> Chat:
-        file = tmp_path / "template.jinja"
-        file.write_text(template)
-        return Chat("random:gpt2", file)
+        (tmp_path / "template.jinja").write_text(template)
+        return Chat("random:gpt2", tmp_path / "template.jinja")
 
     return load
 

@@ -530,17 +530,6 @@ def test_ids_and_text_equal_transformers(chat_pair, chat_encoding, word, key, re
         assert ours.render(messages) == theirs(tokenizer, messages, tokenize=False)  # as it was
 
 
-def test_a_template_of_its_own_is_for_tools(write_chat):
-    needing = HERMES.replace("{%- if tools %}", "{%- if true %}")
-    several = [{"name": "tool_use", "template": needing}, {"name": "default", "template": CHATML}]
-    directory = write_chat(several)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(directory))
-    messages = used("Tom", {"place": "sea"}, "a ship")
-    for tools in (TOOLS, None):
-        known = theirs(tokenizer, messages, tokenize=False, tools=tools)
-        assert Chat(directory).with_tools(tools).render(messages) == known
-
-
 @pytest.mark.parametrize("default", ["chat_template.jinja", "tokenizer_config.json"])
 def test_a_template_for_tools_in_a_file_of_its_own(write_chat, default):
     directory = write_chat(CHATML, as_file=default == "chat_template.jinja")
