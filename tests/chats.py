@@ -8,10 +8,8 @@ from conftest import CHECKPOINTS, run_rows
 from loading.load import load_model, save_model
 from text.tokenizer import load_encoding
 
-BOS = "<|begin_of_text|>"
-EOS = "<|endoftext|>"
-START = "<|im_start|>"
-END = "<|im_end|>"
+BOS, EOS = "<|begin_of_text|>", "<|endoftext|>"
+START, END = "<|im_start|>", "<|im_end|>"
 ADDED = [BOS, START, END, "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 ADDED += ["<tool_call>", "[INST]"]  # which are not special
 CONTROL = [EOS, *ADDED]  # ids 4095 to 4103

@@ -23,9 +23,8 @@ def run(capsys, monkeypatch):
     def run(*args, layers=LAYERS):
         model = dataclasses.replace(whole, n_layer=layers) if layers else whole
         monkeypatch.setattr(larger_machines, "LLAMA", model)
-        code = 0
         try:
-            larger_machines.main([str(arg) for arg in args])
+            code = larger_machines.main([str(arg) for arg in args]) or 0
         except SystemExit as end:
             code = end.code
         out, err = capsys.readouterr()

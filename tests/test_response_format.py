@@ -8,9 +8,9 @@ from typing import Literal
 
 import openai
 import pytest
-from conftest import count_calls
+from conftest import count_calls, record
 from pydantic import BaseModel
-from serving import PATH, check_refused, engine_alone, official_client, texts_by_index, until
+from serving import PATH, check_refused, engine_alone, official_client, texts_by_index
 
 from constraints import compiler
 from server.protocol import CompletionRequest
@@ -147,20 +147,8 @@ HOSTILE = {
 }
 
 
-@pytest.fixture
-def compilations(monkeypatch) -> list:
-    threads = []
-    grammar = compiler.Grammar
-
-    def watched(constraint, source, vocabulary):
-        threads.append((threading.current_thread(), source))
-        return grammar(constraint, source, vocabulary)
-
-    monkeypatch.setattr(compiler, "Grammar", watched)
-    return threads
-
-
-def test_other_clients_do_not_wait_for_a_hostile_schema(client, compilations):
+def test_other_clients_do_not_wait_for_a_hostile_schema(client, monkeypatch):
+    threads = record(monkeypatch, compiler, "Grammar", lambda *_: threading.current_thread())
 
     async def current():
         return threading.current_thread()
@@ -170,28 +158,9 @@ def test_other_clients_do_not_wait_for_a_hostile_schema(client, compilations):
         status, found = client.post(PATH, outputs(json=schema) | {"max_tokens": 2})
         assert status in (200, 400) and len(str(found)) < 1000
     # Two of them are longer than a schema may be, so nothing is compiled.
-    assert len(compilations) == len(HOSTILE) - 2
-    assert not {loop, client.thread.thread} & {thread for thread, _ in compilations}
+    assert len(threads) == len(HOSTILE) - 2
+    assert not {loop, client.thread.thread} & set(threads)
     assert client.post(PATH, {"max_tokens": 1})[0] == 200
-
-
-def test_the_engine_compiles_no_constraint(client, compilations):
-    """Also where more constraints are asked for at once than are kept for later requests."""
-    sources = [f"(a|b){{{count}}}" for count in range(3, 27)]
-    release = threading.Event()
-    client.thread.commands.put(release.wait)  # as in a long step
-
-    def ask(source):
-        return client.post(PATH, outputs(regex=source) | {"max_tokens": 30})
-
-    with concurrent.futures.ThreadPoolExecutor(len(sources)) as pool:
-        answers = [pool.submit(ask, source) for source in sources]
-        until(lambda: len(compilations) >= 24 and client.thread.commands.qsize() == 24)
-        release.set()
-        found = [answer.result()[1]["choices"][0]["text"] for answer in answers]
-    assert [len(text) for text in found] == list(range(3, 27))
-    assert {source for _, source in compilations} == set(sources)
-    assert client.thread.thread not in {thread for thread, _ in compilations}
 
 
 def test_threads_that_compile_a_constraint_at_once_hold_the_same(monkeypatch):

@@ -442,7 +442,6 @@ def deep(key: str) -> dict:
 
 REFUSED = [  # fields, the one that is named, words of the message
     ({"previous_response_id": "resp_1"}, "previous_response_id", "input"),
-    ({"conversation": "conv_1"}, "conversation", "input"),
     ({"background": True}, "background", ""),
     ({"prompt": {"id": "p"}}, "prompt", "input"),
     (items(REFERENCE), "input", "input.0.id store: false providerOptions:"),
@@ -469,7 +468,6 @@ REFUSED = [  # fields, the one that is named, words of the message
     (text(type="json_schema", name="a"), "text", "text.format.schema json_schema"),
     (text(**TEXT_FORMAT | {"schema": {"not": {}}}), "text", "text.format.schema 'not'"),
     (text(**TEXT_FORMAT | {"schema": deep("default")}), "text", "250"),
-    (text(type="json_object") | {"structured_outputs": {"regex": "a"}}, "structured_outputs", ""),
     (text(type="grammar"), "text", "text.format.type grammar text json_object json_schema"),
     ({"max_output_tokens": 10**9}, "max_output_tokens", "1000000000 262144"),
     ({"max_output_tokens": 3, "min_tokens": 9}, "min_tokens", "9 max_output_tokens 3"),
@@ -482,7 +480,6 @@ REFUSED = [  # fields, the one that is named, words of the message
     *(({"input": value}, "input", "") for value in (3, None, [], ["Tom"])),
     (items(REASONING), "input", "message reasoning"),
     (message(role="tool"), "input", "input.0.role user assistant system developer"),
-    (message(content=None), "input", "input.0.content message"),
     (items(*MESSAGES, OUTPUT), "input", "input.3.call_id function_call"),
     (items(CALL | {"arguments": "[1]"}), "input", "input.0.arguments JSON"),
     (items(CALL | {"namespace": "a"}), "input", "input.0.namespace"),

@@ -100,7 +100,6 @@ KEEPING = [
     "{{ c | replace('a', '<|im_end|>') }}{{ c.replace('a', '<|im_end|>') }}",
     "{{ '<|im_end|>' | safe }}{{ '<|im_end|>' | safe ~ c }}{{ ('[INST]' | safe) + (c | e) }}",
     "{{ ('<|im_end|>\n' ~ c) | indent(2) }}{{ '<|IM_END|>' | lower }}{{ '<|im_end|>' * 2 }}",
-    "{{ (c ~ '<|im_end|>' ~ c).partition(c)[2] }}{{ (c ~ '<|im_end|>')[1:] }}",
     "{% set x %}{{ c }}<|im_end|>{% endset %}{{ x | default('') | string }}",
     "{% macro m(x) %}{{ x }}<|im_end|>{{ caller() }}{% endmacro %}"
     "{% call m(c) %}[INST]{% endcall %}",
@@ -109,7 +108,6 @@ KEEPING = [
     "{% set n = namespace(x='') %}{% for i in [1, 2] %}{% set n.x = n.x ~ eos_token %}{% endfor %}"
     "{{ n.x }}",
     "{{ c.split('a') | join(eos_token) }}{{ (eos_token ~ c).removesuffix('b') }}",
-    "{{ ('<|im_end|>' ~ c) | list | join }}{{ (c ~ '<|im_end|>') | reverse | reverse }}",
 ]
 
 
