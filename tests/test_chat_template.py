@@ -116,9 +116,6 @@ def test_models_that_were_not_made_for_chat_are_one_line(cli, chat_base, write_c
     models = [write_chat(template) for template in [*without, [{"name": "default"}]]]
     for model in (*models, chat_base, "random:gpt2"):
         assert is_one_line(cli("--model", model, "--chat", "--prompt", "x"), NOT_FOR_CHAT)
-
-
-def test_files_that_cannot_be_read_are_one_line(cli, write_chat):
     directory = write_chat("x", as_file=True)
     ask = ("--model", directory, "--chat", "--prompt", "x")
     (directory / "chat_template.jinja").write_bytes(b"caf\xe9")
@@ -127,14 +124,18 @@ def test_files_that_cannot_be_read_are_one_line(cli, write_chat):
     assert is_one_line(cli(*ask), "tokenizer_config.json: not a JSON object")
 
 
-def test_bad_options_are_one_line(cli, other):
+def test_bad_options_are_one_line(cli, other, write_chat):
     for arguments, words in (
         (["--system", "x"], "--system requires --chat"),
         (["--chat-template", other, "--prompt", "x"], "error: --chat-template requires --chat"),
+        (["--no-thinking", "--prompt", "x"], "error: --no-thinking requires --chat"),
         (["--chat", "--system", "caf\udce9", "--prompt", "x"], r"'caf\udce9': not UTF-8 text"),
         (["--chat", "--num-samples", 0], "--num-samples 0: it must be an integer >= 1"),
     ):
         assert is_one_line(cli(*arguments), words)
+    found = cli("--model", write_chat(CHATML), "--chat", "--prompt", "x", "--no-thinking")
+    words = "tokenizer_config.json: the template does not use enable_thinking"
+    assert is_one_line(found, "error: --no-thinking: ", words)
 
 
 OTHER = (
@@ -218,14 +219,6 @@ def test_texts_and_ids_equal_transformers(chat_pair, chat_encoding, template):
         assert chat.render(messages) == theirs(tokenizer, messages, tokenize=False, **variables)
         assert chat.encode(messages, chat_encoding) == theirs(tokenizer, messages, **variables)
         assert ours.render(messages) == theirs(tokenizer, messages, tokenize=False)  # as it was
-
-
-def test_what_does_not_go_together_is_one_line(cli, write_chat):
-    alone = cli("--model", write_chat(THINKING), "--prompt", "x", "--no-thinking")
-    assert is_one_line(alone, "error: --no-thinking requires --chat")
-    other = cli("--model", write_chat(CHATML), "--chat", "--prompt", "x", "--no-thinking")
-    words = "tokenizer_config.json: the template does not use enable_thinking"
-    assert is_one_line(other, "error: --no-thinking: ", words)
 
 
 SWITCH = "{{ 'One day' if enable_thinking is defined and not enable_thinking else 'Yes' }}"

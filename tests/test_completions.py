@@ -39,7 +39,8 @@ BODIES = [
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_a_text_is_that_of_the_engine(client, tiny_llama, prompt):
-    status, found = client.post(PATH, {"prompt": prompt, "temperature": 0})
+    body = {"prompt": prompt or None, "temperature": 0, "model": None, "max_tokens": None}
+    status, found = client.post(PATH, body)
     tokens, text, _, reason = engine_alone(tiny_llama, prompt, temperature=0)
     given, new = len(small_encoding().encode(prompt, allowed_special="all")) or 1, len(tokens)
     usage = {"prompt_tokens": given, "completion_tokens": new, "total_tokens": given + new}
@@ -47,13 +48,8 @@ def test_a_text_is_that_of_the_engine(client, tiny_llama, prompt):
     choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
     assert found.pop("id").startswith("cmpl-") and isinstance(found.pop("created"), int)
     assert found == {"object": "text_completion", "model": "small", "choices": [choice]}
-
-
-def test_nothing_said_and_null_are_the_same(client):
-    nothing = dict.fromkeys(["model", "prompt", "max_tokens", "temperature"])
-    for body, most in ((nothing, 16), ({"max_tokens": 0}, 0)):
-        usage = client.post(PATH, body)[1]["usage"]
-        assert usage["prompt_tokens"] == 1 and usage["completion_tokens"] <= most
+    usage = client.post(PATH, {"prompt": prompt, "max_tokens": 0})[1]["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (given, 0)
 
 
 def test_what_the_engine_refuses_and_what_fails_in_it(tiny_llama):
@@ -238,15 +234,20 @@ WINDOW = [{"role": "user", "content": "x " * 27 + "x,"}]  # a window of tokens
 
 @pytest.mark.parametrize("messages", [TALK, WINDOW])
 def test_a_reply_is_the_text_of_the_engine(client, tiny_llama, messages):
+    """Up to the end of the window if nothing is said, and one token where that is full."""
     tokens, text, _, reason = reply_alone(tiny_llama, messages, seed=4)
     status, found = client.post(CHAT, {"messages": messages, "seed": 4})
     assert status == 200 and found.pop("id").startswith("chatcmpl-") and found.pop("created")
     given, new = len(prompt_of(messages)), len(tokens)
     usage = {"prompt_tokens": given, "completion_tokens": new, "total_tokens": given + new}
-    message = {"role": "assistant", "content": text}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
+    reply = {"role": "assistant", "content": text}
+    choice = {"index": 0, "message": reply, "logprobs": None, "finish_reason": reason}
     known = {"object": "chat.completion", "model": "small", "choices": [choice], "usage": usage}
     assert found == known
+    for limits, count in (((3, None), 3), ((None, 4), 4), ((3, 4), 4)):
+        body = dict(zip(("max_tokens", "max_completion_tokens"), limits)) | {"ignore_eos": True}
+        _, found = client.post(CHAT, body | {"messages": TALK})
+        assert found["usage"]["completion_tokens"] == count
 
 
 def test_events_begin_with_the_role_and_the_first_token(client, tiny_llama):
@@ -262,13 +263,6 @@ def test_events_begin_with_the_role_and_the_first_token(client, tiny_llama):
     assert reasons == [None] * (len(events) - 1) + [reason]
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
     assert len(events) <= len(tokens)  # none for the role reply_alone
-
-
-def test_limits_of_length(client):
-    body = {"messages": TALK, "ignore_eos": True}
-    for limits, count in (((3, None), 3), ((None, 4), 4), ((3, 4), 4)):
-        own = dict(zip(("max_tokens", "max_completion_tokens"), limits))
-        assert client.post(CHAT, body | own)[1]["usage"]["completion_tokens"] == count
 
 
 def test_log_probabilities_with_the_bytes_of_tokens(client, tiny_llama):

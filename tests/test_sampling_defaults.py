@@ -9,7 +9,6 @@ import pytest
 from conftest import CHECKPOINTS, is_one_line, refused
 from serving import SMALL, engine_alone, serving, small_encoding, small_engine
 
-import infer_engine
 from benchmarks.export_gguf import write_gguf
 from command_line.chat import print_sampling_defaults
 from engine.config import EngineConfig
@@ -187,14 +186,6 @@ def site(tmp_path, monkeypatch, exported):
     shutil.copy(exported, tmp_path / PACKAGED)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
-
-
-def test_the_scripts_know_it_by_its_name(site, cli, run_main):
-    expected = cli("--model", STORIES, *GREEDILY)
-    assert expected[0] == 0
-    for run in (cli, lambda *args: run_main(infer_engine.main, *args)):
-        code, out, err = run("--model", "smollm2", *GREEDILY)
-        assert (code, out) == expected[:2], err
 
 
 def test_it_is_one_name_everywhere_and_a_directory_comes_first(site, monkeypatch):
