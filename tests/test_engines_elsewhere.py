@@ -59,9 +59,6 @@ def test_texts_are_those_of_one_engine_and_each_has_some(servers):
     client, replicas, one = servers
     check_texts(client, one, clients=4)
     assert all(replica.thread.engine.steps for replica in replicas)
-
-
-def test_what_an_engine_refuses_is_told(servers):
     client, _, one = servers
     for body in ({"prompt": [10**6]}, {"prompt": ["a"] * 25}, {"temperature": -1}):
         answer = client.post(PATH, body)
@@ -389,18 +386,20 @@ def test_a_prompt_goes_where_its_beginning_is():
     # A page counts when it is full, and the last token is computed.
     assert best(prefix_index, PROMPT[:5], replicas="ab") == "a"
     assert best(prefix_index, PROMPT[:4], replicas="ab") == "b"
+    long = random_tokens(100, seed=1)
+    prefix_index = make(*"ab")  # the window of 100 tokens begins at 64
+    send(prefix_index, "a", long)
+    assert best(prefix_index, long[64:] + [1], replicas="ba") == "a"
+    assert best(prefix_index, long[:60], replicas="ab") == "b"
 
 
-def test_without_a_beginning_it_goes_where_least_is_to_do():
+def test_least_is_to_do_counts_and_pages_are_worth_so_many_texts():
     prefix_index = make(*"abc")
     send(prefix_index, "a", [1], [2], over=False)
     send(prefix_index, "b", [3], over=False)
     assert prefix_index.rank_replicas(list("abc"), [PROMPT], "") == ["c", "b", "a"]
     prefix_index.finish_request("a", "a")
     assert prefix_index.rank_replicas(list("cba"), [PROMPT], "") == ["c", "a", "b"]
-
-
-def test_pages_are_worth_so_many_texts():
     prefix_index = make(*"ab", max_num_seqs=9)
     send(prefix_index, "a", PROMPT[:12])
     send(prefix_index, "a", *[[1]] * 3, over=False)
@@ -437,14 +436,6 @@ def test_what_a_cache_has_no_room_for_is_forgotten_and_the_beginning_last():
         send(prefix_index, "a", prompt)
     assert best(prefix_index, PROMPT[:9], replicas="ba") == "a"  # it was asked for again
     assert best(prefix_index, [60] * 9, replicas="ba") == "b"
-
-
-def test_a_window_is_what_counts_of_a_long_prompt():
-    long = random_tokens(100, seed=1)
-    prefix_index = make(*"ab")  # the window of 100 tokens begins at 64
-    send(prefix_index, "a", long)
-    assert best(prefix_index, long[64:] + [1], replicas="ba") == "a"
-    assert best(prefix_index, long[:60], replicas="ab") == "b"
 
 
 def test_a_call_is_with_one_replica_and_replicas_come_and_go():

@@ -64,7 +64,7 @@ def test_a_browser_may_ask_whether_it_may_ask(guarded):
             assert answer.status == 400 and "Access-Control-Allow-Origin" not in answer.headers
 
 
-def test_a_page_can_read_answers_and_refusals(guarded):
+def test_a_page_can_read_answers_of_any_origin_or_none(guarded, tiny_llama):
     for key, body, status in ((KEY, BODY, 200), ("wrong", BODY, 401), (KEY, b" " * 2**22, 413)):
         headers = bearer(key) | {"Origin": "https://page.example"}
         with guarded.send("POST", PATH, body, headers) as answer:
@@ -73,9 +73,6 @@ def test_a_page_can_read_answers_and_refusals(guarded):
             shown = answer.headers["Access-Control-Expose-Headers"]
             assert shown == "Retry-After, X-Ignored-Fields"
             assert json.loads(answer.read())
-
-
-def test_any_origin_or_none(tiny_llama):
     for origins in (["*"], []):
         with serving(lambda: small_engine(tiny_llama), app_options={"origins": origins}) as client:
             with client.send("POST", PATH, BODY, {"Origin": "https://any.example"}) as answer:
@@ -83,7 +80,7 @@ def test_any_origin_or_none(tiny_llama):
                 assert (answer.status, allowed) == (200, "*" if origins else None)
 
 
-def test_models(client):
+def test_models_and_unknown_paths_and_methods(client, recwarn):
     status, found = client.get("/v1/models")
     (model,) = found["data"]
     known = {"id": "small", "object": "model", "owned_by": "serve.py", "root": "somewhere/small"}
@@ -98,12 +95,6 @@ def test_models(client):
     for path, body in (("completions", {}), ("chat/completions", talk), ("responses", TOM)):
         answer = client.post(f"/v1/{path}", body | {"model": "gpt-4"})
         check_refused(answer, "model", "gpt-4 small", 404, "model_not_found")
-
-
-TOM = {"input": "Tom"}
-
-
-def test_unknown_paths_and_methods(client, recwarn):
     for path in ("/v1/nothing", "/docs", "/redoc"):
         check_refused(client.get(path), None, "", 404)
     check_refused(client.post("/v1/models", {}), None, "", 405)
@@ -113,6 +104,9 @@ def test_unknown_paths_and_methods(client, recwarn):
     assert schema["info"]["title"] == "serve.py" and "/v1/chat/completions" in schema["paths"]
     assert schema["paths"]["/health"].keys() == {"get"}
     assert [each for each in recwarn if "Duplicate" in str(each.message)] == []
+
+
+TOM = {"input": "Tom"}
 
 
 def test_a_dead_engine_is_503(tiny_llama):

@@ -125,16 +125,13 @@ def test_nothing_is_done_while_nobody_watches(start):
     assert made == []
 
 
-def test_the_stream_ends_with_the_engine(start):
+def test_the_stream_ends_with_the_engine_and_with_the_server(start, tmp_path):
     client = start()
     frames = watch(client)
     client.thread.engine.step = lambda: 1 / 0
     assert client.post("/v1/completions", {"prompt": [1], "max_tokens": 3})[0] == 503
     assert list(frames) == []
     assert client.get("/live")[0] == 503
-
-
-def test_a_server_that_ends_does_not_wait_for_who_watches(start, tmp_path):
     client = start()
     frames = watch(client)
     client.thread.loop.call_soon_threadsafe(monitor_of(client).close)

@@ -100,6 +100,11 @@ def test_what_no_constraint_is(client):
     check_refused(client.post(PATH, body), "structured_outputs", "response_format")
     body["response_format"] = {"type": "text"}
     assert client.post(PATH, body)[1]["choices"][0]["text"] == "a"
+    own = {"json_schema": {"response_format": NAMED}, "choices": outputs(choice=["a"])}
+    for name, value in (("ignore_eos", True), ("min_tokens", 1), ("stop_token_ids", [5])):
+        for field, constraint in own.items():
+            body = {"messages": MESSAGES, name: value} | constraint
+            check_refused(client.post(CHAT, body), name, f"{name} {field}")
 
 
 def named(schema) -> dict:
@@ -119,14 +124,6 @@ def test_a_schema_that_is_not_done_is_refused_with_what_it_is(client):
         check_refused(client.post(PATH, outputs(json=schema)), "structured_outputs", words)
     for constraint in ({"regex": "a" * 5000}, {"choice": ["a" * 2**17]}):
         check_refused(client.post(PATH, outputs(**constraint)), "structured_outputs", "bytes")
-
-
-def test_a_constraint_decides_where_its_text_ends(client):
-    own = {"json_schema": {"response_format": NAMED}, "choices": outputs(choice=["a"])}
-    for name, value in (("ignore_eos", True), ("min_tokens", 1), ("stop_token_ids", [5])):
-        for field, constraint in own.items():
-            body = {"messages": MESSAGES, name: value} | constraint
-            check_refused(client.post(CHAT, body), name, f"{name} {field}")
 
 
 def deep(levels: int) -> dict:

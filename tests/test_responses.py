@@ -502,15 +502,12 @@ def test_what_is_refused_is_named_as_the_client_wrote_it(hermes, fields, param, 
         assert not re.search(names_of_chats, answer[1]["error"]["message"])
 
 
-def test_a_megabyte_of_items_has_a_short_answer(client):
+def test_nothing_is_stored_and_a_megabyte_of_items_has_a_short_answer(client):
     for given in ([{}] * 200_000, [["x"] * 10] * 10_000, {"x" * 10**6: 1}):
         status, found = client.post(PATH, {"input": given})
         assert status == 400 and len(found["error"]["message"]) < 200
     found = client.post(PATH, {"input": "Tom", "instructions": "Be kind."})
     check_refused(found, "input", "chat template")  # which has no system messages
-
-
-def test_nothing_is_stored_and_embeddings_are_not_served(client):
     calls = [("GET", "/r"), ("DELETE", "/r"), ("POST", "/r/cancel"), ("GET", "/r/input")]
     for method, path in calls:
         check_refused(client.ask(method, f"{PATH}{path}"), None, "stores no responses", 404)

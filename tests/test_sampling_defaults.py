@@ -57,7 +57,7 @@ WRONG = [  # key, value, what it must be
 ]
 
 
-def test_what_generation_config_says(tmp_path):
+def test_what_generation_config_or_a_gguf_file_says(tmp_path):
     for said, found in SAYS:
         assert read_sampling_defaults(saying(tmp_path, said)) == found
     for key, value, allowed in WRONG:
@@ -68,15 +68,6 @@ def test_what_generation_config_says(tmp_path):
     assert read_sampling_defaults(Source("gguf", "not/there.gguf", "smollm2")) == card
     for name in ("random:gpt2", CHECKPOINTS / "stories", SMALL):
         assert read_sampling_defaults(resolve_source(name)) == {}
-
-
-def gguf(directory, metadata: dict) -> SimpleNamespace:
-    find = Source("gguf", str(directory / "x.gguf")).find
-    head = SimpleNamespace(metadata=metadata)
-    return SimpleNamespace(type="gguf", name="x.gguf", package="", gguf=head, find=find)
-
-
-def test_what_a_gguf_file_says(tmp_path):
     owner = "general.sampling."
     keys = {f"{owner}temp": 0.6, f"{owner}top_k": -1, f"{owner}top_p": 0.95}
     keys |= {f"{owner}min_p": 0.05, f"{owner}penalty_repeat": 1.1, f"{owner}sequence": "k;p"}
@@ -87,6 +78,12 @@ def test_what_a_gguf_file_says(tmp_path):
     assert read_sampling_defaults(gguf(tmp_path, {"general.name": "x"})) == {"temperature": 0.3}
     message = refused(read_sampling_defaults, gguf(tmp_path, {f"{owner}penalty_repeat": -1.0}))
     assert message.startswith(f"x.gguf: {owner}penalty_repeat -1.0: must be a finite number")
+
+
+def gguf(directory, metadata: dict) -> SimpleNamespace:
+    find = Source("gguf", str(directory / "x.gguf")).find
+    head = SimpleNamespace(metadata=metadata)
+    return SimpleNamespace(type="gguf", name="x.gguf", package="", gguf=head, find=find)
 
 
 @pytest.fixture(scope="module")

@@ -48,16 +48,13 @@ def test_the_script_prints_its_address_and_answers_there():
         assert server.wait(60) == 130
 
 
-def test_an_address_that_is_taken(run_main, monkeypatch):
+def test_an_address_that_is_taken_and_what_is_sent_there_at_once(run_main, monkeypatch):
     monkeypatch.setattr(serve, "load_engine", None)  # that is before the model is loaded
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, out, err = run_main(serve.main, "--port", port)
     assert (code, out) == (2, "")
     assert err.endswith(f"error: --host 127.0.0.1 --port {port}: Address already in use\n")
-
-
-def test_what_is_sent_does_not_wait_for_an_acknowledgement():
     with serve.listen("127.0.0.1", 0) as sock, socket.create_connection(sock.getsockname()):
         accepted, _ = sock.accept()
         with accepted:

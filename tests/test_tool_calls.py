@@ -261,19 +261,14 @@ def test_what_is_refused(hermes):
         with ServedModel.as_api_error(SimpleNamespace(chat=None), "messages"):
             raise RecursionError
     assert (found.value.status, found.value.param) == (400, "messages")
+    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none", "seed": 1}
+    _, found = hermes.post(PATH, body | {"structured_outputs": {"choice": ["Yes.", "No."]}})
+    assert found["choices"][0]["message"]["content"] in ("Yes.", "No.")
 
 
-def test_a_template_may_want_a_system_message(chat_engine, write_chat):
-    with serving(chat_engine, Chat(write_chat(NEEDS_SYSTEM))) as client:
-        body = {"tools": TOOLS, "max_tokens": 300, "temperature": 1.0, "tool_choice": NAMED}
-        messages = conversation("Tom", system="Be kind.")
-        (choice,) = client.post(PATH, body | {"messages": messages, "seed": 1})[1]["choices"]
-        assert choice["message"]["tool_calls"][0]["function"]["name"] == "count"
-        answer = client.post(PATH, body | {"messages": MESSAGES})
-        check_refused(answer, "messages", "a system message first")
-
-
-def test_a_template_without_calls_is_named(chat_engine, write_chat):
+def test_a_template_without_calls_is_named_and_one_may_want_a_system_message(
+    chat_engine, write_chat
+):
     for template in (CHATML, "{{ messages[0].content }}"):
         with serving(chat_engine, Chat(write_chat(template))) as client:
             body = {"messages": MESSAGES, "max_tokens": 1}
@@ -282,6 +277,13 @@ def test_a_template_without_calls_is_named(chat_engine, write_chat):
             check_refused(client.post(PATH, {"messages": messages}), "messages")
             body |= {"tools": None, "tool_choice": "auto", "parallel_tool_calls": True}
             assert client.post(PATH, body)[0] == 200
+    with serving(chat_engine, Chat(write_chat(NEEDS_SYSTEM))) as client:
+        body = {"tools": TOOLS, "max_tokens": 300, "temperature": 1.0, "tool_choice": NAMED}
+        messages = conversation("Tom", system="Be kind.")
+        (choice,) = client.post(PATH, body | {"messages": messages, "seed": 1})[1]["choices"]
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == "count"
+        answer = client.post(PATH, body | {"messages": MESSAGES})
+        check_refused(answer, "messages", "a system message first")
 
 
 def test_a_finish_reason_comes_after_all_calls(write_chat):
@@ -314,12 +316,6 @@ def test_results_come_in_any_order():
     found = ChatRequest.model_validate({"messages": [*MESSAGES, made, b, a, *MESSAGES, b]}).messages
     assert len(found) == 6
     assert found[1].text_fields[-2:] == ['{"a": "\u00e9"}'] * 2  # for checks of the vocabulary
-
-
-def test_where_no_tool_may_be_called_another_constraint_may_be_given(hermes):
-    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none", "seed": 1}
-    _, found = hermes.post(PATH, body | {"structured_outputs": {"choice": ["Yes.", "No."]}})
-    assert found["choices"][0]["message"]["content"] in ("Yes.", "No.")
 
 
 def matcher_of(directory, choice="auto"):
@@ -434,6 +430,16 @@ def test_what_cannot_be_held_is_one_line(cli, write_chat, tmp_path):
     arguments = arguments_of(tmp_path, write_chat(HERMES))
     assert is_one_line(cli(*arguments, "--regex", "a"), "regex", "tool_grammar")
     assert is_one_line(cli(*arguments, "--num-beams", 2), "--num-beams", "--tools")
+    for field, words in (
+        ({"type": "nummer"}, "Invalid type: nummer"),
+        ({"$ref": "#/$defs/b"}, "Pointer '/$defs/b' does not exist"),
+        ({"pattern": "("}, "regex parse error: ( ^ error: unclosed group"),
+    ):
+        tools = [LOOK, tool("find-it", parameters={"properties": {"a": field}}), COUNT]
+        code, out, err = cli(*arguments_of(tmp_path, write_chat(HERMES), tools))
+        note, error = err.splitlines(keepends=True)
+        assert (code, out, note[:39]) == (2, "", "note: the prompt exceeds the context wi")
+        assert error.endswith(f"error: tools: find-it: failed to compile JSON schema: {words}\n")
 
 
 def test_parameters_that_are_not_done(write_chat):
@@ -450,19 +456,6 @@ def test_parameters_that_are_not_done(write_chat):
     ):
         tools = [LOOK, {"type": "function", "function": {"name": "f", "parameters": schema}}]
         assert words in refused(tool_grammar, write_chat(HERMES), tools)
-
-
-def test_a_tool_that_cannot_be_compiled_is_named(cli, write_chat, tmp_path):
-    for field, words in (
-        ({"type": "nummer"}, "Invalid type: nummer"),
-        ({"$ref": "#/$defs/b"}, "Pointer '/$defs/b' does not exist"),
-        ({"pattern": "("}, "regex parse error: ( ^ error: unclosed group"),
-    ):
-        tools = [LOOK, tool("find-it", parameters={"properties": {"a": field}}), COUNT]
-        code, out, err = cli(*arguments_of(tmp_path, write_chat(HERMES), tools))
-        note, error = err.splitlines(keepends=True)
-        assert (code, out, note[:39]) == (2, "", "note: the prompt exceeds the context wi")
-        assert error.endswith(f"error: tools: find-it: failed to compile JSON schema: {words}\n")
 
 
 words = st.text(st.sampled_from('ab"\\{}[]<>_/ \n\u00e9:,toolcall'), max_size=8)
