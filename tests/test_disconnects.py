@@ -184,7 +184,7 @@ def test_a_client_that_reads_slowly_is_not(tiny_llama, monkeypatch, body):
         assert len(waits) > 1
 
 
-def test_a_half_request_does_not_hold_a_server_that_ends(tmp_path):
+def test_a_half_request_does_not_hold_a_server_that_ends_and_h11_reads_it(tmp_path):
     with Script(tmp_path) as server:
         client = server.client()
         data = request_of(PATH, STREAMED)
@@ -192,9 +192,6 @@ def test_a_half_request_does_not_hold_a_server_that_ends(tmp_path):
             assert client.get("/health") == (200, None)  # so both have been read
             server.signal(signal.SIGTERM)
             assert server.end() == (0, "")
-
-
-def test_a_server_reads_with_h11_whatever_is_installed():
     state = SimpleNamespace(served=SimpleNamespace(monitor=None))
     config = serve.Server(SimpleNamespace(state=state), None, 1).config
     config.load()

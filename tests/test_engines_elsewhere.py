@@ -276,7 +276,7 @@ def own_text(model, prompt: str, adapter: str, **params) -> str:
     return encoding.decode([token for (token,) in steps if token != 4095])
 
 
-def test_each_model_writes_its_own_texts(client, tiny_llama):
+def test_each_model_writes_its_own_texts_and_replies(client, tiny_llama):
     model = adapted_engine(tiny_llama).model
     texts = set()
     for prompt, name in itertools.product(("Tom", "The sun"), NAMES):
@@ -291,9 +291,6 @@ def test_each_model_writes_its_own_texts(client, tiny_llama):
         assert {event["model"] for event in events} == {found["model"]} == {name or "small"}
         texts.add(text)
     assert len(texts) == 6
-
-
-def test_replies_to_messages(client, tiny_llama):
     body = {"messages": [{"role": "user", "content": "cat"}], "max_tokens": 9, "temperature": 0}
     found = {}
     for name in NAMES:
@@ -322,7 +319,9 @@ def test_models_are_listed(client):
     assert client.post(PATH, {"model": ["a"]})[0] == 400
 
 
-def test_the_server_reads_its_adapters(run_main):
+def test_servers_and_replicas_are_not_begun_with_a_wrong_adapter(
+    run_main, monkeypatch, tiny_llama, tmp_path
+):
     def serve_with(*words) -> tuple:
         return run_main(serve.main, "--port", 0, *LLAMA, "--lora-modules", *words)
 
@@ -332,9 +331,6 @@ def test_the_server_reads_its_adapters(run_main):
     assert is_one_line(serve_with("a=nowhere"), "nowhere/adapter_config.json: No such file")
     large = serve_with(f"a={FROGS}", "--model", CHECKPOINTS / "stories")
     assert is_one_line(large, "is not lora_A or lora_B of a linear layer of this model")
-
-
-def test_replicas_are_not_begun_with_a_wrong_one(run_main, monkeypatch, tiny_llama, tmp_path):
     monkeypatch.setitem(sys.modules, "ray", None)
     model = save_speaking(tiny_llama, tmp_path, eos_token_id=4095)
     head = save_adapter(tmp_path / "a", random_tensors(load_model(model), ("lm_head",)))
@@ -410,7 +406,7 @@ def test_least_is_to_do_counts_and_pages_are_worth_so_many_texts():
     assert best(prefix_index, PROMPT, replicas="ba") == "a"
 
 
-def test_where_no_row_is_free_pages_do_not_count():
+def test_pages_do_not_count_where_no_row_is_free_or_the_cache_has_no_room():
     prefix_index = make(*"ab", max_num_seqs=2)
     send(prefix_index, "a", PROMPT)
     send(prefix_index, "a", [1], over=False)
@@ -421,9 +417,6 @@ def test_where_no_row_is_free_pages_do_not_count():
     pages = [[60 - page] * 9 for page in range(9)]
     send(prefix_index, "b", *pages)  # more pages than a, less to do
     assert best(prefix_index, [58] * 3, replicas="ab") == "b"
-
-
-def test_what_a_cache_has_no_room_for_is_forgotten_and_the_beginning_last():
     prefix_index = make(*"ab", num_pages=4)
     send(prefix_index, "a", PROMPT)  # five pages
     assert len(prefix_index.pages["a"]) == 4

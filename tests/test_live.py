@@ -105,7 +105,7 @@ def in_loop(client, work):
     return asyncio.run_coroutine_threadsafe(work, client.thread.loop).result(60)
 
 
-def test_nothing_is_done_while_nobody_watches(start):
+def test_nothing_is_done_while_nobody_watches_and_first_comes_what_the_engine_is(start):
     client = start()
     monitor = monitor_of(client)
     made = []
@@ -123,6 +123,12 @@ def test_nothing_is_done_while_nobody_watches(start):
     made.clear()
     post(client, [[1, 2]], 3)
     assert made == []
+    sizes = {"max_num_seqs": 3, "num_pages": 20, "page_size": 4, "max_num_batched_tokens": 17}
+    frames = listen(start(**sizes))
+    own = {"period": 0.02, "block_size": 16, "model": "small", "gamma": 0}
+    assert next(frames) == sizes | own
+    frame = next(frames)
+    assert (EMPTY | {"steps": 0, "positions": 0, "cached": []}).items() <= frame.items()
 
 
 def test_the_stream_ends_with_the_engine_and_with_the_server(start, tmp_path):
@@ -143,15 +149,6 @@ def test_the_stream_ends_with_the_engine_and_with_the_server(start, tmp_path):
         server.signal(signal.SIGTERM)
         assert server.end()[0] == 0  # sooner than a text would have to end
         frames.close()
-
-
-def test_at_first_it_says_what_the_engine_is_and_how_it_stands(start):
-    sizes = {"max_num_seqs": 3, "num_pages": 20, "page_size": 4, "max_num_batched_tokens": 17}
-    frames = listen(start(**sizes))
-    own = {"period": 0.02, "block_size": 16, "model": "small", "gamma": 0}
-    assert next(frames) == sizes | own
-    frame = next(frames)
-    assert (EMPTY | {"steps": 0, "positions": 0, "cached": []}).items() <= frame.items()
 
 
 def test_frames_show_the_pools_pages(start, tiny_windows):

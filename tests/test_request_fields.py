@@ -100,7 +100,7 @@ def test_a_field_that_changes_no_text_is_taken_and_named(client, stream):
     assert headers == [None, ", ".join([*sorted(known), "stream_options.include_obfuscation"])]
 
 
-def test_minus_one_is_no_limit_of_its_own(client):
+def test_minus_one_is_no_limit_and_an_empty_stop_string_none(client):
     body = {"seed": 1, "ignore_eos": True}
     completion = body | {"prompt": "Tom", "max_tokens": -1}
     assert client.post(PATH, completion)[1]["usage"]["completion_tokens"] == 64
@@ -110,9 +110,6 @@ def test_minus_one_is_no_limit_of_its_own(client):
     replies += [("responses", body | {"input": "Tom", "max_output_tokens": -1})]
     for path, asked in replies:
         assert client.post(f"/v1/{path}", asked)[1]["usage"]["total_tokens"] == 64
-
-
-def test_empty_names_and_stop_strings_are_none(client):
     body = {"prompt": "Tom", "max_tokens": 9, "seed": 1}
     plain = client.post(PATH, body)[1]["choices"]
     for fields in ({"stop": ""}, {"stop": [""]}, {"stop": ["", "\0"]}, {"model": ""}):
@@ -207,6 +204,9 @@ def test_what_clients_note_in_messages_changes_no_text(client):
     empty = choices(client, REPLY | {"content": ""}, *MESSAGES)
     for fields in ({"content": None}, {"tool_calls": []}, {"tool_calls": None, "refusal": None}):
         assert choices(client, {"role": "assistant"} | fields, *MESSAGES) == empty
+    tool = {"type": "function", "function": {"name": "look"}}
+    body = ChatRequest(messages=MESSAGES, tools=[tool | {"cache_control": {"type": "ephemeral"}}])
+    assert body.tools == [tool]
 
 
 NOTED = """annotations cache_control created_at id opts prompt_cache_breakpoint reasoning_details
@@ -262,12 +262,6 @@ def test_half_a_letter_is_refused_by_the_path_of_its_field(client):
     assert find_lone_surrogate({"b": [["c" * 9, 1, None, True, 1.5]]}) is None
 
 
-def test_a_hint_for_a_cache_in_a_tool_is_not_written_into_the_prompt():
-    tool = {"type": "function", "function": {"name": "look"}}
-    body = ChatRequest(messages=MESSAGES, tools=[tool | {"cache_control": {"type": "ephemeral"}}])
-    assert body.tools == [tool]
-
-
 CAT = {"messages": [{"role": "user", "content": "cat"}]}
 OBJECT = "JSON object Content-Type: application/json"
 STOPS = ["x" * 257, ["x" * 256] * 17, ["", *["x"] * 17], ["x", 1]]
@@ -294,7 +288,7 @@ WRONG = [  # body, the field that is named, words of the message
 ]
 
 
-def test_a_wrong_body_is_one_sentence(client):
+def test_a_wrong_body_is_one_short_sentence(client):
     for body, param, said in WRONG:
         check_refused(client.post(PATH, body), param, said)
     # A page of another origin could send it unasked.
@@ -302,9 +296,6 @@ def test_a_wrong_body_is_one_sentence(client):
     body = b'{"prompt": "Tom", "max_tokens": 3, "seed": 1}'
     status, marked = client.post(PATH, b"\xef\xbb\xbf" + body)  # a mark of byte order
     assert status == 200 and marked["choices"] == client.post(PATH, body)[1]["choices"]
-
-
-def test_a_wrong_body_of_a_megabyte_has_a_short_answer(client):
     names = {f"{number:x}": 1 for number in range(80_000)}
     for body in (b"[" * 10**6, {"prompt": [["x"] * 200_000]}, {"prompt": {"x" * 10**6: 1}}):
         with client.send("POST", PATH, body) as answer:

@@ -301,7 +301,7 @@ def test_calls_are_those_of_chat_completions(hermes):
     assert called > 2 and cut and texts
 
 
-def test_a_call_that_a_stop_string_cuts_is_incomplete(hermes):
+def test_calls_cut_by_stop_strings_are_incomplete_and_texts_have_formats(hermes):
     body = {"input": "Tom", "tools": TOOLS, "tool_choice": FUNCTION, "seed": 1, "stop": ['"things']}
     found = whole(hermes, body)
     (item,) = found["output"]
@@ -309,15 +309,6 @@ def test_a_call_that_a_stop_string_cuts_is_incomplete(hermes):
     assert found["status"] == "completed"
     for items in ([item], by_id([item])):
         check_refused(hermes.post(PATH, {"input": items}), "input", "input.0.arguments JSON")
-
-
-# Of short texts, as a random model writes long ones.
-PLACE = {"enum": ["the sea", "a w\u00e9d"]}
-SCHEMA = {"type": "object", "properties": {"place": PLACE}, "required": ["place"]}
-TEXT_FORMAT = {"type": "json_schema", "name": "place", "schema": SCHEMA, "strict": True}
-
-
-def test_the_format_of_a_text(hermes):
     named = {"json_schema": {name: TEXT_FORMAT[name] for name in ("name", "schema", "strict")}}
     body = {"messages": TOM, "response_format": named | {"type": "json_schema"}, "seed": 2}
     (choice,) = hermes.post(CHAT, body | {"max_tokens": 200})[1]["choices"]
@@ -325,6 +316,12 @@ def test_the_format_of_a_text(hermes):
     found = whole(hermes, body | {"max_output_tokens": 200})
     assert said_in(found["output"]) == [choice["message"]["content"]]
     assert TEXT_FORMAT.items() <= found["text"]["format"].items()
+
+
+# Of short texts, as a random model writes long ones.
+PLACE = {"enum": ["the sea", "a w\u00e9d"]}
+SCHEMA = {"type": "object", "properties": {"place": PLACE}, "required": ["place"]}
+TEXT_FORMAT = {"type": "json_schema", "name": "place", "schema": SCHEMA, "strict": True}
 
 
 def test_log_probabilities_and_truncation_are_those_of_chat_completions(client):

@@ -299,9 +299,6 @@ def test_replicas_that_cannot_be_started_are_one_line(run_main, monkeypatch, tmp
         shutil.copy(CHECKPOINTS / "stories-llama" / name, tmp_path)
     error = f"{tmp_path}: no model.safetensors in this directory"
     check(error, "--model", tmp_path)
-
-
-def test_still_options_of_serve_run(monkeypatch):
     monkeypatch.setattr("serve_ray.application", lambda args: args)
     args = serve_ray.build({"replicas": "3", "max-num-seqs": "8"})
     assert (args.replicas, args.max_num_seqs, args.routing) == (3, 8, "prefix")

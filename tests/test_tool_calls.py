@@ -359,7 +359,7 @@ def test_the_format_is_the_same(write_chat, template, tools):
     assert len(set(tool_formats)) <= 1  # the first EOS counts
 
 
-def test_a_format_has_no_result_and_no_numbers(write_chat):
+def test_a_format_has_no_result_no_numbers_and_the_separators_of_its_template(write_chat):
     end = "{{- '<|im_end|>\\n' }}\n    {%- elif message.role == 'tool' %}"
     inside = HERMES.replace(
         end,
@@ -371,6 +371,15 @@ def test_a_format_has_no_result_and_no_numbers(write_chat):
     numbered = """<tool_call>\\n{"id": ' + loop.index | string + ', "name": "'"""
     tool_format = format_of(Chat(write_chat(HERMES.replace(start, numbered))))
     assert tool_format.between is None and tool_format.begin == '<tool_call>\n{"id": 1, "name": "'
+    dense = HERMES.replace("arguments | tojson", "arguments | tojson(separators=(',', ':'))")
+    directory = write_chat(dense)
+    matcher = matcher_of(directory, "required")
+    for blank in ("", " "):
+        arguments = f'{{"place":{blank}"sea","far":{blank}[]}}'
+        text = f'\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>'
+        tokens = [TRIGGER, *load_encoding(directory, 4104).encode_ordinary(text)]
+        taken = [matcher.token_mask(tokens[:size])[tokens[size]] for size in range(len(tokens))]
+        assert all(taken) == (blank == "")
 
 
 @pytest.mark.parametrize("template", [HERMES, LISTED], ids=["hermes", "listed"])
@@ -388,18 +397,6 @@ def test_a_token_is_no_text(write_chat, template):
     begun = encoding.encode_ordinary("\n" + begun if template == HERMES else "[" + begun)
     assert not matcher.token_mask([*letters, TRIGGER, *begun])[added].any()
     assert matcher_of(directory, "required").token_mask([]).nonzero().tolist() == [[TRIGGER]]
-
-
-def test_items_are_separated_as_in_the_template(write_chat):
-    dense = HERMES.replace("arguments | tojson", "arguments | tojson(separators=(',', ':'))")
-    directory = write_chat(dense)
-    matcher = matcher_of(directory, "required")
-    for blank in ("", " "):
-        arguments = f'{{"place":{blank}"sea","far":{blank}[]}}'
-        text = f'\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>'
-        tokens = [TRIGGER, *load_encoding(directory, 4104).encode_ordinary(text)]
-        taken = [matcher.token_mask(tokens[:size])[tokens[size]] for size in range(len(tokens))]
-        assert all(taken) == (blank == "")
 
 
 def arguments_of(tmp_path, model, tools=TOOLS) -> tuple:
