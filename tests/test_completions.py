@@ -93,7 +93,7 @@ def test_16_clients_have_the_texts_of_the_engine(tiny_llama):
         assert own == engine_alone(tiny_llama, prompt, max_new_tokens=30, **body)[1::2]
 
 
-def test_letters_cut_over_tokens_come_whole(tiny_llama):
+def test_letters_come_whole_and_a_token_before_the_next_is_computed(tiny_llama):
     text = "äß😀é\n" * 3
     ids = small_encoding().encode(text)
     with serving(lambda: writing(small_engine(tiny_llama), ids)) as client:
@@ -104,6 +104,14 @@ def test_letters_cut_over_tokens_come_whole(tiny_llama):
         assert "" in [event["choices"][0]["text"] for event in events]
         found = texts_by_index(client.events(PATH, body | {"stop": ["😀é"]}))[0]
         assert found == ("äß", "stop")
+    turn = threading.Semaphore(1)
+    with serving(lambda: in_turns(small_engine(tiny_llama), turn)) as client:
+        body = {"prompt": "x", "max_tokens": 4, "ignore_eos": True, "stream": True}
+        with client.send("POST", PATH, body) as answer:
+            for _ in range(4):
+                assert answer.readline().startswith(b"data: {") and answer.readline() == b"\n"
+                turn.release()
+            assert answer.read() == b"data: [DONE]\n\n"
 
 
 @pytest.mark.parametrize("continuous", [False, True])
@@ -129,17 +137,6 @@ def test_events_and_usage_in_them(client, continuous):
         assert all("usage" not in event for event in events)
     answer = client.post(PATH, body | {"stream_options": {"include_usage": 1}})
     check_refused(answer, "stream_options", "stream_options.include_usage boolean")
-
-
-def test_a_first_token_comes_before_the_second_is_computed(tiny_llama):
-    turn = threading.Semaphore(1)
-    with serving(lambda: in_turns(small_engine(tiny_llama), turn)) as client:
-        body = {"prompt": "x", "max_tokens": 4, "ignore_eos": True, "stream": True}
-        with client.send("POST", PATH, body) as answer:
-            for _ in range(4):
-                assert answer.readline().startswith(b"data: {") and answer.readline() == b"\n"
-                turn.release()
-            assert answer.read() == b"data: [DONE]\n\n"
 
 
 CHAT = "/v1/chat/completions"

@@ -160,7 +160,7 @@ def test_other_clients_do_not_wait_for_a_hostile_schema(client, monkeypatch):
     assert client.post(PATH, {"max_tokens": 1})[0] == 200
 
 
-def test_threads_that_compile_a_constraint_at_once_hold_the_same(monkeypatch):
+def test_threads_hold_the_same_constraint_and_many_choices_hold_up_nobody(monkeypatch, tiny_llama):
     """Else what one of them holds is not known when the other's is gone."""
     both = threading.Barrier(2)
 
@@ -172,9 +172,6 @@ def test_threads_that_compile_a_constraint_at_once_hold_the_same(monkeypatch):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: compiler.compile_source("regex", "a{7}", None), "ab")
     assert first is second
-
-
-def test_many_choices_of_many_texts_hold_up_nobody(tiny_llama):
     body = outputs(choice=[""] * 1024) | {"n": 128}
     calls = count_calls(lambda: CompletionRequest.model_validate(body).to_sampling_params(4, None))
     assert calls < 8 * 1024 * 128

@@ -548,7 +548,7 @@ def test_an_item_is_kept_unless_its_client_asks_not_to_store(client):
                 whole(client, again)
 
 
-def test_kept_items_leave_by_their_last_use():
+def test_kept_items_leave_by_their_last_use_and_are_no_more_than_a_body():
     def item(name, length=100):
         part = {"type": "output_text", "text": "a" * length, "logprobs": [{"token": "a"}] * length}
         return {"id": name, "type": "message", "role": "assistant", "content": [part]}
@@ -569,10 +569,6 @@ def test_kept_items_leave_by_their_last_use():
     assert store.num_bytes == 3 * size == sum(map(len, store.items.values()))
     store.add(item("f", 4 * size))
     assert (store.num_bytes, store.items) == (0, {})
-
-
-def test_items_by_id_are_no_more_than_a_body():
-    """A short body of references is no way to a long one."""
     part = {"type": "output_text", "text": "a" * 2**16}
     data = json.dumps({"role": "assistant", "content": [part]}).encode()
     references = [{"type": "item_reference", "id": "a"}] * 16

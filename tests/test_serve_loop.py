@@ -210,15 +210,11 @@ def test_more_connections_than_descriptors(held):
     assert present == 32 if held == 0 else 10 < present < 32
 
 
-def test_how_many_connections_there_may_be(monkeypatch):
+def test_how_many_connections_there_may_be_and_when_the_heap_is_trimmed(monkeypatch):
     monkeypatch.setattr(resource, "RLIM_INFINITY", -1)
     for limit, most in ((64, 32), (128, 64), (1024, 960), (-1, sys.maxsize)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, own=limit: (own, own))
         assert serve.max_connections() == most
-
-
-def test_the_heap_is_trimmed_once_nothing_comes(monkeypatch):
-    """Not while there are texts, and not again before something has come."""
     thread = SimpleNamespace(num_open_requests=0)
     state = SimpleNamespace(served=SimpleNamespace(monitor=None))
     server = serve.Server(SimpleNamespace(state=state), thread, 1)

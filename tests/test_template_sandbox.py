@@ -251,7 +251,7 @@ def test_a_template_that_never_ends_or_touches_too_much_is_refused(alone, monkey
     assert line.endswith("the template takes more than 65,536 steps")
 
 
-def test_a_comparison_keeps_its_meaning(chat_pair):
+def test_comparisons_and_tojson_keep_their_meaning(chat_pair, alone):
     template = (
         "{% set n = namespace(x=0) %}{% macro f() %}{% set n.x = n.x + 1 %}{{ n.x }}{% endmacro %}"
         "{{ '0' < f() < '2' }}{{ '9' < f() < f() }}{{ n.x }}{{ 1 < 2 > 1 != 3 }}{{ 1 == 1.0 }}"
@@ -263,6 +263,13 @@ def test_a_comparison_keeps_its_meaning(chat_pair):
     ours, tokenizer = chat_pair(template)
     messages = conversation("a")
     assert ours.render(messages) == theirs(tokenizer, messages, tokenize=False)
+    for options in ("indent=2", "ensure_ascii=true, sort_keys=true", "separators=(',', ':')"):
+        ours, tokenizer = chat_pair(f"{{{{ messages | tojson({options}) }}}}")
+        messages = conversation(ODD)
+        assert ours.render(messages) == theirs(tokenizer, messages, tokenize=False)
+    for option in ("cls", "default", "skipkeys", "allow_nan"):
+        chat = alone(f"{{{{ messages | tojson({option}=dict) }}}}")
+        assert f"unexpected keyword argument '{option}'" in refused(chat.render, conversation("a"))
 
 
 def test_a_client_cannot_make_a_template_write_too_much(alone, chat_pair):
@@ -275,16 +282,6 @@ def test_a_client_cannot_make_a_template_write_too_much(alone, chat_pair):
     tools = [tool(f"f{i}", {f"p{j}": {"type": "string"} for j in range(10)}) for i in range(64)]
     chat_pair(HERMES)[0].with_tools(tools).render(conversation(*["word " * 60] * 199))
     assert 0 < taint.MAX_RENDER_STEPS - taint.budget.steps_left < taint.MAX_RENDER_STEPS / 10
-
-
-def test_tojson_takes_what_it_takes_in_transformers(chat_pair, alone):
-    for options in ("indent=2", "ensure_ascii=true, sort_keys=true", "separators=(',', ':')"):
-        ours, tokenizer = chat_pair(f"{{{{ messages | tojson({options}) }}}}")
-        messages = conversation(ODD)
-        assert ours.render(messages) == theirs(tokenizer, messages, tokenize=False)
-    for option in ("cls", "default", "skipkeys", "allow_nan"):
-        chat = alone(f"{{{{ messages | tojson({option}=dict) }}}}")
-        assert f"unexpected keyword argument '{option}'" in refused(chat.render, conversation("a"))
 
 
 def test_text_inside_a_generation_block_is_written(chat_pair, chat_encoding):
