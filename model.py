@@ -201,7 +201,7 @@ class Model(nn.Module):
         T, block_size = tokens.shape[1], self.config.block_size
         if not 1 <= T <= block_size:
             raise UserError(
-                f"{T} tokens in one pass; this model takes 1 to block_size = {block_size}"
+                f"{T} tokens in one pass: must be between 1 and block_size ({block_size})"
             )
         positions = torch.arange(T, device=tokens.device)
         x = self.hidden(tokens, positions, self.causal_attention)  # (B, T, C)

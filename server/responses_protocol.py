@@ -97,7 +97,7 @@ RESPONSES_NAMES = {
     r"reasoning_effort": "reasoning.effort",
     r"response_format[.\w]*": "text.format",
     r"verbosity": "text.verbosity",
-    r"truncate_prompt_tokens to keep": 'truncation "auto" to keep',
+    r"set truncate_prompt_tokens to keep": 'set truncation "auto" to keep',
 }
 
 

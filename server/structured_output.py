@@ -62,7 +62,9 @@ class Deadline:
         Raises UserError after the timeout, QueueFull if too many abandoned calls run.
         """
         if self.full:
-            raise QueueFull(f"{MAX_TIMED_OUT} constraints are still being computed: try again")
+            raise QueueFull(
+                f"{MAX_TIMED_OUT} constraints are still being computed: try again later"
+            )
         try:
             calls = self.idle.pop()
         except IndexError:
@@ -133,7 +135,7 @@ def compile_matcher(params: SamplingParams, encoding, config) -> Matcher | None:
         if not has_capacity(constraint.source):
             held = compiler.compiled_bytes() // 2**20
             raise QueueFull(
-                f"the constraints of waiting and running requests take {held} MB: try again"
+                f"the constraints of waiting and running requests take {held} MB: try again later"
             )
     return COMPILER.call(make_matcher, params, encoding, config)
 

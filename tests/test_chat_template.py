@@ -130,7 +130,7 @@ def test_bad_options_are_one_line(cli, other, write_chat):
         (["--chat-template", other, "--prompt", "x"], "error: --chat-template requires --chat"),
         (["--no-thinking", "--prompt", "x"], "error: --no-thinking requires --chat"),
         (["--chat", "--system", "caf\udce9", "--prompt", "x"], r"'caf\udce9': not UTF-8 text"),
-        (["--chat", "--num-samples", 0], "--num-samples 0: it must be an integer >= 1"),
+        (["--chat", "--num-samples", 0], "--num-samples 0: must be an integer >= 1"),
     ):
         assert is_one_line(cli(*arguments), words)
     found = cli("--model", write_chat(CHATML), "--chat", "--prompt", "x", "--no-thinking")
@@ -280,7 +280,7 @@ def test_reasoning_that_is_sent_back_is_for_the_template(tiny_llama, write_chat)
     assert prompts == [encode("Tom max why<|endoftext|>")] * 2 + [encode("Tom")]
 
 
-BOOLEANS = "it must be an object of up to 16 fields, each true or false"
+BOOLEANS = "must be an object of up to 16 fields, each true or false"
 
 
 def test_other_values_are_refused(client):

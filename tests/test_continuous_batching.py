@@ -93,8 +93,8 @@ def test_an_invalid_id_is_refused_and_the_engine_goes_on(tiny, wrong):
     for prompt in ([wrong], [1, wrong, 2]):
         with pytest.raises(UserError) as error:
             engine.add(prompt, greedy(4))
-        ids = "ids of this model are integers from 0 to 60"
-        assert str(error.value) == f"the prompt has the id {wrong!r}; {ids}"
+        words = f"the prompt has the id {wrong!r}: must be an integer from 0 to 60"
+        assert str(error.value) == words
     assert letters(engine, requests) == ["A"] * 3
 
 
@@ -102,10 +102,10 @@ def test_an_invalid_id_is_refused_and_the_engine_goes_on(tiny, wrong):
 def test_what_can_never_fit_is_refused(tiny, length, count, needed):
     prompt = random_tokens(length)
     engine = Engine(tiny(), page_size=2, num_pages=needed - 1)
-    needs = f"a sequence of up to {min(length + count - 1, 16)} positions needs {needed} pages"
+    words = f"must be at least {needed} for a sequence of up to {min(length + count - 1, 16)} posit"
     with pytest.raises(UserError) as error:
         engine.add(prompt, greedy(count))
-    assert str(error.value) == f"{needs}; there are {needed - 1} pages of 2" and not engine.busy
+    assert str(error.value).startswith(f"num_pages {needed - 1}: {words}") and not engine.busy
     engine, (request,) = make_engine(tiny(), [prompt], greedy(count), page_size=2, num_pages=needed)
     finish(engine)
     check_texts(tiny(), [request])

@@ -19,8 +19,8 @@ from engines import (
 )
 
 from loading.load import save_model
+from sampling import NOT_FINITE as NAN
 
-NAN = "the model returned logits that are NaN or infinite: its weights are broken, or its dtype's range is too small (try --dtype float32)"
 LINE = "\n" + "-" * 40 + "\n"
 BAD = 60  # a token that `poison` makes NaN, and that no text has by chance
 

@@ -471,7 +471,7 @@ def test_another_head_in_the_file_counts_as_in_transformers(peer, notes, kind):
     ours = load(directory)
     assert not ours.config.tie_word_embeddings and difference(ours, theirs) < 1e-9
     words = "lm_head.weight differs from the embedding, though tie_word_embeddings is true"
-    assert notes() == f"note: {directory}: {words}; used untied, as in transformers\n"
+    assert notes() == f"note: {directory}: {words}: used untied, as in transformers\n"
 
 
 def test_the_same_head_is_tied_and_a_gpt_2_has_no_other(tiny, tiny_llama, tmp_path, notes):

@@ -213,10 +213,10 @@ REFUSED = [  # schema, words of the error
     ({"pattern": r"^a\u001fb$"}, "json_schema: pattern ", r"'^a\\u001fb$'", ESCAPES),
     ({"patternProperties": {r"\x00": {}}}, "json_schema: patternProperties ", r"'\\x00'", ESCAPES),
     # A number of names that repeated ones would reach.
-    ({"type": "object", "minProperties": 2}, "json_schema: minProperties is 2; ", " 1: "),
-    ({"items": OBJECT | {"minProperties": 3.0}}, "items.minProperties is 3.0; ", " 1: "),
-    ({"required": ["a", "a"], "minProperties": 3}, "minProperties is 3; ", " 2: "),
-    ({"allOf": [OBJECT, {"minProperties": 2}]}, "allOf[1].minProperties is 2; ", " 1: "),
+    ({"type": "object", "minProperties": 2}, "json_schema: minProperties 2: ", "at most 1, "),
+    ({"items": OBJECT | {"minProperties": 3.0}}, "items.minProperties 3.0: ", "at most 1, "),
+    ({"required": ["a", "a"], "minProperties": 3}, "minProperties 3: ", "at most 2, "),
+    ({"allOf": [OBJECT, {"minProperties": 2}]}, "allOf[1].minProperties 2: ", "at most 1, "),
     ({"items": {"minProperties": 1.5}}, "items.minProperties", "1.5", "integer"),
     ({"items": {"minProperties": float("inf")}}, "items.minProperties", "inf", "integer"),
 ]

@@ -15,8 +15,8 @@ def prompt_of(messages) -> list[int]:
 
 @pytest.mark.parametrize("prompt", ["a dog " * 32, [5] * 65, ["Tom", "a dog " * 32]])
 def test_a_prompt_longer_than_the_window_is_refused(client, prompt):
-    message = "the prompt has 65 tokens; the context window has 64: send fewer, or"
-    message += " truncate_prompt_tokens to keep the last ones only"
+    message = "the prompt has 65 tokens; the context window holds 64: shorten it, or"
+    message += " set truncate_prompt_tokens to keep only its last tokens"
     found = client.post(PATH, {"prompt": prompt})
     assert found == (400, refusal(message, "prompt", "context_length_exceeded"))
 
@@ -61,8 +61,8 @@ def test_messages_longer_than_the_window_are_refused(client):
     count = len(prompt_of(long))
     status, found = client.post(CHAT, {"messages": long})
     assert len(prompt_of(FULL)) == 64 < count and status == 400
-    message = f"the prompt has {count} tokens; the context window has 64: send fewer, or"
-    message += " truncate_prompt_tokens to keep the last ones only"
+    message = f"the prompt has {count} tokens; the context window holds 64: shorten it, or"
+    message += " set truncate_prompt_tokens to keep only its last tokens"
     assert found == refusal(message, "messages", "context_length_exceeded")
 
 

@@ -177,9 +177,9 @@ CONFIGS = [  # fields, and what is said
     ({"a_new_field": 1}, "'a_new_field' is 1, which is not supported"),
     ({"r": 4}, "k_proj.lora_A.weight has shape (3, 16); adapter_config.json"),
     ({"r": 0}, "r 0: must be an integer from 1"),
-    ({"r": True}, "r is True"),
-    ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
-    ({"lora_alpha": "16"}, "lora_alpha is '16'"),
+    ({"r": True}, "r True"),
+    ({"lora_alpha": float("nan")}, "lora_alpha nan"),
+    ({"lora_alpha": "16"}, "lora_alpha '16'"),
     (
         {"target_modules": [*ATTENTION, "gate_proj"]},
         "names 'gate_proj', but adapter_model.safetensors lacks layers.0.mlp.gate_proj",

@@ -62,7 +62,7 @@ def test_what_generation_config_or_a_gguf_file_says(tmp_path):
         assert read_sampling_defaults(saying(tmp_path, said)) == found
     for key, value, allowed in WRONG:
         message = refused(read_sampling_defaults, saying(tmp_path, {key: value}))
-        said = f"{tmp_path / FILE}: {key} is {value!r}; it must be {allowed}; {OFF}"
+        said = f"{tmp_path / FILE}: {key} {value!r}: must be {allowed}; {OFF}"
         assert message.startswith(said)
     card = {"temperature": 0.2, "top_p": 0.9}
     assert read_sampling_defaults(Source("gguf", "not/there.gguf", "smollm2")) == card

@@ -331,11 +331,11 @@ WRONG += [{str(token): 1 for token in range(1025)}]
     [
         ("stop_token_ids", [[], None], [3, [-1], ["3"], [True], [3] * 129], NO_IDS),
         ("stop_token_ids", [[4095]], [[3, 4096]], lacks("stop_token_ids", 4096)),
-        ("min_tokens", [0], [-1], "min_tokens: min_tokens -1: must be an integer >= 0"),
+        ("min_tokens", [0], [-1], "min_tokens -1: must be an integer >= 0"),
         ("min_tokens", [2], [17], "min_tokens 17: must be at most max_tokens (2)"),
         ("logit_bias", [None, {}, dict.fromkeys(map(str, range(1024)), 1)], WRONG, NO_BIASES),
         ("logit_bias", [], [{"4096": 1}], lacks("logit_bias", 4096)),
-        ("min_p", [None, 0, 1, 0.5], [1.5], "min_p: min_p 1.5: must be a number in [0, 1]"),
+        ("min_p", [None, 0, 1, 0.5], [1.5], "min_p 1.5: must be a number in [0, 1]"),
     ],
     ids=["ids", "id", "least", "most", "biases", "bias", "min_p"],
 )

@@ -298,5 +298,5 @@ def test_replicas_that_cannot_be_started_are_one_line(run_main, monkeypatch, tmp
     monkeypatch.setattr("serve_ray.application", lambda args: args)
     args = serve_ray.build({"replicas": "3", "max-num-seqs": "8"})
     assert (args.replicas, args.max_num_seqs, args.routing) == (3, 8, "prefix")
-    with pytest.raises(UserError, match="replicas is 0"):
+    with pytest.raises(UserError, match="replicas 0"):
         serve_ray.build({"replicas": "0"})

@@ -107,8 +107,8 @@ def test_options_that_do_not_go_together_are_a_line(run_main, monkeypatch):
     seconds = "must be a number from 1 to below 1000000"
     replicas = "--max-replicas 2: must be at least --replicas (3)\n"
     assert said("--replicas=3 --max-replicas=2") == replicas
-    assert said("--scale-seconds=0.5") == f"scale_seconds is 0.5; {seconds}\n"
-    assert said("--scale-seconds=1000000") == f"scale_seconds is 1000000.0; {seconds}\n"
+    assert said("--scale-seconds=0.5") == f"scale_seconds 0.5: {seconds}\n"
+    assert said("--scale-seconds=1000000") == f"scale_seconds 1000000.0: {seconds}\n"
     cpus = f"--cpus 1: this machine has {os.cpu_count()} CPUs\n"
     assert said("--max-replicas=10000000").endswith(cpus)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

@@ -229,7 +229,7 @@ def test_lookup_is_no_directory_unless_its_path_says_so(run_main, cli, tiny, tmp
 
 @pytest.mark.parametrize("gamma", [2.5, True, None, 0, 17])
 def test_gamma_out_of_range_is_refused(tiny, gamma):
-    with pytest.raises(UserError, match=f"^gamma is {gamma}; .* from 1 to 16$"):
+    with pytest.raises(UserError, match=f"^gamma {gamma}: .* from 1 to 16$"):
         passes(tiny(), tiny(), [1], gamma)
 
 

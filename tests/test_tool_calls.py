@@ -446,9 +446,9 @@ def test_parameters_that_are_not_done(write_chat):
     tools = [tool("f", {"a": {"description": "x" * 2**18}})]
     assert "262," in refused(tool_grammar, write_chat(HERMES), tools)
     for schema, words in (
-        ({"type": "string"}, "f.parameters.type is 'string'"),
+        ({"type": "string"}, "f.parameters.type 'string'"),
         ({"not": {}}, "'f.parameters.not'"),
-        ({"properties": 1}, "f.parameters.properties is 1"),
+        ({"properties": 1}, "f.parameters.properties 1"),
         ({"x-guidance": {}}, "'f.parameters.x-guidance'"),
     ):
         tools = [LOOK, {"type": "function", "function": {"name": "f", "parameters": schema}}]
@@ -598,20 +598,20 @@ def test_the_command_line_shows_the_tools(cli, write_chat, chat_pair, given_prom
 
 
 FUNCTION = {"name": "look"}
-NUMBER = "tools: it must be a list of 1 to 128 tools"
+NUMBER = "tools: must be a list of 1 to 128 tools"
 WRONG = [
     ("[", "tools: not JSON: Expecting value"),
     *(({}, NUMBER), ([], NUMBER), ([LOOK] * 129, NUMBER)),
     ([LOOK, LOOK], "tools.1.function.name: duplicate name look"),
-    ([LOOK, 1], "tools.1: it must be {"),
-    ([FUNCTION], "tools.0: it must be {"),
-    ([{"type": "web_search", "function": FUNCTION}], "tools.0: it must be {"),
-    ([{"type": "function", "function": FUNCTION, "strict": True}], "tools.0: it must be {"),
-    ([{"type": "function", "function": {}}], "tools.0.function.name: it must be a string"),
-    ([tool("look at")], "tools.0.function.name is 'look at'; it must be 1 to 64 letters, digits"),
-    ([tool("a" * 65)], "aaa'; it must be 1 to 64 letters"),
-    ([tool("a", strict=1)], "tools.0.function.strict: it must be true or false"),
-    ([tool("a", parameters=[])], "tools.0.function.parameters: it must be an object, a JSON"),
+    ([LOOK, 1], "tools.1: must be {"),
+    ([FUNCTION], "tools.0: must be {"),
+    ([{"type": "web_search", "function": FUNCTION}], "tools.0: must be {"),
+    ([{"type": "function", "function": FUNCTION, "strict": True}], "tools.0: must be {"),
+    ([{"type": "function", "function": {}}], "tools.0.function.name: must be a string"),
+    ([tool("look at")], "tools.0.function.name 'look at': must be 1 to 64 letters, digits"),
+    ([tool("a" * 65)], "aaa': must be 1 to 64 letters"),
+    ([tool("a", strict=1)], "tools.0.function.strict: must be true or false"),
+    ([tool("a", parameters=[])], "tools.0.function.parameters: must be an object, a JSON"),
     ([tool("a", arguments={})], "tools.0.function: unknown field 'arguments'; known are name"),
 ]
 

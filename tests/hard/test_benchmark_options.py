@@ -36,7 +36,7 @@ REFUSED = {  # script and the options before these -> options, of which the last
         "--gamma 17": "from 1 to 16",
         "--target random:gpt2": "random:gpt2: random models accept no drafts",
         "--max-new-tokens 20 9 --gamma 4 2": "--max-new-tokens 9: must be at least 2 * (gamma",
-        "--temperature nan": "temperature is nan",
+        "--temperature nan": "temperature nan: must",
         "--max-new-tokens 12 57": "65 tokens of prompt and output",
     },
     "benchmarks.batching --model MODEL --prompt-tokens 5 --engines cache": {
@@ -50,7 +50,7 @@ REFUSED = {  # script and the options before these -> options, of which the last
         "--prompt-tokens 3 43": "65 tokens do not fit the context window",
         "--long-prompt 49": "65 tokens do not fit the context window",
         "--draft random:gpt2": "random:gpt2: random models",
-        "--temperature -1": "temperature is -1",
+        "--temperature -1": "temperature -1.0: must",
     },
     "benchmarks.client": {
         "": "one of the arguments --request-rate --clients is required",
