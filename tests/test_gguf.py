@@ -527,6 +527,22 @@ def test_parts_that_do_not_belong_together(made, tmp_path, changes, found):
     assert refused(load_model, parts[0]) == f"{parts[2]}: {words}"
 
 
+def test_parts_with_another_number_of_tensors(made, tmp_path):
+    first, _ = split_in(made("qwen3")[1], tmp_path / "parts", count=2)
+    values = {"split.no": 0, "split.count": 2, "split.tensors.count": 10**6}
+    edited(first, tmp_path / "new.gguf", values=values).replace(first)
+    assert "split.tensors.count is 1000000, but there are " in refused(load_model, first)
+
+
+def test_a_tensor_of_a_type_that_is_not_read(made):
+    _, file = made("qwen3", n_embd=32)
+    data = bytearray(file.read_bytes())
+    name = b"token_embd.weight"
+    data[data.index(name) + len(name) + 4 + 2 * 8] = 39  # its type, after the dimensions
+    file.write_bytes(data)
+    assert "token_embd.weight has the type MXFP4; supported are F32" in refused(load_model, file)
+
+
 def test_parts_with_one_tensor_twice(made, tmp_path):
     _, file = made("qwen3")
     first, second = split_in(file, tmp_path / "parts", count=2)

@@ -480,6 +480,8 @@ REFUSED = [  # fields, the one that is named, words of the message
     (items(*MESSAGES, OUTPUT), "input", "input.3.call_id function_call"),
     (items(CALL | {"arguments": "[1]"}), "input", "input.0.arguments JSON"),
     (items(CALL | {"namespace": "a"}), "input", "input.0.namespace"),
+    (items(CALL | {"output": "a"}), "input", "input.0.output function_call"),
+    (items(TOM[0] | {"content": 3}), "input", "input.0.content string list"),
     (items(*(CALL | {"call_id": f"{n}"} for n in range(129))), "input", "128"),
 ]
 REFUSED += [
