@@ -137,6 +137,11 @@ LLAMA_SIZES = {  # field of LlamaConfig -> its key in config.json, and the large
     "n_inner": ("intermediate_size", 10**6),
     "head_dim": ("head_dim", 1000),
 }
+LLAMA_DEFAULTS = {  # by model_type, for missing keys, as in transformers
+    "mistral": {"num_key_value_heads": 8},
+    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "qwen3": {"head_dim": 128},
+}
 LLAMA_SUPPORTED_VALUES = {  # values that the forward pass supports
     "model_type": ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral"),
     "hidden_act": ("silu",),
@@ -234,10 +239,7 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
     check_values(file, raw, LLAMA_SUPPORTED_VALUES)
     model_type = raw.get("model_type")
     has_qk_norm = model_type in ("qwen3", "qwen3_moe")
-    if model_type == "mixtral":
-        raw = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6} | raw
-    if model_type == "qwen3":
-        raw = {"head_dim": 128} | raw  # as in transformers; a Llama's is n_embd / n_head
+    raw = LLAMA_DEFAULTS.get(model_type, {}) | raw
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"  # older files; newer
     rope = raw.get(key, {})
     if not isinstance(rope, dict):

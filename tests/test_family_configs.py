@@ -263,15 +263,14 @@ def test_what_a_config_lacks_is_as_in_transformers(read, tmp_path, model_type, m
     lacking = dict.fromkeys(keys, missing) | {"use_sliding_window": missing}
     if not model_type.startswith("qwen"):  # those must say which token ends a text
         lacking["eos_token_id"] = missing
-    n_head = 8 if model_type == "mistral" else 16  # where ours has as many keys as theirs
-    sizes = {"hidden_size": 4 * n_head, "num_attention_heads": n_head, "num_hidden_layers": 7}
+    sizes = {"hidden_size": 64, "num_attention_heads": 16, "num_hidden_layers": 7}
     ours = read(model_type, **lacking | sizes)
     said = json.loads((tmp_path / "config.json").read_text())
     said = {key: value for key, value in said.items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(said))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
-    heads = {"mixtral": 8, "gemma3_text": 4}
-    assert ours.n_kv_head == heads.get(model_type, n_head)
+    heads = {"mistral": 8, "mixtral": 8, "gemma3_text": 4}
+    assert ours.n_kv_head == heads.get(model_type, 16)
     assert ours.head_dim == {"qwen3": 128, "gemma3_text": 256}.get(model_type, 4)
     if model_type not in ("qwen2", "qwen3", "qwen3_moe"):
         assert ours.n_kv_head == theirs.num_key_value_heads

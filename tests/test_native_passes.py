@@ -92,7 +92,7 @@ def test_logits_are_as_near_to_float64s_as_torchs(request, target, kind, form):
     native(model, target)
     for size in (1, 5, len(texts[0])):  # decode, and prefill in blocks of queries and without
         found = in_pieces(model, texts, size)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
 
 
 @torch.inference_mode()
