@@ -108,6 +108,8 @@ def test_minus_one_is_no_limit_and_an_empty_stop_string_none(client):
     replies = [("chat/completions", chat | {name: -1}) for name in ("max_tokens", "seed")]
     replies += [("chat/completions", chat | {"max_completion_tokens": -1})]
     replies += [("responses", body | {"input": "Tom", "max_output_tokens": -1})]
+    for value in (True, False):  # a template adds its own anyway
+        replies.append(("chat/completions", chat | {"max_tokens": -1, "add_special_tokens": value}))
     for path, asked in replies:
         assert client.post(f"/v1/{path}", asked)[1]["usage"]["total_tokens"] == 64
     body = {"prompt": "Tom", "max_tokens": 9, "seed": 1}
