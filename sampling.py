@@ -584,7 +584,7 @@ def sample_from_candidates(
         # topk may omit ties with the last candidate. 1e-4 is a margin for rounding.
         held = torch.where(values > best.values[:, -1:], probs, 0).sum(dim=-1)
         certain = (held > params.top_p + 1e-4) | (ids.shape[-1] == vocab_size)
-        certain |= below_min_p(best.values, params.min_p)[:, -1]  # then all other tokens are, too
+        certain |= below_min_p(best.values, params.min_p)[:, -1]  # then so are all that topk omits
     noise = exponential_noise_at(ids, rng_keys).to(probs.dtype)
     scores = probs / noise.to(probs.device)
     if params.top_p < 1:

@@ -18,9 +18,9 @@ class Matcher:
         """Return (vocab_size,) bools: true for tokens that may follow this output.
 
         The output may be unrelated to the last call's; only tokens after their common prefix are
-        consumed. All tokens
-        are allowed after an output that left the constraint, by EOS or by a draft token that will
-        be rejected. No token is allowed if this vocabulary cannot complete the constraint.
+        consumed. All tokens are allowed after an output that left the constraint, by EOS or by a
+        draft token that will be rejected. No token is allowed if this vocabulary cannot complete
+        the constraint.
         """
         raise NotImplementedError
 

@@ -25,7 +25,7 @@ def add_engine_options(parser: Parser) -> None:
     group = parser.group("engine")
     seqs_help = "maximum number of sequences per step"
     group.add_argument("--max-num-seqs", metavar="N", type=int, default=32, help=seqs_help)
-    pages_help = "KV cache pages (default: max-num-seqs full contexts, at most 65,536 positions)"
+    pages_help = "KV cache pages (default: max-num-seqs contexts, at most 65,536 float32 positions)"
     group.add_argument("--num-pages", metavar="N", type=int, help=pages_help)
     page_help = "positions per page"
     group.add_argument("--page-size", metavar="N", type=int, default=16, help=page_help)

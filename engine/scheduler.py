@@ -103,8 +103,8 @@ class Scheduler:
         longest = min(request.max_length - 1, self.context_window.block_size)
         needed = pool.page_count(longest)
         if needed > pool.num_pages:
-            size = f"a sequence of up to {longest} positions (page_size {pool.page_size})"
-            raise UserError(f"num_pages {pool.num_pages}: must be at least {needed} for {size}")
+            need = f"a sequence of up to {longest} positions needs {needed} pages"
+            raise UserError(f"{need}: num_pages is {pool.num_pages} (page_size {pool.page_size})")
         self.shift_context(request)
         self.waiting.append(request)
 

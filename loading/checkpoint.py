@@ -145,7 +145,7 @@ def locate(file: Path, header: dict, start: int) -> dict[str, TensorInfo]:
         infos[name] = TensorInfo(file, entry["dtype"], shape, start + begin, end - begin)
     for name, info in sorted(infos.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if info.offset != start:
-            raise ValueError(f"tensor {name} has offset {info.offset}: must be {start}")
+            raise ValueError(f"tensor {name} has file offset {info.offset}: must be {start}")
         start += info.nbytes
     return infos
 

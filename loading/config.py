@@ -137,7 +137,7 @@ LLAMA_SIZES = {  # field of LlamaConfig -> its key in config.json, and the large
     "n_inner": ("intermediate_size", 10**6),
     "head_dim": ("head_dim", 1000),
 }
-LLAMA_DEFAULTS = {  # by model_type, for missing keys, as in transformers
+LLAMA_DEFAULTS = {  # by model_type, for keys that are missing or null and not as in a Llama
     "mistral": {"num_key_value_heads": 8},
     "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "qwen3": {"head_dim": 128},

@@ -20,10 +20,10 @@
 // instruction sets --------------------------------------------------------------------------------
 //
 // Vectors hold WIDTH floats or int32 sums. MULADD is a * b + c in float32. dot_add_int8 adds to
-// each int32 sum the dot product of GROUP Quants, packed into the 4 bytes of `values`, and GROUP int8
-// weights. A Quant is an activation rounded to an integer, plus ZERO_POINT, because VNNI takes
-// unsigned bytes.
-// FROM_FLOAT16 converts WIDTH float16 values to float32. It is defined where the CPU can do so.
+// each int32 sum the dot product of GROUP Quants, packed into the 4 bytes of `values`, and GROUP
+// int8 weights. A Quant is an activation rounded to an integer, plus ZERO_POINT, because VNNI takes
+// unsigned bytes. FROM_FLOAT16 converts WIDTH float16 values to float32. It is defined where the
+// CPU can do so.
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #include <immintrin.h>
@@ -538,9 +538,9 @@ typedef struct {
 
 typedef struct {
   int64_t n_layer, n_head, n_kv_head, head_dim, n_embd;
-  int64_t max_width;                       // the most floats per token in a buffer
-  int64_t n_expert, top_k;         // 0 and 1 without experts
-  int64_t norm_topk_prob;          // whether the weights of a token's top_k experts sum to 1
+  int64_t max_width;        // the most floats per token in a buffer
+  int64_t n_expert, top_k;  // 0 and 1 without experts
+  int64_t norm_topk_prob;   // whether the weights of a token's top_k experts sum to 1
   float eps, embedding_scale;
   int64_t gelu_gate;       // whether the gate's activation is GELU, not SiLU
   Linear embedding, head;  // (vocab_size, C); they may share their weight
@@ -1223,8 +1223,9 @@ static void expert_gemm(const Model *m, const Layer *layer, int proj, Routes r, 
   }
 }
 
-// Add the weighted outputs of the experts for T tokens to x. in: (T, C), their inputs,
-// then scratch for the rows' activations. input: an Input over the same inputs. y, wide: scratch for rows, shared by all threads.
+// Add the weighted outputs of the experts for T tokens to x. in: (T, C), their inputs, then scratch
+// for the rows' activations. input: an Input over the same inputs. y, wide: scratch for rows, shared
+// by all threads.
 static void moe(const Model *m, const Layer *layer, int64_t T, int private, float *in, Input input,
                 Routes r, float *y, float *wide, float *x, const int64_t *lora_ids) {
   int64_t C = m->n_embd, R = T * m->top_k;

@@ -32,7 +32,7 @@ CACHE_DTYPES = {torch.float32: 0, torch.float16: 1, torch.int8: 3}  # of the KV 
 
 
 class FlatBatch(NamedTuple):
-    """The spans of a batch, concatenated."""
+    """The spans of a batch, concatenated; all but adapters in the order of PassStruct."""
 
     pages: list[int]
     sliding_pages: list[int]
@@ -158,15 +158,15 @@ class NativeRunner(NativeSampler):
             struct.lora_ids = (INT * len(lora_ids))(*lora_ids)
         return struct
 
-    def run_pass(self, batch: PassStruct) -> torch.Tensor:
+    def run_pass(self, struct: PassStruct) -> torch.Tensor:
         """Run the forward pass in C and return its logits."""
         model = ctypes.byref(self.model)
         threads = torch.get_num_threads()
         # Scratch is not shared between calls, because ctypes releases the GIL during the call.
-        work = torch.empty(self.library.work_floats(model, INT(batch.T), threads))
-        logits = torch.empty(batch.num_logits, self.config.vocab_size)
+        work = torch.empty(self.library.work_floats(model, INT(struct.T), threads))
+        logits = torch.empty(struct.num_logits, self.config.vocab_size)
         buffers = POINTER(logits.data_ptr()), POINTER(work.data_ptr())
-        self.library.gpt_pass(model, ctypes.byref(batch), *buffers, threads)
+        self.library.gpt_pass(model, ctypes.byref(struct), *buffers, threads)
         return logits
 
 
@@ -180,9 +180,15 @@ def flatten_spans(spans: list, keep: list[int], page_size: int, separate: bool) 
     for (pages, start, tokens, sliding_pages, adapter), count in zip(spans, keep, strict=True):
         positions = range(start, start + len(tokens))
         capacity = min(len(pages), len(sliding_pages)) if separate else len(pages)
-        if start < 0 or positions.stop > capacity * page_size or not 0 <= count <= len(tokens):
-            asked = f"start {start}, number of tokens {len(tokens)}, keep {count}"
-            raise ValueError(f"{asked}: must be within {capacity * page_size} positions")
+        if start < 0 or positions.stop > capacity * page_size:
+            size = capacity * page_size
+            raise ValueError(
+                f"{len(tokens)} tokens from start {start}: must fit in {size} positions"
+            )
+        if not 0 <= count <= len(tokens):
+            raise ValueError(
+                f"keep {count}: must be from 0 to the number of tokens ({len(tokens)})"
+            )
         batch.table_starts.extend([len(batch.pages)] * len(tokens))
         batch.pages.extend(pages[:capacity])
         batch.sliding_pages.extend(sliding_pages[:capacity])

@@ -159,7 +159,7 @@ def to_items(value: Any) -> Any:
 def check_size(value: Any) -> Any:
     """Raise ValueError for an object of more than 16 fields, before validating each."""
     if isinstance(value, dict) and len(value) > 16:
-        raise ValueError(f"it has {len(value)} fields: at most 16 are allowed")
+        raise ValueError(f"{len(value)} fields: at most 16 are allowed")
     return value
 
 

@@ -10,7 +10,6 @@ import runpy
 import shutil
 import sys
 import time
-import traceback
 from pathlib import Path
 
 import hypothesis
@@ -178,15 +177,6 @@ def their_rows(theirs, prompts: list[list[int]], max_new_tokens: int, **options)
     options |= {"do_sample": False, "max_new_tokens": max_new_tokens, "pad_token_id": 0}
     rows = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
     return rows[:, tokens.shape[1] :].tolist()
-
-
-def module_with(name: str, *parts: str):
-    """A module, and it must have these names: pieces that nothing runs yet."""
-    assert importlib.util.find_spec(name), f"there is no {name}.py"
-    module = importlib.import_module(name)
-    for part in parts:
-        assert hasattr(module, part), f"{name}.py has no {part}"
-    return module
 
 
 def refused(function, *args) -> str:
@@ -506,23 +496,6 @@ def run_file(capsys, monkeypatch):
                 runpy.run_module(name, run_name="__main__")
             runpy.run_path(str(ROOT / file), run_name="__main__")
         return ended.value.code, capsys.readouterr().out
-
-    return run
-
-
-@pytest.fixture
-def run_program(capfd, monkeypatch):
-    """A function that runs a program's text in this process: exit code, stdout, stderr."""
-
-    def run(text: str) -> tuple[int, str, str]:
-        monkeypatch.chdir(ROOT)
-        try:
-            exec(text, {"__name__": "__main__"})
-            code = 0
-        except Exception:
-            traceback.print_exc()
-            code = 1
-        return code, *capfd.readouterr()
 
     return run
 

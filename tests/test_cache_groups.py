@@ -185,7 +185,7 @@ def test_c_touches_no_page_outside_either_storage(tiny_gemma, compiled):
     cache = PagedCache(model, 4, 2, 3)
     for storage in cache.storages:
         storage.fill_(torch.nan)
-    for sliding_pages, message in ([3], "must be from 0 to 2"), ([], "must be within 0 positions"):
+    for sliding_pages, message in ([3], "must be from 0 to 2"), ([], "must fit in 0 positions"):
         with pytest.raises(ValueError, match=message):
             model.runner.logits(model, cache, [Span([3], 0, [1], sliding_pages)], [1])
     assert all(storage.isnan().all() for storage in cache.storages)

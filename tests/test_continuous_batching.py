@@ -102,10 +102,12 @@ def test_an_invalid_id_is_refused_and_the_engine_goes_on(tiny, wrong):
 def test_what_can_never_fit_is_refused(tiny, length, count, needed):
     prompt = random_tokens(length)
     engine = Engine(tiny(), page_size=2, num_pages=needed - 1)
-    words = f"must be at least {needed} for a sequence of up to {min(length + count - 1, 16)} posit"
+    words = (
+        f"a sequence of up to {min(length + count - 1, 16)} positions needs {needed} pages: num_"
+    )
     with pytest.raises(UserError) as error:
         engine.add(prompt, greedy(count))
-    assert str(error.value).startswith(f"num_pages {needed - 1}: {words}") and not engine.busy
+    assert str(error.value).startswith(f"{words}pages is {needed - 1}") and not engine.busy
     engine, (request,) = make_engine(tiny(), [prompt], greedy(count), page_size=2, num_pages=needed)
     finish(engine)
     check_texts(tiny(), [request])

@@ -149,7 +149,7 @@ BODIES = [LONG, LONG | {"stream": True}, STREAMED]
 
 @pytest.mark.parametrize("body", BODIES, ids=["whole", "echo", "endless"])
 def test_a_client_that_does_not_read_is_cut_off(tiny_llama, monkeypatch, body):
-    monkeypatch.setattr(serve.Protocol, "seconds", 0.5)
+    monkeypatch.setattr(serve.Protocol, "seconds", 1)
     most = 1 if body is STREAMED else 960
     with serving(lambda: small_engine(tiny_llama, max_num_seqs=1), max_waiting=most - 1) as client:
         with not_reading(client, body):
@@ -207,7 +207,7 @@ def read_to(connection: socket.socket, end: bytes) -> bytes:
     return data
 
 
-LIMIT = 0.3  # seconds that a head may take, or the next piece of a body
+LIMIT = 0.5  # seconds that a head may take, or the next piece of a body
 
 
 @pytest.mark.parametrize(
@@ -233,8 +233,8 @@ def test_a_client_without_a_whole_request_is_cut_off(tiny_llama, monkeypatch, se
             if sent == ASK:
                 time.sleep(1.2 * LIMIT)
                 began = time.monotonic()
-            connection.sendall(more)
-            with contextlib.suppress(ConnectionResetError):
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(more)
                 assert connection.recv(100) == b""
             assert LIMIT - 0.02 < time.monotonic() - began  # and not before
             until(lambda: not client.server.server_state.connections)

@@ -375,7 +375,6 @@ def test_without_the_history_it_says_what_to_do(repo, run, error, tmp_path, monk
 
 MEANT = {"00-init": "0", "04-multinomial": "multi 04 04-m", "06-top-k": "06-top-k top-k"}
 MEANT |= {"07-top-p": "7 07", "16-variable-batching": "16 var", "17-top": "top"}
-MEANT |= {"07-top-p": "7 07", "16-variable-batching": "16 var", "17-top": "top"}
 
 
 def test_ids():

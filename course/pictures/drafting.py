@@ -74,7 +74,7 @@ def rejection(
 
 KEY = {
     "good": "accepted",
-    "bad": "refused",
+    "bad": "rejected",
     "idle": "not verified",
     "third": "the target\u2019s own",
 }

@@ -114,7 +114,7 @@ def draw_block(record: Record) -> scene.Scene:
         ),
         scene.Panel(
             f"The embedding of {word(record.token)}, channels 0 to 31",
-            scene.Lines(curves, scene.Axis("number"), scene.Axis("value")),
+            scene.Lines(curves, scene.Axis("channel"), scene.Axis("value")),
             f"The 16 representable values are {d:.4f} apart.",
         ),
     )

@@ -177,7 +177,7 @@ def draw_queue(record: list[Client]) -> scene.Scene:
             scene.Lanes(lanes, scene.Axis("step")),
             key={
                 "second": "waits",
-                "first": "a row computes it",
+                "first": "a slot computes it",
                 "bad": "rejected with 429: too many requests or too many tokens",
             },
             wide=True,
@@ -225,7 +225,7 @@ def draw_drain(record: tuple[int, int, list[Client]]) -> scene.Scene:
                 "good": "the server accepts requests",
                 "kept": "it drains",
                 "second": "a request waits",
-                "first": "a row computes it",
+                "first": "a slot computes it",
                 "bad": "an error",
             },
             wide=True,

@@ -685,7 +685,7 @@ def test_a_course_that_makes_no_book_writes_nothing(here, tmp_path, monkeypatch,
     assert words in refused(capsys)
     monkeypatch.delitem(make_book.PLOTS, "engine")
     assert make(tmp_path / "book") == 2
-    words = "benchmark_results/engine_cpu.png has no text for those who cannot see it"
+    words = "benchmark_results/engine_cpu.png has no alternative text"
     assert words in refused(capsys)
     shutil.copytree(here, tmp_path / "repo")
     git(tmp_path / "repo", "reset", "-q", "--hard", "none")
@@ -733,7 +733,7 @@ def test_a_page_gets_no_gemma_and_no_windows(tiny_gemma, tiny_llama, tmp_path):
         (tiny_llama, (5, 5)),
     ):
         save_speaking(build, tmp_path, sliding_windows=windows)
-        assert "the page computes no layers with windows" in refusal(web_model.export, tmp_path)
+        assert "neither sliding windows nor Gemma" in refusal(web_model.export, tmp_path)
 
 
 def test_play_shows_a_recording_of_the_model_that_it_loads():

@@ -30,7 +30,7 @@ LINES = [
     ("--max-num-seqs 0", "max_num_seqs 0: must be an integer >= 1"),
     ("--max-num-seqs x", "argument --max-num-seqs: invalid int value: 'x'"),
     (f"--page-size {10**12}", f"num_pages 1, page_size {10**12}: a cache of "),
-    ("--num-pages 2 --page-size 4", "num_pages 2: must be at least "),
+    ("--num-pages 2 --page-size 4", " pages: num_pages is 2 (page_size 4)"),
     (f"--num-pages {10**12}", f"num_pages {10**12}, page_size 16: a cache of "),
     ("--max-rows 8", ": error: --max-rows is now --max-num-seqs"),
     ("--budget=9", ": error: --budget is now --max-num-batched-tokens"),

@@ -214,7 +214,7 @@ def test_what_replicas_cannot_make_is_a_line(model, tmp_path):
         code, said = server.result()
     assert (code, server.out.read_text()) == (2, "")
     line = said.partition("error: ")[2]
-    assert line.endswith("\n") and f"{10**15} pages of 4 positions do not fit in memory" in line
+    assert line.endswith("\n") and f"num_pages {10**15}, page_size 4: a cache of " in line
 
 
 BODIES = [
