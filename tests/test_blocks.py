@@ -371,3 +371,9 @@ def test_weights_are_packed_where_they_lie_and_two_nibbles_take_a_byte(compiled)
     assert ours.weight.data_ptr() == address
     assert ours.scale.nbytes + ours.weight.nbytes == 192 * (64 + 2 * 2)
     assert in_c(block_layer("Q4_0", 192, 64)).weight.nbytes == 192 * 32
+
+
+def test_a_scale_rounded_down_to_a_subnormal_float16_overflows_no_value():
+    weight = torch.linspace(-1, 1, 32)[None] * 127 * 1.4 * 2**-24
+    values = blocks.quantize_blocks(weight).values[0].tolist()
+    assert (values[0], values[-1]) == (-127, 127) and values == sorted(values)

@@ -174,6 +174,8 @@ def test_one_text_is_shown_as_it_comes_and_several_at_the_end(capsys):
         output.end_step()
         assert capsys.readouterr().out == ""
     assert capsys.readouterr().out == f"Oneé{RULE}Twoé\ufffd\n"
+    output.times, output.count = [1.0, 1.5, 3.0], 4
+    assert output.statistics() == "4 tokens, 2.0 tokens/s, the first after 0.500 s"
     with OutputWriter(["One"], ENCODING):  # without tokens
         pass
     assert capsys.readouterr() == ("One\n", "")

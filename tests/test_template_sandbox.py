@@ -168,7 +168,7 @@ messages[0].content.ljust(10**10); 'a'.zfill(10**10); '\t\t'.expandtabs(10**10);
 '{:>10000000000}'.format(1); '{:>{}}'.format(1, 10**10); strftime_now('%10000000000d');
 messages | tojson(indent=10**9); messages | tojson(separators=('a' * 10**4, ':'));
 ('<' * 8 * 10**6) | e | e; ('a\\n' * 8 * 10**6) | indent; ('a\\n' * 8 * 10**6).splitlines()"""
-REPEATED = """a.replace('a', a); a | replace('a', a); a.join(a); a | join(a);
+REPEATED = """a.replace('a', a); a.replace('', a); a | replace('a', a); a.join(a); a | join(a);
 (a | safe).replace('a', a); ('{}' * 10**4).format(*[a] * 10**4); ('{0}' * 10**4).format(a)"""
 DOUBLED = [("'a'", "~"), ("'a'", "+"), ("'a' | safe", "+"), ("[1]", "+"), ("9", "*")]
 HUGE = ["{{ " + expression + " }}" for expression in re.split(r";\s+", GROWING)]
