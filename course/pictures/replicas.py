@@ -138,7 +138,7 @@ def draw_routing(record: dict[str, list[Record]]) -> scene.Scene:
         length = sum(each.length for each in sent)
         cache_hits = sum(each.cache_hits for each in sent)
         parts = [(cache_hits, "good"), (length - cache_hits, "second")]
-        bars.append(scene.Bar(routing, parts, f"{cache_hits} of {length} tokens from the cache"))
+        bars.append(scene.Bar(routing, parts, f"{cache_hits} of {length} cached"))
     key = {"good": "its prefix is in the cache", "second": "computed from the start"}
     panels.append(scene.Panel("Prompt tokens", scene.Bars(bars), key=key))
     cache_hits = [sum(each.cache_hits for each in sent) for sent in record.values()]
