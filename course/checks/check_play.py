@@ -201,7 +201,7 @@ def fail(browser, address: str) -> list[str]:
         page.locator("#play [type=submit]").click()
         page.wait_for_function(f"{STATUS}.includes('does not run')")
         said = page.locator("#status").inner_text()
-        made = "This text was written when the book was made."
+        made = "This text was generated when the book was built."
         if said != f"The model does not run here: {reason}. {made}":
             problems.append(f"Play: it says {said!r}")
         if not page.evaluate(SAME):
