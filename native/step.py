@@ -176,7 +176,8 @@ def flatten_spans(spans: list, keep: list[int], page_size: int, separate: bool) 
     separate: whether sliding-window layers have pages of their own. Raises ValueError for a span
     that does not fit in its pages, or with fewer tokens than logits.
     """
-    batch = FlatBatch([], [], [], [], [], [], [])
+    all_pages, all_sliding_pages, all_tokens, all_positions = [], [], [], []
+    table_starts, logits_indices, adapters = [], [], []
     for (pages, start, tokens, sliding_pages, adapter), count in zip(spans, keep, strict=True):
         positions = range(start, start + len(tokens))
         capacity = min(len(pages), len(sliding_pages)) if separate else len(pages)
@@ -189,15 +190,15 @@ def flatten_spans(spans: list, keep: list[int], page_size: int, separate: bool) 
             raise ValueError(
                 f"keep {count}: must be from 0 to the number of tokens ({len(tokens)})"
             )
-        batch.table_starts.extend([len(batch.pages)] * len(tokens))
-        batch.pages.extend(pages[:capacity])
-        batch.sliding_pages.extend(sliding_pages[:capacity])
-        batch.tokens.extend(tokens)
-        batch.positions.extend(positions)
-        batch.adapters.extend([adapter] * len(tokens))
-        end = len(batch.tokens)
-        batch.logits_indices.extend(range(end - count, end))
-    return batch
+        table_starts += [len(all_pages)] * len(tokens)
+        all_pages += pages[:capacity]
+        all_sliding_pages += sliding_pages[:capacity]
+        all_tokens += tokens
+        all_positions += positions
+        adapters += [adapter] * len(tokens)
+        logits_indices += range(len(all_tokens) - count, len(all_tokens))
+    lists = all_pages, all_sliding_pages, all_tokens, all_positions, table_starts, logits_indices
+    return FlatBatch(*lists, adapters)
 
 
 def group_arrays(group_ids: list[int]) -> tuple[ctypes.Array, ctypes.Array]:
