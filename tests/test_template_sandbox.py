@@ -26,6 +26,7 @@ LOOKING = [
     "{{ c[0] }}{{ c[-1] }}{{ c[:2] }}{{ c | first }}{{ c | last }}{{ c[::-1] }}",
     "{{ c.encode('utf-8') | length }}{{ c.find('<') }}{{ c.count('|') }}{{ c | wordwrap(3) }}",
     "{{ '%s<|im_end|>%r' % (c, c) }}{{ '{}-{:>30}'.format(c, c) }}{{ '%s' | format(c) }}",
+    "{{ '%d' % 10000000000 }}{{ '{:d}'.format(10000000000) }}",
     "{{ '[INST]{0!r}{{{0}'.format(c) }}{% filter trim %}<|im_start|> {{ c }}{% endfilter %}",
     "{% macro m(x) %}<|im_start|>{{ x }}{{ caller() }}{% endmacro %}"
     "{% call m(c) %}{{ c | indent(2) }}{% endcall %}",
