@@ -106,12 +106,12 @@ def write_all(args, tp_group: TensorParallelGroup | None) -> None:
     adapters = ["", *parse_adapters(args.lora_modules)]
     max_prompt_tokens = engine.model.config.block_size - params.max_new_tokens
     conversation = Conversation(args, prompts, encoding, chat, max_prompt_tokens)
-    for tokens, echoed in conversation:
-        warn_long_prompts(tokens, engine.model.config.block_size, args.stride)
+    for prompt_ids, echoed in conversation:
+        warn_long_prompts(prompt_ids, engine.model.config.block_size, args.stride)
         # Each prompt without an adapter, then with each one.
         texts = [text for text in echoed for _ in adapters]
         output = OutputWriter(texts, encoding, seed=seed if params.temperature else None)
-        request_args = zip(tokens, with_request_seeds(params, seed, len(tokens)))
+        request_args = zip(prompt_ids, with_request_seeds(params, seed, len(prompt_ids)))
         requests = [(*each, "", adapter) for each in request_args for adapter in adapters]
         run_engine(engine, requests, output)
         conversation.add_replies(output.texts)

@@ -68,13 +68,11 @@ class SamplingParams:
     def constraint(self) -> Constraint | None:
         """Return the constraint, None if unconstrained. Raises UserError for two constraints."""
         constraints = [Constraint(name, getattr(self, name)) for name in CONSTRAINT_FIELDS]
-        constraint, *others = [each for each in constraints if each.source not in ((), None)] or [
-            None
-        ]
-        if others:
-            conflict = f"{constraint.field} conflicts with {others[0].field}"
+        given = [each for each in constraints if each.source not in ((), None)]
+        if len(given) > 1:
+            conflict = f"{given[0].field} conflicts with {given[1].field}"
             raise UserError(f"{conflict}: only one constraint is allowed")
-        return constraint
+        return given[0] if given else None
 
 
 MAX_FLOAT = sys.float_info.max
@@ -699,8 +697,8 @@ def top_p_winner(logits: torch.Tensor, probs: torch.Tensor, scores: torch.Tensor
     exact = torch.float32 if logits.device.type == "mps" else torch.float64  # MPS has no float64
     for _ in range(MAX_REJECTION_ROUNDS):
         winner = scores.argmax().item()
-        # The filter's order: larger logits first, then equal logits by id. Compare
-        # logits, because different logits may round to the same probability.
+        # The filter's order: larger logits first, then equal logits by id. Compare logits, because
+        # different logits may round to the same probability.
         best = logits[winner]
         before = torch.cat((logits[:winner] >= best, logits[winner:] > best))
         # Round once, at the end, as the filter's cumsum does.

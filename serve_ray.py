@@ -49,7 +49,7 @@ def main(argv=None) -> None:
 
 def make_parser() -> Parser:
     parser = Parser(description="Serve a model with several engines, each in a process of Ray.")
-    ray = parser.add_argument_group("replicas")
+    ray = parser.group("replicas")
     ray.add_argument("--replicas", metavar="N", type=int, default=2, help="number of engines")
     max_help = "maximum number of engines under load (default: --replicas)"
     ray.add_argument("--max-replicas", metavar="N", type=int, help=max_help)

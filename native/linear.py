@@ -234,8 +234,7 @@ def check_layer(layer: nn.Module, out: int, size: int) -> None:
             address(layer.bias, torch.float32, out)
         case nn.Linear() | nn.Embedding():
             float_address(layer.weight, out, size)
-            dtype = layer.weight.dtype
-            address(getattr(layer, "bias", None), dtype, out)
+            address(getattr(layer, "bias", None), layer.weight.dtype, out)
         case _:
             raise ValueError(f"native code computes no layer of type {type(layer).__name__}")
 
