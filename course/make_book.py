@@ -36,7 +36,7 @@ except ImportError as error:
 
 import lessons as course  # noqa: E402
 import pictures  # noqa: E402
-from book import diffs, glossary, prose  # noqa: E402
+from book import diffs, glossary, prose, summaries  # noqa: E402
 from lessons import Lesson, LessonError, git  # noqa: E402
 
 TEMPLATES = Path(__file__).with_name("book")
@@ -60,6 +60,29 @@ def parts_of(lessons: list[Lesson]) -> dict[str, list[Lesson]]:
         name = course.PARTS.get(lesson.slug, name)
         parts.setdefault(name, []).append(lesson)
     return parts
+
+
+class Neighbour(NamedTuple):
+    """The previous or the next page: a lesson, or the summary of a part."""
+
+    page: str
+    label: str
+
+
+def neighbours_of(
+    lessons: list[Lesson], summarised: dict[str, str]
+) -> dict[str, tuple[Neighbour | None, Neighbour | None]]:
+    """Return the previous and the next page of each lesson and summary, by page.
+
+    The summary of a part follows its last lesson. summarised: title of a part -> page.
+    """
+    pages = []
+    for title, group in parts_of(lessons).items():
+        pages += [Neighbour(f"{lesson.id}.html", lesson.id) for lesson in group]
+        if title in summarised:
+            pages.append(Neighbour(summarised[title], f"{title.partition(':')[0]}: summary"))
+    pairs = zip([None, *pages], [*pages[1:], None])
+    return {each.page: pair for each, pair in zip(pages, pairs)}
 
 
 class Stop(NamedTuple):
@@ -418,7 +441,10 @@ def make_pages(
 
     figures: id of a lesson -> HTML of its picture. scripts: returned by `web_scripts`.
     """
-    make = page_maker(ref, lessons, bool(scripts))
+    texts = summaries.read_summaries()
+    titles = [title for title in parts_of(lessons) if title.partition(":")[0] in texts]
+    summarised = {title: summaries.page_name(title) for title in titles}
+    make = page_maker(ref, lessons, bool(scripts), summarised)
     names = set(git("ls-tree", "-r", "--name-only", ref).splitlines())
     commits = diffs.read_commits(ref)
     indices = {commit.hash: index for index, commit in enumerate(commits)}
@@ -430,6 +456,7 @@ def make_pages(
     last = -1  # index of the previous lesson's commit
     ids = {lesson.slug: lesson.id for lesson in lessons}
     part = {lesson: name for name, group in parts_of(lessons).items() for lesson in group}
+    neighbours = neighbours_of(lessons, summarised)
     evening = evening_of(lessons)
     following = dict(zip((stop.lesson for stop in evening), [*evening[1:], None]))
     for number, lesson in enumerate(lessons):
@@ -455,7 +482,7 @@ def make_pages(
             part=part[lesson],
             adds=title(lesson),
             previous=lessons[number - 1] if number else None,
-            next=lessons[number + 1] if number + 1 < len(lessons) else None,
+            neighbours=neighbours[f"{lesson.id}.html"],
             papers=papers,
             exercise=exercise,
             answer=prose.answer(git("show", f"{ref}:{path}")) if answered else None,
@@ -473,6 +500,13 @@ def make_pages(
             "tests": sum(change.count("+") for change in commit.changes if change.is_test),
         }
         entries.append(search_entry(lesson, shown, added_code, papers))
+        page = summarised.get(part[lesson])
+        if page and neighbours[f"{lesson.id}.html"][1].page == page:  # the last lesson of its part
+            summary = texts[part[lesson].partition(":")[0]]
+            pages[page], entry = summary_page(
+                summary, lesson, lessons, make, part[lesson], neighbours[page]
+            )
+            entries.append({"page": page} | entry)
     levels = [
         f"from {least:.0%}" if least else f"below {PROBABILITY_LEVELS[-2]:.0%}"
         for least in PROBABILITY_LEVELS
@@ -517,10 +551,36 @@ def make_pages(
     return pages
 
 
-def page_maker(ref: str, lessons: list[Lesson], play: bool) -> Callable[..., str]:
+def summary_page(
+    summary: summaries.Summary,
+    last: Lesson,
+    lessons: list[Lesson],
+    make: Callable[..., str],
+    title: str,
+    neighbours: tuple[Neighbour | None, Neighbour | None],
+) -> tuple[str, dict[str, str]]:
+    """Return the page of a part's summary, and its entry in the search index.
+
+    last: the last lesson of the part. title: of the part.
+    """
+    by_slug = {lesson.slug: lesson for lesson in lessons}
+    link_words = glossary.link_first_uses(last.id, {slug: by_slug[slug].id for slug in by_slug})
+    introduction, *sections = (
+        (heading, link_words(summaries.to_html(text, by_slug)))
+        for heading, text in [("", summary.introduction), *summary.sections]
+    )
+    context = {"introduction": introduction[1], "sections": sections, "neighbours": neighbours}
+    lines = shown_lines(introduction[1] + "".join(body for _, body in sections))
+    entry = {"title": f"{title}: summary", "text": "\n".join(lines)}
+    return make("summary.html", part_title=title, **context), entry
+
+
+def page_maker(
+    ref: str, lessons: list[Lesson], play: bool, summarised: dict[str, str]
+) -> Callable[..., str]:
     """Return a function that renders a template: make(name, **context) -> HTML.
 
-    play: whether the book has the page Play.
+    play: whether the book has the page Play. summarised: title of a part -> page of its summary.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
@@ -533,7 +593,9 @@ def page_maker(ref: str, lessons: list[Lesson], play: bool) -> Callable[..., str
         "mark": Markup(MARK),
         "commit": git("rev-parse", "--short", ref),
         "lesson": None,
+        "part_title": None,
         "play": play,
+        "summarised": summarised,
     }
 
     def make(name: str, **context) -> str:
@@ -580,17 +642,22 @@ def search_entry(lesson: Lesson, shown: str, code: str, papers: dict[str, str]) 
 
     shown: HTML of its sections; output of commands is not indexed. code: the lines it adds.
     """
-    shown = re.sub(r'<pre class="output.*?</pre>', "", shown, flags=re.DOTALL)
-    shown = re.sub(r"<[^>]*>", "", re.sub(r"<(?:p|li|pre)\b", "\n<", shown))
-    lines = [" ".join(line.split()) for line in html.unescape(shown).split("\n")]
+    lines = shown_lines(re.sub(r'<pre class="output.*?</pre>', "", shown, flags=re.DOTALL))
     lines.append(f"Defines {', '.join(sorted(set(diffs.defined(code))))}")
     if papers:
         lines.append(f"Papers: {'; '.join(papers)}")
     return {
         "page": f"{lesson.id}.html",
         "title": f"{lesson.id}: {title(lesson)}",
-        "text": "\n".join(filter(None, lines)),
+        "text": "\n".join(lines),
     }
+
+
+def shown_lines(shown: str) -> list[str]:
+    """Return the text of HTML, a line per paragraph, item and line of code."""
+    shown = re.sub(r"<[^>]*>", "", re.sub(r"<(?:p|li|pre)\b", "\n<", shown))
+    lines = (" ".join(line.split()) for line in html.unescape(shown).split("\n"))
+    return [line for line in lines if line]
 
 
 def check_output(output: Path) -> None:

@@ -148,6 +148,12 @@ def output(text: str) -> str:
     return f'<pre class="output{table}">{html.escape(text, quote=False)}</pre>'
 
 
+def listing(text: str, suffix: str) -> str:
+    """Convert a code block. suffix: of files in its language."""
+    code = "\n".join(colour(text, f"x.{suffix}"))
+    return f'<pre class="listing"><code>{code}</code></pre>'
+
+
 def specification(text: str) -> str:
     """Convert the `Implement:` section to a list.
 

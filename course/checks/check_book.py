@@ -267,7 +267,9 @@ def main(book: Path, pictures: Path | None = None) -> int:
     with sync_playwright() as play:
         browser = chromium(play)
         view = View(browser, problems, pictures=pictures)
-        for name in [*(f"{kind}.html" for kind in kinds), f"{lesson}.tests.html", *drawn]:
+        summaries = sorted(name for name in pages if name.startswith("part-"))
+        others = [f"{kind}.html" for kind in kinds]
+        for name in [*others, *summaries, f"{lesson}.tests.html", *drawn]:
             if name in pages:
                 view.page.goto(f"{address}/{name}")
                 look(view, name.removesuffix(".html"))

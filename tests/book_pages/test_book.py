@@ -6,11 +6,14 @@ the pages of any course; the gate runs them on the real book too.
 
 import collections
 import functools
+import io
 import json
+import keyword
 import os
 import re
 import shutil
 import sys
+import tokenize
 from pathlib import Path
 
 import html5lib
@@ -26,7 +29,7 @@ sys.path.insert(0, str(ROOT / "course"))
 import make_book  # noqa: E402
 import web_model  # noqa: E402
 
-from book import diffs, glossary  # noqa: E402
+from book import diffs, glossary, summaries  # noqa: E402
 from loading.load import load_model  # noqa: E402
 from text.tokenizer import load_encoding  # noqa: E402
 
@@ -201,8 +204,23 @@ def all_links_lead_somewhere_and_few_of_them_out(lessons, pages):
     assert "://" not in styles and "@import" not in styles and "url(" not in styles
 
 
+def names_in_order(lessons, pages) -> list[str]:
+    """The pages of the lessons, each part's summary after its last lesson."""
+    names = []
+    summary = None
+    for lesson in lessons:
+        if lesson.slug in course.PARTS:
+            names.append(summary)
+            numeral = re.match(r"Part ([IVX]+):", course.PARTS[lesson.slug])[1]
+            summary = f"part-{numeral.lower()}.html"
+        names.append(f"{lesson.id}.html")
+    names = [name for name in [*names, summary] if name]
+    assert set(names) <= pages.keys()
+    return names
+
+
 def neighbours_and_lists_have_all_lessons(lessons, pages):
-    names = [f"{lesson.id}.html" for lesson in lessons]
+    names = names_in_order(lessons, pages)
     for place, name in enumerate(names):
         links = {link.get("rel"): link.get("href") for link in parse(pages[name]).iter("a")}
         assert links.get("prev") == (names[place - 1] if place else "index.html")
@@ -214,8 +232,13 @@ def neighbours_and_lists_have_all_lessons(lessons, pages):
             play = ["play.html"] if "play.html" in pages else []
             assert links == [*names, *play, "exercises.html", "search.html"]
     assert [entry["page"] for entry in search_entries(pages)] == names
+    index = parse(pages["index.html"])
+    (lists,) = [part for part in index.iter("section") if first(part, "h2") == "The lessons"]
+    links = [link.get("href") for row in lists.iter("tr") for link in row.iter("a")]
+    assert links == names
     exercises = parse(pages["exercises.html"]).find(".//main")
-    assert [part.find("h2/a").get("href") for part in exercises.iter("section")] == names
+    links = [part.find("h2/a").get("href") for part in exercises.iter("section")]
+    assert links == [f"{lesson.id}.html" for lesson in lessons]
 
 
 def search_entries(pages) -> list[dict]:
@@ -331,6 +354,33 @@ SCRIPTS = {
     "engine.js": "window.ENGINE = {};\n",
     "recording.js": 'window.RECORDING = {"prompt": "", "tokens": []};\n',
 }
+SUMMARIES = """Not shown.
+
+# Part I
+
+What `init` made, in lesson {add}.
+
+## Code
+
+infer.py:
+
+```pseudo
+def first():  # <one>
+    return "{mul}"
+```
+
+After it.
+
+## Measured
+
+- 2 < 3 (message of {mul})
+- 1.5 things, as
+  many (answer of {add})
+
+# Part II
+
+Of a part without lessons, {gone}.
+"""
 ANSWER = """# 01 add: because
 
 > Exercise: why?
@@ -384,6 +434,7 @@ def here(repo, monkeypatch):
     monkeypatch.setattr(course, "ROOT", repo)
     monkeypatch.setattr(make_book.pictures, "figure", lambda id: FIGURES.get(id, ""))
     monkeypatch.setattr(make_book, "web_scripts", lambda: SCRIPTS)
+    monkeypatch.setattr(summaries, "TEXT", SUMMARIES)
     diffs.blob.cache_clear()
     return repo
 
@@ -410,6 +461,7 @@ def pages(repo):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(course, "ROOT", repo)
         patch.setattr(make_book, "LIMIT", 20_000)
+        patch.setattr(summaries, "TEXT", SUMMARIES)
         patch.setitem(make_book.PLOTS, "engine", (("add",), make_book.PLOTS["engine"][1]))
         return make_book.make_pages(*course.read_main(), FIGURES, SCRIPTS)
 
@@ -592,6 +644,7 @@ def test_the_first_page(pages):
         ["a place", str(len(INFER.splitlines()) + 1), "2"],
         ["sums & <more>", "10", "2"],
         ["products", "1", "360"],
+        ["the part in pseudo-code, its figures, and what comes next"],
     ]
     (image,) = tree.iter("img")
     assert [image.get(name) for name in ("src", "width", "height")] == ["engine_cpu.png", "3", "2"]
@@ -606,6 +659,96 @@ def test_the_first_page(pages):
     for name, is_open in (("01-add.html", True), ("index.html", False)):
         (fold,) = of_id(parse(pages[name]), "lessons").iter("details")
         assert (fold.get("open") is not None) == is_open, name
+
+
+def test_a_part_ends_in_its_summary(here, pages, monkeypatch):
+    main = parse(pages["part-i.html"]).find(".//main")
+    assert text_of(main.find("h1")) == course.PARTS["init"]
+    assert token_texts(main, "h2") == ["Code", "Measured"]
+    (listing,) = of_class(main, "pre", "listing")
+    assert text_of(listing) == 'def first():  # <one>\n    return "{mul}"'
+    links = [(link.get("href"), text_of(link)) for link in main.iter("a") if link.get("title")]
+    expected = [("01-add.html", "01 add"), ("02-mul.html", "02 mul")]
+    assert links == [*expected, ("01-add.html#answer", "01 add")]
+    items = token_texts(main, "li")
+    assert items == ["2 < 3 (message of 02 mul)", "1.5 things, as many (answer of 01 add)"]
+    (fold,) = of_id(parse(pages["part-i.html"]), "lessons").iter("details")
+    assert fold.get("open") is not None
+    (current,) = [link for link in fold.iter("a") if link.get("aria-current")]
+    assert current.get("href") == "part-i.html"
+    assert "part-ii.html" not in pages and "{add}" not in pages["part-i.html"]
+    # Without a text a part has no summary; a slug that no lesson has is an error.
+    monkeypatch.setattr(summaries, "TEXT", SUMMARIES.replace("# Part I\n", "# Part III\n"))
+    made = make_book.make_pages(*course.read_main(), FIGURES, {})
+    assert not any("part-i" in page for page in made.values() if isinstance(page, str))
+    monkeypatch.setattr(summaries, "TEXT", SUMMARIES.replace("{add}", "{sub}"))
+    with pytest.raises(course.LessonError, match="summaries.md: no lesson has the slug 'sub'"):
+        make_book.make_pages(*course.read_main(), FIGURES, {})
+
+
+REAL_SUMMARIES = summaries.read_summaries()
+C_KEYWORDS = {"for", "if", "else", "return", "int", "float"}
+NUMBER = r"(?<![\w.])\d+(?:\.\d+)?(?:e[+-]?\d+)?(?!\w|\.\d)"
+
+
+def numbers_in(text: str) -> set[str]:
+    return set(re.findall(NUMBER, re.sub(r"(?<=\d),(?=\d{3})", "", text)))
+
+
+def names_in(text: str, suffix: str) -> set[str]:
+    """Names in code, without comments, strings and keywords."""
+    if suffix == "py":
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        return {each.string for each in tokens if each.type == tokenize.NAME} - set(keyword.kwlist)
+    return set(re.findall(r"\b[A-Za-z_]\w*", re.sub("//.*", "", text))) - C_KEYWORDS
+
+
+def test_each_part_has_a_summary_and_no_other():
+    names = [title.partition(":")[0] for title in course.PARTS.values()]
+    assert list(REAL_SUMMARIES) == names
+
+
+@pytest.mark.parametrize("part", REAL_SUMMARIES)
+def test_a_summary_is_short_and_its_pseudo_code_has_the_names_of_the_code(part):
+    introduction, sections = REAL_SUMMARIES[part]
+    code, measured, *others = sections
+    assert measured.heading == summaries.MEASURED and len(others) == 2 and introduction
+    ((suffix, pseudo_code),) = code.listings
+    assert 20 <= pseudo_code.count("\n") <= 35
+    assert max(map(len, pseudo_code.split("\n"))) <= 90
+    words = summaries.LISTING.sub("", code.text)
+    files = [ROOT / name for name in re.findall(r"[\w/]+\.(?:py|c)\b", words)]
+    known = set().union(*(names_in(file.read_text(), file.suffix[1:]) for file in files))
+    assert names_in(pseudo_code, suffix) - known == set()
+    texts = [introduction, words, measured.text, *(other.text for other in others)]
+    assert 100 < len(" ".join(texts).split()) <= 300
+
+
+@pytest.mark.parametrize("part", REAL_SUMMARIES)
+def test_the_figures_of_a_summary_are_those_of_its_sources(part):
+    lessons = {lesson.slug: lesson for lesson in course.read_main()[1]}
+    figures = REAL_SUMMARIES[part].figures
+    assert 2 <= len(figures) <= 4
+    for text, kind, source in figures:
+        if kind is None:
+            found = (ROOT / source).read_text("utf-8")
+        elif kind == "answer":
+            found = (ROOT / f"course/answers/{lessons[source].id}.md").read_text("utf-8")
+        else:
+            found = course.message(lessons[source])
+        assert numbers_in(text) and numbers_in(text) <= numbers_in(found), text
+
+
+def test_the_lessons_that_summaries_name_are_lessons():
+    """Each reference becomes a link; a figure without a source is refused."""
+    lessons = {lesson.slug: lesson for lesson in course.read_main()[1]}
+    for introduction, sections in REAL_SUMMARIES.values():
+        for text in (introduction, *(section.text for section in sections)):
+            shown = summaries.to_html(text, lessons)
+            assert "{" not in re.sub("<pre.*?</pre>", "", shown, flags=re.DOTALL)
+    summary = summaries.Summary("", [summaries.Section("Measured", "- 1 (message of init)")])
+    with pytest.raises(course.LessonError, match="a figure has no source"):
+        summary.figures  # noqa: B018
 
 
 def test_the_first_page_has_the_path_for_one_evening(here, pages, monkeypatch):
