@@ -608,10 +608,11 @@ def cmd_try(lessons, args):
     """Run the commands of a lesson's `Try:` section, on your code if it is checked out.
 
     One shell runs them all, and stops at the first that fails. Background processes are ended after
-    the last command.
+    the last command. The question under `Predict:` comes first.
     """
     lesson = resolve_lesson(lessons, args.id)
-    parts = read_try(message(lesson))
+    text = message(lesson)
+    parts = read_try(text)
     if "command" not in dict(parts):
         raise LessonError(f"the message of {lesson.id} has no command to try")
     print(
@@ -619,6 +620,9 @@ def cmd_try(lessons, args):
         "may.",
         file=sys.stderr,
     )
+    question = " ".join(read_message(text).get("Predict", "").split())
+    if question:
+        print(f"Before you run it: {printable(question)}", file=sys.stderr)
     places = (str(Path(python()).parent), os.environ.get("PATH", os.defpath))
     env = os.environ | {"PATH": os.pathsep.join(places)}
     with ExitStack() as stack:
@@ -707,7 +711,9 @@ def end_group(process: subprocess.Popen) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-SECTIONS = ("Try", "Read", "Tests", "Steps", "Implement", "Exercise")
+# A section Traps is a list. In older messages, "Traps: ..." is a paragraph of the explanation.
+SECTIONS = (r"Traps(?=:\n- )", "Predict", "Try", "Read", "Tests", "Steps", "Implement", "Exercise")
+ERRORS_AND_TEXTS = re.compile(r"^ *Errors and texts:", re.MULTILINE)
 
 
 def read_message(text: str) -> dict[str, str]:
@@ -718,6 +724,15 @@ def read_message(text: str) -> dict[str, str]:
     text = re.sub(r"^Try \(([^)\n]*)\):", r"Try: (needs \1)", text, flags=re.MULTILINE)
     first, *pieces = re.split(rf"^({'|'.join(SECTIONS)}):", text, flags=re.MULTILINE)
     return {"": first.partition("\n")[2].strip("\n")} | dict(zip(pieces[::2], pieces[1::2]))
+
+
+def split_implement(text: str) -> tuple[str, str]:
+    """Split the text of an `Implement:` section into the interface and what only tests need.
+
+    The second part follows a line that begins with `Errors and texts:`. It may be empty.
+    """
+    interface, *texts = ERRORS_AND_TEXTS.split(text, maxsplit=1)
+    return interface, "".join(texts)
 
 
 def read_try(text: str) -> list[tuple[str, str]]:

@@ -111,7 +111,10 @@ def evening_of(lessons: list[Lesson]) -> list[Stop]:
 
 
 # The sections of a lesson's message that the search indexes.
-SECTIONS = ("problem", "idea", "reading", "testing", "steps", "implement", "exercise", "trying")
+SECTIONS = (
+    *("problem", "idea", "traps", "reading", "testing", "steps", "implement", "error_texts"),
+    *("exercise", "predict", "trying"),
+)
 
 
 @dataclass
@@ -161,16 +164,20 @@ def lesson_pages(
     sections = preparing + tests
     link_words = glossary.link_first_uses(lesson.id, ids)
     problem, idea = split_problem(parts[""])
+    interface, error_texts = course.split_implement(parts.get("Implement", ""))
     context |= {
         "lesson": lesson,
         "problem": link_words(prose.to_html(problem)),
         "idea": link_words(prose.to_html(idea)),
+        "traps": link_words(prose.traps(parts.get("Traps", ""))),
+        "predict": link_words(prose.question(parts.get("Predict", ""))),
         "trying": link_words(prose.commands(message)),
         "reading": link_words(reading),
         "testing": link_words(prose.to_html(prose.capitalize(parts.get("Tests", "")))),
         "exercise": link_words(context["exercise"]),
         "steps": prose.steps(parts.get("Steps", "")),
-        "implement": prose.specification(parts.get("Implement", "")),
+        "implement": prose.specification(interface),
+        "error_texts": prose.specification(error_texts),
         "files": files,
         "tests": tests,
         "before": preparing,
@@ -225,10 +232,10 @@ def link_code(reading: str, changes: list[diffs.Change]) -> tuple[str, dict[str,
 def notes_of(reading: str, parts: dict[str, str]) -> dict[str, str]:
     """Return a note for each definition that `Read:` links to, id of the link -> HTML.
 
-    A note is the first sentence of the explanation that contains the name as code. A sentence is
-    used once.
+    A note is the first sentence of the explanation or the traps that contains the name as code. A
+    sentence is used once.
     """
-    text = re.sub(r"^    .*", "", parts[""], flags=re.MULTILINE)
+    text = re.sub(r"^    .*", "", parts[""], flags=re.MULTILINE) + parts.get("Traps", "")
     blocks = re.split(r"\n\s*\n|^- ", text, flags=re.MULTILINE)
     sentences = [
         each

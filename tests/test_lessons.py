@@ -666,6 +666,53 @@ def tried(folder, capfd, *lines) -> tuple[int, str, str]:
     return code, *capfd.readouterr()
 
 
+SECTIONS = """x: y
+
+Why.
+
+Traps:
+- One
+  more.
+- Two.
+
+Predict: how many
+are two?
+
+Try:
+
+    $ true
+
+Tests: it."""
+
+
+def test_a_message_has_sections_and_an_older_one_fewer():
+    """Traps is a section only where it is a list; Implement ends in what only tests need."""
+    found = lessons.read_message(SECTIONS)
+    assert found[""] == "Why." and found["Traps"] == "\n- One\n  more.\n- Two.\n\n"
+    assert found["Predict"] == " how many\nare two?\n\n" and list(found)[-1] == "Tests"
+    for words in ("Traps: one, and two.", "Traps:\n\n- Two.", "a\nPredicts: b"):
+        older = f"x: y\n\nWhy.\n\n{words}\n\nTry:\n\n    $ true"
+        assert lessons.read_message(older)[""] == f"Why.\n\n{words}"
+        assert lessons.read_try(older) == [("command", "true")]
+    for text, parts in (
+        ("\n    `a`\n    Errors and texts: b\n        c\n", ("\n    `a`\n", " b\n        c\n")),
+        ("\n    `a`\nErrors and texts:\n    b\n", ("\n    `a`\n", "\n    b\n")),
+        ("\n    `a`: Errors and texts: b", ("\n    `a`: Errors and texts: b", "")),
+    ):
+        assert lessons.split_implement(text) == parts
+
+
+def test_try_asks_what_the_reader_predicts(repo, run):
+    body = (
+        "Why.\n\nPredict: how \x1b[1mmany\nare two?\n\nTry:\n\n    $ echo two\n    two\n\nRead: x"
+    )
+    commit(repo, "03 ask: a question", {"calc.py": DIV}, "03-ask", body)
+    code, out, err = run("try", "3")
+    assert (code, out) == (0, "$ echo two\ntwo\n")
+    assert err.splitlines()[1:] == ["Before you run it: how \\x1b[1mmany are two?"]
+    assert "Before you run it" not in run("try", "2")[2]
+
+
 @pytest.mark.parametrize("bash", [True, False])
 def test_try_is_one_shell(tmp_path, capfd, monkeypatch, bash):
     """Functions, variables and folders last; each command stands before its output.

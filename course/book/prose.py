@@ -154,14 +154,34 @@ def listing(text: str, suffix: str) -> str:
     return f'<pre class="listing"><code>{code}</code></pre>'
 
 
-def specification(text: str) -> str:
-    """Convert the `Implement:` section to a list.
+def traps(text: str) -> str:
+    """Convert the `Traps:` section to one list, although blank lines may separate its items."""
+    return to_html(re.sub(r"\n\s*\n(?=- )", "\n", text))
 
-    An item is indented once, its further lines twice.
+
+def question(text: str) -> str:
+    """Convert the `Predict:` section, a question that the reader answers before Try."""
+    shown = to_html(text.strip())
+    mark = "<p><b>Before you run it:</b> "
+    return f'<div class="predict">{shown.replace("<p>", mark, 1)}</div>' if shown else ""
+
+
+def specification(text: str) -> str:
+    """Convert a part of the `Implement:` section to a list.
+
+    An item is indented once, its further lines twice. Under a line with only a path, each further
+    line is an item of its own, unless it is indented three times.
     """
     before, *items = re.split(r"^ {4}(?=\S)", text, flags=re.MULTILINE)
     note = inline(join_lines(as_sentence(before)))
-    shown = "".join(f"<li>{inline(join_lines(item))}</li>" for item in items)
+    shown = ""
+    for item in items:
+        path, *members = re.split(r"^ {8}(?=\S)", item, flags=re.MULTILINE)
+        if re.fullmatch(r"[\w./]+:\s*", path):
+            inner = "".join(f"<li>{inline(join_lines(member))}</li>" for member in members)
+            shown += f"<li>{inline(join_lines(path))}<ul>{inner}</ul></li>"
+        else:
+            shown += f"<li>{inline(join_lines(item))}</li>"
     return (f"<p>{note}</p>" if note else "") + (f"<ul>{shown}</ul>" if shown else "")
 
 

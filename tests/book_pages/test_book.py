@@ -154,13 +154,14 @@ def each_command_and_its_output_is_there(lessons, pages):
 
 
 def each_word_of_a_message_is_there(lessons, pages):
-    headings = r"^(Try|Read|Tests|Steps|Implement|Exercise)( \(.*?\))?:"
+    headings = r"^(Traps|Predict|Try|Read|Tests|Steps|Implement|Exercise)( \(.*?\))?:"
     for lesson in lessons:
         whole = text_of(parse(pages[f"{lesson.id}.html"]).find(".//main"))
         shown = re.sub(r"\s+|[`()]|arxiv:", "", whole.lower())
         for paragraph in re.split(r"\n\s*\n", course.message(lesson).partition("\n")[2]):
             for line in re.sub(headings, r"\2", paragraph.strip("\n")).split("\n"):
-                words = re.sub(r"^\$ |^- |^\d\. |\s+|[`()]", "", line.strip()).lower()
+                line = line.strip().removeprefix("Errors and texts:")
+                words = re.sub(r"^\$ |^- |^\d\. |\s+|[`()]", "", line).lower()
                 assert words in shown, (lesson.id, line)
 
 
@@ -292,6 +293,8 @@ too (Kwon et al. 2023; RoFormer, 2104.09864). See infer.py and p(x).
   on two lines;
 - two.
 
+Traps: in an older message, a paragraph.
+
 In a list, endian-
 ness (vllm#5):
     indented at once
@@ -337,6 +340,15 @@ y)`, is marked.
 
 - and no_code in a list of tokens, each a token
 
+Traps:
+- `step` is no function, and goes
+  on.
+
+- Two of `y`.
+
+Predict: how many times does
+`true` print?
+
 Try (`make it`):
 
     $ true
@@ -345,7 +357,17 @@ Read: `Thing`, then first and the step in `infer.py`.
 
 Tests: tokens of a vocabulary.
 
-Implement: `y(a, b) -> c`
+Steps:
+    1. `y`.
+
+Implement: as above
+    engine.py:
+        `y(a, b) -> c`, which
+            goes on
+        `z`
+    `w`
+    Errors and texts: `UserError` "y: no <such>", also
+        where it goes on; "no z"
 
 Exercise: what is `y`?"""
 PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\3\0\0\0\2"  # 3 pixels wide, 2 high; no more is read
@@ -535,7 +557,7 @@ def test_prose(pages):
     assert "endian-ness" in page and "https://github.com/vllm-project/vllm/issues/5" in page
     assert "python lessons.py start 01" in page
     assert "lessons.py start" not in pages["00-init.html"]
-    (steps,), (asked,) = main.iter("ol"), of_class(main, "details", "fold asked")
+    (steps,), (asked,) = main.iter("ol"), of_class(main, "div", "asked")
     assert token_texts(steps, "li") == ["read_it, which goes on.", "The rest."]
     assert text_of(asked.find("p")) == "In infer.py, which the next line goes on with."
     words = 'UserError "no <such>" of so many words that they take a line more; its_member, alone'
@@ -545,6 +567,36 @@ def test_prose(pages):
     order += ["\nThe tests\n", "\nWrite it yourself\n", "\nExercise\n"]
     places = [text_of(main).rindex(words) for words in order]
     assert places == sorted(places) and "<figure" not in pages["02-mul.html"]
+
+
+def test_traps_a_prediction_and_what_only_tests_need(pages):
+    """Traps and the question before Try, the interface open, the texts of errors folded."""
+    main = parse(pages["02-mul.html"]).find(".//main")
+    words = text_of(main)
+    order = ["each a token", "\nTraps\n", "\nTry it\n", "Before you run it:", "true"]
+    order += ["\nRead\n", "\nInterface\n", "Errors and texts"]
+    places = [words.rindex(each) for each in order]
+    assert places == sorted(places)
+    (question,) = of_class(main, "div", "predict")
+    assert text_of(question) == "Before you run it: how many times does true print?"
+    traps = section(pages["02-mul.html"], "Traps")
+    assert token_texts(traps, "li") == ["step is no function, and goes on.", "Two of y."]
+    assert len(list(traps.iter("ul"))) == 1
+    assert main.find(".//nav[@class='within']/a[@href='#traps']") is not None
+    (interface,), (texts,) = of_class(main, "div", "asked"), of_class(main, "details", "fold asked")
+    assert [text_of(each) for each in interface.findall("ul/li/ul/li")] == [
+        "y(a, b) -> c, which goes on",
+        "z",
+    ]
+    assert first(interface, "p") == "As above" and token_texts(interface, "li")[-1] == "w"
+    assert texts.get("open") is None and "such" not in text_of(interface)
+    assert text_of(texts.find("p")) == 'UserError "y: no <such>", also where it goes on; "no z"'
+    # A message without these sections has none; an older one has its traps in the explanation.
+    for page in ("00-init.html", "01-add.html"):
+        shown = parse(pages[page]).find(".//main")
+        assert "Traps" not in token_texts(shown, "h2") and not of_class(shown, "div", "predict")
+        assert not of_class(shown, "details", "fold asked") and "#traps" not in pages[page]
+    assert "<p>Traps: in an older message, a paragraph.</p>" in pages["01-add.html"]
 
 
 def test_what_to_read_leads_to_its_line(pages):
@@ -779,6 +831,11 @@ def test_the_index_of_the_search(pages):
     assert [line for line in expected if line not in lines] == []
     named = 'infer.py: read_it(a, b) -> c; UserError "no <such>" of so many words that they'
     assert any(line.startswith(named) and line.endswith("its_member, alone") for line in lines)
+    lines = entries[2]["text"].split("\n")
+    expected = ["step is no function, and goes on.", "y(a, b) -> c, which goes on"]
+    expected += ["Before you run it: how many times does true print?"]
+    expected += ['UserError "y: no <such>", also where it goes on; "no z"']
+    assert [line for line in expected if line not in lines] == []
     assert "after an empty line" not in entries[1]["text"]
     assert entries[0]["text"].endswith("\nDefines MOST, Thing, after, first, last, method")
 
