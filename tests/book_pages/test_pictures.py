@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+import json
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -10,15 +11,17 @@ import html5lib
 import pytest
 import torch
 from conftest import ROOT
+from transformers import AutoModelForCausalLM
 
 import lessons as course
+from loading.load import save_model
 from model import causal_attention
 
 sys.path.insert(0, str(ROOT / "course"))
 import draw_picture  # noqa: E402
 
 import pictures  # noqa: E402
-from pictures import render, runs, scene  # noqa: E402
+from pictures import calls, gemmas, render, runs, scene  # noqa: E402
 from pictures.scene import Cells, Lanes, Player, Tokens  # noqa: E402
 
 LLAMA = "stories-llama"
@@ -86,7 +89,9 @@ CAPTIONS = {  # slug -> the numbers and tokens of the caption, which are those o
     "engine-thread": "joined into one update of 3 tokens.",
     "draining": "4 texts may go on, waiting ones too. 2 of them end in time",
     "rotated-int8": "20 times the root ... |x| is 1 step. ... median becomes 58 steps.",
-    "cache-groups": "After 168 tokens it holds 11 and 3.",
+    "cache-groups": "After 168 tokens it holds 11 and 3. A sliding-window layer has 25 %",
+    "gemma": "Layer 5 sees 11 tokens, the others 4, ... 1,000,000 instead of 10,000. ... to 1.00",
+    "tool-calls": "of 61 tokens jump-forward writes 59, ... decides 2 ... in 2 passes. ... 40",
     "window-pages": "After 168 tokens it holds 5.",
     "window-layers": "leaves 38 of 66 scores. ... the last 7 tokens. ... on all 11",
 }
@@ -407,6 +412,94 @@ def test_weights_lie_where_gpt_c_reads_them():
 
 
 # Lessons from 110
+
+
+def test_layers_of_a_gemma_are_those_of_transformers(tmp_path):
+    """What the last token sees, the angles of each layer, and the RMS around each norm."""
+    record, shown = drawn("gemma")
+    save_model(gemmas.make_model(), tmp_path)
+    options = {"attn_implementation": "eager", "dtype": torch.float32}
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+    sizes = [{} for _ in record.layers]
+    weights = []
+
+    def watch(layer: int, name: str, module) -> None:
+        def note(_, args, output):
+            if isinstance(output, tuple):
+                output, attention = output
+                weights.append(attention[0, :, -1].sum(dim=0))  # of all heads
+            sizes[layer][name] = output[0, -1].square().mean().sqrt().item()
+
+        module.register_forward_hook(note)
+
+    for layer, block in enumerate(theirs.model.layers):
+        for name, module in block.named_children():
+            watch(layer, name, module)
+        watch(layer, "output", block)
+    with torch.inference_mode():
+        theirs(torch.tensor([runs.encode(pictures.PICTURES["gemma"].prompt, 20)]))
+    config = theirs.config
+    for layer, each in enumerate(record.layers):
+        assert len(sizes[layer]) == 7 and each.visible == (weights[layer] > 0).tolist()
+        for name, size in sizes[layer].items():
+            assert each.sizes[name] == pytest.approx(size, rel=1e-4)
+        before = record.layers[layer - 1].sizes["output"] if layer else each.sizes["input"]
+        assert each.sizes["input"] == before
+        theta = config.rope_parameters[config.layer_types[layer]]["rope_theta"]
+        angles = [theta ** (-pair / 32) for pair in range(32)]
+        assert each.angles == pytest.approx(angles, rel=1e-4)
+        row = forms(shown, Cells)[0].rows[layer]
+        assert [cell.kind != "idle" for cell in row.cells] == each.visible
+    assert config.layer_types.index("full_attention") == gemmas.GLOBAL
+
+
+def test_a_group_holds_the_pages_that_its_layers_may_read():
+    """An entry stays while the next token sees a position of its page."""
+    record, shown = drawn("cache-groups")
+    assert [each.length for each in record.steps] == list(range(5, 176))
+    for each in record.steps:
+        computed = range(each.length - 1)
+        for table, window in zip(each.tables, (None, 32)):
+            seen = computed if window is None else computed[-(window - 1) :]
+            held = [page is not None for page in table]
+            assert held == [place in {at // 16 for at in seen} for place in range(len(table))]
+            pages = [page for page in table if page is not None]
+            assert len(set(pages)) == len(pages) and len(table) == -(-(each.length - 1) // 16)
+    full, sliding = record.pool_sizes
+    assert {page for each in record.steps for page in each.tables[1]} == {None, *range(sliding)}
+    assert record.bytes[1] * full == 5 * record.bytes[0] * sliding  # five layers, one
+    for group, grid in enumerate(forms(shown, Cells)):
+        for row in grid.rows:
+            (each,) = [each for each in record.steps if str(each.length) == row.name]
+            cells = [int(cell.text) if cell.text else None for cell in row.cells]
+            table = each.tables[group]
+            assert cells == table + [None] * (len(cells) - len(table))
+
+
+def test_a_round_of_a_tool_call(monkeypatch):
+    """Without jump-forward the call has the same tokens; the grammar changes no text."""
+    record, shown = drawn("tool-calls")
+    call, reply = record.call, record.reply
+    text = "".join(token.text for token in call.tokens)
+    body = re.fullmatch(r"<tool_call>(.*)</tool_call><\|endoftext\|>", text)[1]
+    assert json.loads(body) == {"name": "find_toy", "arguments": record.arguments}
+    assert record.result == calls.find_toy(**record.arguments)
+    assert {*map(calls.kind_of, call.tokens)} == {"second", "third"}
+    assert call.passes == sum(calls.kind_of(token) != "second" for token in call.tokens)
+    ids = [token.id for token in call.tokens]
+    for at, token in enumerate(call.tokens):  # by a pass of its own
+        best = runs.next_logits(call.prompt + ids[:at], LLAMA).argmax().item()
+        assert token.wanted == runs.token_text(best)
+    tokens = [token.id for token in reply.tokens]
+    assert tokens == runs.generate_tokens(reply.prompt, LLAMA, max_new_tokens=len(tokens))
+    assert reply.passes == len(tokens) and {*map(calls.kind_of, reply.tokens)} == {"good"}
+    assert text.removesuffix("<|endoftext|>") in runs.encoding().decode(reply.prompt)
+    monkeypatch.setattr("infer.single_allowed_token", lambda token_mask: None)
+    again = calls.record_round(pictures.PICTURES["tool-calls"].prompt)
+    assert [token.id for token in again.call.tokens] == ids and again.call.passes == len(ids)
+    lines, message = (form.lines for form in forms(shown, Tokens))
+    assert [text_of(line) for line in lines[1::3]] == [text, "".join(runs.token_texts(tokens))]
+    assert json.loads(text_of(message[2])) == record.arguments
 
 
 # Engine, server and ranks.
