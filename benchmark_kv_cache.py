@@ -1,4 +1,4 @@
-"""Greedy decoding with a KV cache, without it, in transformers: python benchmark_kv_cache.py."""
+"""Greedy decoding with and without a KV cache and in transformers: python benchmark_kv_cache.py."""
 
 import importlib.util
 import itertools
@@ -93,7 +93,7 @@ def check(ours, models: dict, prompts: list[list[int]], length: int, device: str
     exact = ours.dtype == torch.float32
     for output in outputs.values():
         if len(output) != length or (exact and output != first):
-            sys.exit(f"{', '.join(outputs)} generate different tokens: no timing of wrong results")
+            sys.exit(f"{', '.join(outputs)} generate different tokens; wrong results are not timed")
     if not exact:
         hf_model = models.get("transformers")
         generated = torch.tensor(first[:-1]).t()
@@ -197,7 +197,7 @@ def plot(summary):
 
 
 def main(argv=None) -> None:
-    description = "Time greedy decoding with the cache, without it, and by transformers' generate."
+    description = "Time greedy decoding with the cache, without it, and in transformers' generate."
     parser = Parser(description=description)
     models = {"nargs": "+", "default": [str(STORIES)]}
     names = "directories, gpt2[-medium|-large|-xl] or random:gpt2"

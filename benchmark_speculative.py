@@ -72,7 +72,7 @@ def check(target, draft, prompt: list[int], params: SamplingParams, gammas: list
         tokens = torch.tensor([prompt + outputs[0]], device=target.device)
         common.check_half_precision(target, tokens, pass_size=max(gammas) + 1)
     elif any(output != outputs[0] for output in outputs):
-        sys.exit("speculation and target generate different tokens: no timing of wrong results")
+        sys.exit("speculation and target generate different tokens; wrong results are not timed")
 
 
 def check_options(args) -> None:

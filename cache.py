@@ -1,4 +1,4 @@
-"""KV cache of a static batch, so that a pass computes only new tokens."""
+"""KV cache of a static batch: a pass computes only new tokens."""
 
 import math
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from quantisation.int8 import quantize, rotate_channels, unrotate_channels
 class Span(NamedTuple):
     """The consecutive positions of one sequence that a pass computes."""
 
-    pages: list[int]  # page table of the sequence, from position 0 on
+    pages: list[int]  # page table of the sequence, from position 0
     start: int  # first computed position
     tokens: list[int]  # at positions start, start + 1, ...
     sliding_pages: list[int] | tuple = ()  # page table of the sliding-window group, if any
@@ -25,7 +25,7 @@ class KVCache:
 
     storage: (n_layer, 2, batch_size, n_kv_head, max_len, stored_head_dim).
     max_len: positions per sequence; None: block_size. dtype: of the storage; None: the model's.
-    tokens: the cached tokens of each sequence, from position 0 on. Later positions in the storage
+    tokens: the cached tokens of each sequence, from position 0. Later positions in the storage
     are stale. Raises UserError if the storage does not fit in memory.
     """
 
@@ -62,7 +62,7 @@ class KVCache:
         return [self.storage]
 
     def reorder(self, rows: list[int]) -> None:
-        """Replace sequence i of the cache by a copy of sequence rows[i], as beam search needs.
+        """Replace sequence i of the cache with a copy of sequence rows[i], as beam search needs.
 
         An index may occur several times or not at all, and the batch size may change.
         """
@@ -89,7 +89,7 @@ class KVCache:
     def spans(self, new: list[list[int]], rows: list[int] | None = None) -> list[Span]:
         """Return the spans of a pass that appends new tokens to these rows (None: all rows).
 
-        A row is the index of a sequence in the cache, and here also its only page. Raises
+        A row is the index of a sequence in the cache, and the only page of its span. Raises
         ValueError, before anything changes, if the tokens do not fit, a row occurs twice, or a row
         gets no token.
         """
@@ -197,7 +197,7 @@ def cached_attention(
     is_rotated = keys.dtype == torch.int8
     queries = q
     if is_rotated:
-        # The rotation is symmetric, so the inverse on the queries cancels that of the keys in the
+        # The rotation is symmetric, so its inverse on the queries cancels it on the keys in the
         # dot products. The output is a weighted sum of rotated values, so it is unrotated below.
         queries = unrotate_channels(q.to(torch.promote_types(q.dtype, torch.float32)))
         keys, values = (

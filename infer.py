@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(__file__))  # which python -P leaves out
+    sys.path.insert(0, os.path.dirname(__file__))  # python -P leaves it out
     import loading.interrupt  # noqa: F401, handles Ctrl-C while torch is imported
 
 import torch
@@ -69,7 +69,7 @@ def generate(
     counts: Counter | None = None,
     adapter: str = "",
 ) -> Iterator[list[int | None]]:
-    """Generate for all prompts in a static batch, one token per sequence and step.
+    """Generate tokens for all prompts in a static batch, one per sequence and step.
 
     prompts: token ids, one list per prompt, of any lengths; an empty one becomes the BOS token.
     params: for all prompts, or one for each. generator: random generator on the model's device for
@@ -80,17 +80,17 @@ def generate(
     cache_dtype: of keys and values. float16 takes half of float32's memory, int8 about a quarter;
     None: the model's dtype. `to_cache_dtype` rounds each key and value independently.
     encoding: tokenizer; params with a constraint need it.
-    counts: receives the number of "passes". A step needs no pass, and draws nothing, if every
+    counts: its "passes" counts forward passes. A step needs no pass, and draws nothing, if every
     sequence has a single allowed token. adapter: name of an adapter of the model; "": none.
-    Finished sequences are computed until the last one ends.
-    Yields, at most the largest `max_new_tokens` times, the next token of each sequence, its EOS or
-    stop token included, and None after that. Greedy or with a seed, a sequence does not depend on
+    Finished sequences stay in the batch until the last one ends.
+    Yields, once per step, the next token of each sequence, its EOS or stop token included, and None
+    once it has ended. Greedy or with a seed, a sequence does not depend on
     its batch, up to rounding. Without a seed it does, because the batch shares the generator. With
     int8 weights or a quantised KV cache, rounding may change the output unless C computes the whole
     pass; see quantisation/int8.py.
     Raises UserError if prompts is empty, stride is out of range, params have an id outside the
-    vocabulary, or the model lacks the adapter. Also raises it if the cache does not fit in memory,
-    the logits are not finite, a constraint allows no token, or `make_matcher` raises it. Raises
+    vocabulary, or the model lacks the adapter; also if the cache does not fit in memory, the logits
+    are not finite, a constraint allows no token, or `make_matcher` raises UserError. Raises
     ValueError if params and prompts differ in number.
     """
     if not prompts:
@@ -102,7 +102,7 @@ def generate(
     matchers = [make_matcher(sequence.params, encoding, config) for sequence in sequences]
     check_adapter(model, adapter)
     context_window = ContextWindow(config.block_size, stride)
-    # The last token needs no pass, but every prompt is computed, even with max_new_tokens 0.
+    # The last token is never an input, but every prompt is computed, even with max_new_tokens 0.
     longest = max(max(own.prompt_length, own.max_length - 1) for own in sequences)
     cache = None
     if use_cache:
@@ -161,7 +161,7 @@ def beam_search(
 ) -> list[Beam]:
     """Return the best continuations of a prompt by beam search.
 
-    Each step extends all running beams by each token and keeps the best.
+    Each step extends every running beam by every token and keeps the best.
     num_beams: 1 to 65536. length_penalty: -10 to 10; above 0 favours long sequences. Other
     arguments: as in `generate`.
     Returns at most num_beams finished beams, best first. They end in EOS or have max_new_tokens
@@ -175,9 +175,9 @@ def beam_search(
     eos = () if ignore_eos else model.config.eos_token_ids
     block_size = model.config.block_size
     context_window = ContextWindow(block_size, stride)
-    longest = len(prompt) + max_new_tokens - 1  # the last token needs no pass
+    longest = len(prompt) + max_new_tokens - 1  # the last token is never an input
     cache = KVCache(model, 1, min(longest, block_size), cache_dtype) if use_cache else None
-    running = [Beam([], 0.0)]  # best first; score: sum of log-probabilities
+    running = [Beam([], 0.0)]  # best first; here score is the plain sum of log-probabilities
     finished = []
     for length in range(1, max_new_tokens + 1):
         windows = [context_window.crop(prompt + tokens) for tokens, _ in running]
@@ -186,7 +186,7 @@ def beam_search(
         logprobs = logits.cpu().double().log_softmax(dim=-1)
         sums = torch.tensor([score for _, score in running], dtype=torch.float64)
         sums = (sums[:, None] + logprobs).flatten()  # (running * vocab_size)
-        # Enough for num_beams to continue even if each beam's EOS tokens are all among them.
+        # At least num_beams of these do not end, even if all EOS continuations are among them.
         best = sums.topk(min(num_beams * (1 + len(eos)), len(sums)))
         parents = []
         candidates = []
@@ -196,7 +196,7 @@ def beam_search(
             if token not in eos and length < max_new_tokens:
                 parents.append(row)
                 candidates.append(Beam(tokens, total))
-            elif rank < num_beams:  # lower ranks may only continue
+            elif rank < num_beams:  # an ending of a lower rank is dropped
                 finished.append(Beam(tokens, total / length**length_penalty))
         running = candidates[:num_beams]
         finished = sorted(finished, key=lambda beam: beam.score, reverse=True)[:num_beams]
@@ -219,7 +219,7 @@ def next_logits(
 ) -> torch.Tensor:
     """Return float32 logits at the last `keep` positions of each window, (B, keep, vocab_size).
 
-    Positions that the windows share with the rows of the cache, if any, are not recomputed.
+    With a cache, positions that a window shares with its row of the cache are not recomputed.
     Raises UserError if the logits are not finite, ValueError if a window is shorter than keep.
     """
     if min(len(window) for window in windows) < keep:
@@ -253,7 +253,7 @@ def pass_logits(
 ) -> torch.Tensor:
     """Run one pass and return logits at the last `keep` new tokens, (B, keep, vocab_size).
 
-    rows: the cache row of each list in new. Without a cache shorter sequences are padded on the
+    rows: the cache row of each list in new. Without a cache, shorter sequences are padded on the
     right.
     """
     if cache is not None:
@@ -283,7 +283,7 @@ def main(argv=None) -> None:
     beams = parser.group("beam search")
     beams_help = "beam width; use beam search instead of sampling"
     beams.add_argument("--num-beams", metavar="N", type=int, help=beams_help)
-    penalty_help = "divide beam scores by length**X, -10 to 10; above 0: longer (default: 0)"
+    penalty_help = "divide beam scores by length**X, -10 to 10; above 0 favours length (default: 0)"
     beams.add_argument("--length-penalty", metavar="X", type=float, help=penalty_help)
     add_constraint_options(parser)
     add_chat_options(parser)
@@ -350,7 +350,7 @@ def print_samples(
     encoding: Encoding,
     output: OutputWriter,
 ) -> None:
-    """Sample a continuation of each prompt. params: one for each; they differ in the seed only."""
+    """Sample a continuation of each prompt. params: one for each; they differ only in the seed."""
     counts = Counter()
     cache_dtype = CACHE_DTYPES[args.cache_dtype]
     options = not args.no_cache, args.stride, cache_dtype, encoding, counts

@@ -4,7 +4,7 @@ import os
 import sys
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(__file__))  # which python -P leaves out
+    sys.path.insert(0, os.path.dirname(__file__))  # python -P leaves it out
     import loading.interrupt  # noqa: F401, handles Ctrl-C while torch is imported
 
 from command_line.chat import (
@@ -48,7 +48,7 @@ from parallel.ranks import TensorParallelGroup
 
 
 def main(argv=None) -> None:
-    parser = Parser(description="Generate text with continuous batching.")
+    parser = Parser(description="Generate text with continuous batching and a paged KV cache.")
     parser.group("model").add_argument("--model", default=STORIES, help=MODEL_HELP)
     add_engine_options(parser)
     add_options(parser)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(__file__))  # which python -P leaves out
+    sys.path.insert(0, os.path.dirname(__file__))  # python -P leaves it out
     import loading.interrupt  # noqa: F401, handles Ctrl-C while torch is imported
 
 import torch
@@ -80,8 +80,8 @@ def generate_speculative(
     `propose_prompt_lookup`. generator, stride, cache_dtype, encoding: as in `infer.generate`, but
     params.seed is not used. The draft model's context shifts by half of its own block_size, and its
     cache has cache_dtype too. Yields one step per target pass, with at most `params.max_new_tokens`
-    tokens in all. Raises UserError if gamma is out of range, the models differ in vocabulary, or as
-    `infer.generate`.
+    tokens in all. Raises UserError if gamma is out of range or the vocabularies differ, and as
+    `infer.generate` does.
     """
     check_limits(GAMMA_LIMITS, gamma=gamma)
     check_engine_only_params([params])
@@ -108,7 +108,7 @@ def generate_speculative(
         logits = next_logits(target, [window], cache, keep=len(drafts) + 1)[0]
         drafted = [sequence.with_drafts(drafts[:index]) for index in range(len(drafts) + 1)]
         logits = apply_logits_processors(logits, drafted)
-        dead_ends = []  # numbers of drafts after which no token is allowed
+        dead_ends = []  # lengths of draft prefixes after which no token is allowed
         if matcher:
             masks = [matcher.token_mask(each.output) for each in drafted]
             dead_ends = [index for index, mask in enumerate(masks) if not mask.any()]
@@ -163,7 +163,7 @@ class ModelDrafter:
             if self.matcher:
                 mask = self.matcher.token_mask(drafted.output)
                 if not mask.any():
-                    break  # the target may reject an earlier draft
+                    break  # no error: the target may reject an earlier draft
                 logits = apply_token_mask(logits, [mask])
             logits = logits[0]  # (vocab_size,)
             q[index] = sampling_probs(logits, sequence.params)
@@ -190,7 +190,7 @@ def verify(
 
     p: (n + 1, vocab_size), the target's distributions at the n drafts and after the last one.
     q: (n, vocab_size), the draft distributions. Returns the number of accepted drafts, and the
-    token. These n + 1 tokens at most are distributed as samples from p.
+    token. Together, at most n + 1 tokens, they are distributed as samples from p.
     Leviathan et al. 2022 (2211.17192), Chen et al. 2023 (2302.01318).
     """
     draft_ids = torch.tensor(drafts, dtype=torch.int64, device=p.device)[:, None]  # (n, 1)
@@ -259,7 +259,7 @@ def main(argv=None) -> None:
     parser = Parser(description="Generate text with speculative decoding.")
     parser.group("model").add_argument("--target", default=STORIES, help=MODEL_HELP)
     group = parser.group("speculation")
-    draft_help = "smaller model with the target's vocabulary, or the word lookup, for prompt lookup"
+    draft_help = "smaller model with the target's vocabulary; lookup: prompt lookup"
     group.add_argument("--draft", default=STORIES.with_name("stories-draft"), help=draft_help)
     gamma_help = "maximum number of draft tokens per target pass, 1 to 16"
     group.add_argument("--gamma", metavar="N", type=int, default=3, help=gamma_help)

@@ -92,7 +92,7 @@ class RotaryEmbedding:
     local: use the base frequency of sliding-window layers.
 
     The tables grow by 64 positions, because a cosine's rounding may depend on how many are computed
-    in one call. They are no buffer of the model, because loading fills weights only. They do not
+    in one call. They are not buffers of the model, because loading fills only weights. They do not
     cover the context window from the start: 131,072 positions of 128 numbers are 134 MB in float32.
     """
 

@@ -26,7 +26,7 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The configuration of a GPT-2; the defaults describe the model of 124 M parameters."""
+    """The configuration of a GPT-2; the defaults describe the 124M-parameter model."""
 
     vocab_size: int = 50257
     block_size: int = 1024  # the context window, in tokens
@@ -66,7 +66,7 @@ class GPTConfig:
 def causal_attention(
     layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sliding_window: int | None = None
 ) -> torch.Tensor:
-    """Let each position attend to itself and earlier ones. All: (B, T, heads, head_dim).
+    """Let each position attend to itself and earlier ones. Tensors: (B, T, heads, head_dim).
 
     k and v may have fewer heads: neighbouring query heads then share one (grouped-query attention).
     sliding_window: as in `make_causal_mask`.
@@ -122,7 +122,7 @@ class Model(nn.Module):
     ROLES: role -> the layer's name here and in Hugging Face's files, and its name in GGUF files; *
     is the block's number. BASE_MODEL_PREFIX: optional prefix of names in Hugging Face's files.
     TRANSPOSED: roles of matrices that these files store as (in, out). IGNORED_SUFFIXES: suffixes of
-    tensors that some of these files have and nothing reads. KEY_MAPPING: patterns of other names in
+    tensors in some of these files that nothing reads. KEY_MAPPING: patterns of other names in
     some files, with their replacements. SKIP_PREFIXES: parts of larger models that these files may
     also hold.
     """
@@ -138,7 +138,7 @@ class Model(nn.Module):
     SKIP_PREFIXES: tuple[str, ...] = ()
 
     def map_key(self, name: str) -> str | None:
-        """Return the usual name of a tensor in a file; None for a part that is not loaded."""
+        """Return the canonical name of a tensor in a file; None for a part that is not loaded."""
         if name.removeprefix("model.").startswith(tuple(f"{part}." for part in self.SKIP_PREFIXES)):
             return None
         for pattern, replacement in self.KEY_MAPPING:
@@ -290,7 +290,7 @@ class GPT(Model):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        # nn.Embedding(...) would draw random weights, and on the meta device the first draw spends
+        # nn.Embedding(...) would initialise weights, and on the meta device the first call spends
         # a second on imports.
         tokens = torch.empty(config.vocab_size, config.n_embd)
         positions = torch.empty(config.block_size, config.n_embd)
@@ -307,8 +307,8 @@ class GPT(Model):
         tokens: ids, of any shape that `attend` understands. positions: of each token in its
         sequence, 0 to block_size - 1, broadcastable to the shape of tokens. attend(layer, q, k, v):
         maps queries, keys and values of these positions, (..., heads, head_dim), to the attention
-        output, of the shape of q. Only `attend` knows which positions see each other, and the KV
-        cache.
+        output, of the shape of q. Only `attend` knows the KV cache, and which positions see
+        which.
         """
         x = self.wte(tokens) + self.wpe(positions)  # (..., C)
         for layer, block in enumerate(self.h):

@@ -42,7 +42,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # strings; the text is cut before the first one
     stop_token_ids: tuple[int, ...] = ()  # token ids that end the sequence, as EOS does
     skip_token_ids: tuple[int, ...] = ()  # token ids that the engine omits from the text
-    min_tokens: int = 0  # new tokens before EOS, a stop token or a stop string may end it
+    min_tokens: int = 0  # new tokens before EOS, a stop token or a stop string may end the sequence
     logprobs: int | None = None  # report the N most likely tokens per position; None: off
     choices: tuple[str, ...] = ()  # the output is one of these; (): unconstrained
     json_schema: str | None = None  # JSON source of a schema that the output satisfies
@@ -146,7 +146,7 @@ LIMITS = {  # field of SamplingParams: type, predicate for valid values, their d
         lambda v: all(isinstance(string, str) for string in v) and utf8_size(v) <= MAX_CHOICE_BYTES,
         "a tuple of strings of at most 16,384 bytes of UTF-8 in all",
     ),
-    # Longer sources may take seconds to compile, or overflow llguidance's stack by nested rules.
+    # Longer sources may take seconds to compile, or overflow llguidance's stack with nested rules.
     "json_schema": source_limit(2**16),
     "regex": source_limit(2**12),
     "grammar": source_limit(2**13),
@@ -253,7 +253,7 @@ class Sequence:
         )
 
 
-# Torch batches penalties and draws over sequences for which these fields are equal.
+# torch penalises and samples sequences together if these fields are equal.
 get_penalties = operator.attrgetter("presence_penalty", "frequency_penalty", "repetition_penalty")
 get_sampling_fields = operator.attrgetter("temperature", "top_k", "top_p", "min_p")
 NATIVE_GROUP = "in C"  # group of the rows that C samples, whatever their parameters
@@ -269,7 +269,7 @@ class RowSampler(Protocol):
         positions: list[int],
         token_masks: list[torch.Tensor | None],
     ) -> list[int]:
-        """Sample a token for each sequence as `sample` does, greedily or seeded, up to rounding.
+        """Sample a token for each greedy or seeded sequence as `sample` does, up to rounding.
 
         logits: (B, vocab_size), contiguous. token_masks: B masks, as in `Sequence`.
         """
@@ -320,7 +320,8 @@ def sample_batch(
         if group == NATIVE_GROUP:
             tokens = native.draw(selected.contiguous(), params_list, positions, masks)
         else:
-            selected = apply_token_mask(selected, masks)  # last, because penalties make -inf finite
+            # Last, because the repetition penalty would make -inf finite.
+            selected = apply_token_mask(selected, masks)
             rng_keys = None
             if params_list[0].seed is not None:
                 rng_keys = [
@@ -389,7 +390,7 @@ def apply_logits_processors(logits: torch.Tensor, sequences: list[Sequence]) -> 
 
 
 def apply_logit_bias(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
-    """Add the biases of each sequence, OpenAI's `logit_bias`, to its logits (B, vocab_size).
+    """Add each sequence's biases (OpenAI's `logit_bias`) to its logits, (B, vocab_size).
 
     Returns new logits, or `logits` itself if there is no bias.
     """
@@ -492,7 +493,7 @@ def apply_repetition_penalty(
 def apply_frequency_penalty(
     logits: torch.Tensor, counts: torch.Tensor, penalty: float
 ) -> torch.Tensor:
-    """Subtract `penalty` times its count from each logit, OpenAI's `frequency_penalty`.
+    """Subtract `penalty` times a token's count from its logit (OpenAI's `frequency_penalty`).
 
     logits: (..., vocab_size). counts: integers of the same shape, occurrences in the output.
     Returns new logits.
@@ -503,7 +504,7 @@ def apply_frequency_penalty(
 def apply_presence_penalty(
     logits: torch.Tensor, seen: torch.Tensor, penalty: float
 ) -> torch.Tensor:
-    """Subtract `penalty` once from the logits of seen tokens, OpenAI's `presence_penalty`.
+    """Subtract `penalty` once from the logits of seen tokens (OpenAI's `presence_penalty`).
 
     logits: (..., vocab_size). seen: bools of the same shape, for tokens of the output. Returns new
     logits.
@@ -546,7 +547,7 @@ def sample_from_vocabulary(
     logits = apply_temperature(logits, params.temperature)
     logits = top_k_filter(logits, params.top_k)
     if rng_keys is None:
-        # As torch.multinomial for one draw. Without the clamp, 0 / 0 is NaN, which argmax picks.
+        # As in torch.multinomial. Without the clamp, 0 / 0 would be NaN, which argmax would pick.
         noise = torch.empty_like(logits).exponential_(generator=generator)
         noise = noise.clamp(min=torch.finfo(noise.dtype).tiny)
     else:
@@ -562,8 +563,8 @@ def sample_from_candidates(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample the same tokens as `sample_from_vocabulary` from the most likely candidates.
 
-    Arguments as in `sample`, with at least one filter on. Returns (B,) ids and (B,) bools. An id is
-    certain (true) if the candidates contain every token that the filters keep.
+    Arguments as in `sample`, with at least one filter on. Returns (B,) ids and (B,) bools: true if
+    the candidates certainly contain every token that the filters keep.
     """
     vocab_size = logits.shape[-1]
     top_k = params.top_k if params.top_k < vocab_size else 0
@@ -599,7 +600,7 @@ def sort_by_id(values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def exponential_noise(logits: torch.Tensor, rng_keys: list[tuple[int, int]]) -> torch.Tensor:
-    """Draw an exponential random number > 0 for each token from seed, position and token id.
+    """Derive an exponential random number > 0 for each token from seed, position and token id.
 
     logits: (B, vocab_size); a token at -inf gets 1. rng_keys: (seed, position) of each row, with
     0 <= seed < 2**64 and 0 <= position < 2**63. Returns the shape and dtype of the logits.
@@ -630,14 +631,14 @@ def exponential_noise_at(ids: torch.Tensor, rng_keys: list[tuple[int, int]]) -> 
 
 
 def rng_states(rng_keys: list[tuple[int, int]]) -> torch.Tensor:
-    """Return the SplitMix64 state of each draw, (B,) int64: output `position` of its seed."""
+    """Return a SplitMix64 state for each draw, (B,) int64: output `position` from its seed."""
     seeds, positions = zip(*rng_keys)
     states = torch.tensor(seeds, dtype=torch.uint64).view(torch.int64)
     return splitmix64(states, torch.tensor(positions))
 
 
 def splitmix64(state: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return output `index`, from 0, of the generator SplitMix64 in this state: 64 random bits.
+    """Return output number `index`, from 0, of SplitMix64 seeded with `state`: 64 random bits.
 
     Both are int64 and broadcast. Sums and products wrap around, so the bits are the same on every
     device and in C, whose arithmetic is unsigned. The generator is counter-based: outputs can be

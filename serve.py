@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(__file__))  # which python -P leaves out
+    sys.path.insert(0, os.path.dirname(__file__))  # python -P leaves it out
     import loading.interrupt  # noqa: F401, handles Ctrl-C while torch is imported
 
 import h11
@@ -50,7 +50,7 @@ from server.served import ServedModel, find_chat, served_name, server_defaults
 
 EXIT_SECONDS = 2  # for the process to end after the drain
 MAX_PIPELINED = 2**20  # bytes sent after a request, before its response is complete
-RESERVED_DESCRIPTORS = 64  # file descriptors for other uses than connections
+RESERVED_DESCRIPTORS = 64  # file descriptors for uses other than connections
 LLAMA = STORIES.with_name("stories-llama")
 AT_LEAST_0 = (int, lambda value: value >= 0, "an integer >= 0")
 SECONDS = (int | float, lambda value: 0 <= value < 1e6, "a number from 0 to below 1000000")
@@ -91,9 +91,9 @@ def add_server_options(parser: Parser) -> None:
     )
     access = parser.add_argument_group(
         "access",
-        "The Host header must be localhost, --host or an IP; any with --host 0.0.0.0 or ::.",
+        "Allowed Host headers: localhost, --host, IP addresses; with --host 0.0.0.0 or ::, all.",
     )
-    key_help = "bearer token that clients must send (default: none needed)"
+    key_help = "bearer token that clients must send (default: no key needed)"
     access.add_argument("--api-key", metavar="KEY", help=key_help)
     origin_help = "origin whose web pages may send requests, *: any; repeatable (default: none)"
     access.add_argument(
@@ -103,10 +103,10 @@ def add_server_options(parser: Parser) -> None:
     access.add_argument(
         "--allowed-host", metavar="NAME", action=AppendToTuple, default=(), help=host_help
     )
-    queue = parser.add_argument_group("queue", "Requests that do not fit now are refused with 429.")
+    queue = parser.add_argument_group("queue", "Requests beyond these limits are refused with 429.")
     waiting_help = "maximum number of waiting sequences, in addition to --max-num-seqs"
     queue.add_argument("--max-waiting", metavar="N", type=int, default=1024, help=waiting_help)
-    tokens_help = "maximum number of prompt tokens of requests without output so far"
+    tokens_help = "maximum total of prompt tokens of requests that have no output yet"
     queue.add_argument(
         "--max-waiting-tokens", metavar="N", type=int, default=2**20, help=tokens_help
     )

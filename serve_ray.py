@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(__file__))  # which python -P leaves out
+    sys.path.insert(0, os.path.dirname(__file__))  # python -P leaves it out
     import loading.interrupt  # noqa: F401, handles Ctrl-C while torch is imported
 
 import torch
@@ -58,7 +58,7 @@ def make_parser() -> Parser:
     ray.add_argument(
         "--cpus", metavar="N", type=float, default=1, help="CPUs reserved for each engine"
     )
-    routing_help = "prefix: prefer the engine that caches a prompt's prefix; load: the idlest"
+    routing_help = "prefix: prefer the engine that caches a prompt's prefix; load: the least loaded"
     ray.add_argument("--routing", default="prefix", choices=("prefix", "load"), help=routing_help)
     add_server_options(parser)
     return parser

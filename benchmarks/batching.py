@@ -64,7 +64,7 @@ IMPORTS = {
     "ctranslate2": ["ctranslate2"],
     "llama_cpp": ["llama_cpp"],
 }
-# Packages with further requirements or another name in pip: module -> name in pip.
+# Packages with more requirements, or with a different name in pip: module -> name in pip.
 NEEDS = {"llama_cpp": {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}}
 LABELS = (  # y-axes of a model's panels
     "tokens/s of the batch",
@@ -75,7 +75,7 @@ LABELS = (  # y-axes of a model's panels
 COLOURS = [*(f"C{number}" for number in range(10)), "black", "gold"]  # of the engines' lines
 # Maximum KL divergence of a position from float32, in nats; the mean may be a tenth of it.
 BOUNDS = {"bfloat16": 0.1, "int8": 0.5, "blocks": 0.5}
-# Maximum log-probability by which a token may be below float32's choice. llama.cpp has a float16
+# How far a log-probability may be below that of float32's choice. llama.cpp has a float16
 # cache, and a float16 table for GPT-2's GELU.
 TIES = {"llama.cpp": 0.05}
 
@@ -143,7 +143,7 @@ def run_ctranslate2(
     token_strings = [[str(token) for token in prompt] for prompt in prompts]
     times = []
 
-    def clock(step) -> bool:  # called for each token; False: go on
+    def clock(step) -> bool:  # called for each token; False: continue
         if not times:
             times.append(common.now(device))
         return False
@@ -248,7 +248,7 @@ def log_probs(name: str, model, tokens: list[int]) -> torch.Tensor:
 def check(engine_processes: dict, prompts: list[list[int]], length: int, device: str) -> None:
     """Exit unless float32 engines generate the same tokens, and others nearly the same log-probs.
 
-    Where an engine has TIES, a token that is less probable by at most that counts as the same.
+    For an engine in TIES, a token less probable by at most that amount counts as the same.
     """
     outputs = {}
     for name, engine_process in engine_processes.items():
@@ -403,7 +403,7 @@ def main(argv=None) -> None:
     models = {"nargs": "+", "default": [str(STORIES)]}
     parser.add_argument("--model", **models, help="directories, or model names of infer.py")
     engines = {"nargs": "+", "default": list(ENGINES), "choices": ENGINES}
-    parser.add_argument("--engines", **engines, help="engines to time beside cache")
+    parser.add_argument("--engines", **engines, help="engines to time besides cache")
     sizes = {"type": common.integer_in_range(1, MAX_SEQUENCES), "default": [1, 8, 32]}
     parser.add_argument("--batch-size", **common.LIST, **sizes, help="sequences per batch")
     tokens = {"type": common.integer_in_range(1), "default": 16}

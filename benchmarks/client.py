@@ -1,4 +1,4 @@
-"""Load generator for servers of OpenAI's API, with latencies: python -m benchmarks.client.
+"""Load generator for servers with OpenAI's API, with latencies: python -m benchmarks.client.
 
 The client may share its cores with the server. Under load it only records bytes with their times,
 and parses them afterwards.
@@ -357,7 +357,7 @@ def check_load_options(args) -> None:
 
 
 def main(argv=None) -> None:
-    parser = Parser(description="Put a server of OpenAI's API under load.")
+    parser = Parser(description="Put a server with OpenAI's API under load.")
     what = "address of the server, http://HOST:PORT without /v1"
     parser.add_argument("--url", default="http://127.0.0.1:8000", help=what)
     how = parser.add_mutually_exclusive_group(required=True)

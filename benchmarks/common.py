@@ -170,7 +170,7 @@ def add_options(
         "--output",
         type=Path,
         default=RESULTS / output,
-        help="CSV file, written as FILE.part during the run; summary, JSON and plot lie beside it",
+        help="CSV file, written as FILE.part during the run; summary, JSON and plot go beside it",
     )
 
 
@@ -461,7 +461,7 @@ def cpu_name() -> str:
 
 
 def models_that_fit(names: list[str], tokens: int) -> list[str]:
-    """Return the models without duplicates, even if two are spelled differently.
+    """Return the models without duplicates, even if one is spelled in two ways.
 
     Raises UserError if the context window of one holds fewer than `tokens` tokens.
     """
@@ -474,7 +474,7 @@ def models_that_fit(names: list[str], tokens: int) -> list[str]:
 
 
 def random_prompts(vocab_size: int, batch_size: int, tokens: int) -> list[list[int]]:
-    """Return batch_size prompts of random ids, equal in every run."""
+    """Return batch_size prompts of random ids, the same in every run."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(vocab_size, (batch_size, tokens), generator=generator).tolist()
 
@@ -503,8 +503,8 @@ def timed(steps, device: str) -> tuple[list, float, float]:
 def profile(file: Path, device: str, function, *arguments) -> None:
     """Call a function under torch.profiler, and write a trace and a table.
 
-    file: the Chrome trace. The table of operations lies beside it as .txt, sorted by self time on
-    the device. Passes in C do not appear, because they are no operations of torch.
+    file: the Chrome trace. The table of operations is beside it as .txt, sorted by self time on
+    the device. Passes in C do not appear, because they are not torch operations.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device == "cuda":
@@ -575,7 +575,7 @@ def roofline_share(
     embedding. seconds: time after the first token.
     """
     config = model.config
-    # Compare class names: Int8Embedding is no nn.Embedding.
+    # Compare class names: Int8Embedding is not an nn.Embedding.
     read = [part for part in model.children() if not type(part).__name__.endswith("Embedding")]
     weights = sum(tensor.nbytes for part in read for tensor in part.state_dict().values())
     positions = prompt_tokens + new_tokens / 2  # on average
@@ -619,7 +619,7 @@ def check_half_precision(model, tokens: torch.Tensor, pass_size: int = 1, refere
 def kl_divergence(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return the Kullback-Leibler divergence of each position, (T,), of log-probs (T, vocab_size).
 
-    The largest difference is no measure: in a large vocabulary bfloat16 changes log-probs by 0.7
+    The largest difference would mislead: in a large vocabulary bfloat16 changes log-probs by 0.7
     where a token is so improbable that nothing depends on it.
     """
     return (expected.exp() * (expected - found)).sum(dim=-1)

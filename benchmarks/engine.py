@@ -144,7 +144,7 @@ def run_prefill(engine: Engine, requests: list[Request]) -> float:
 
 
 def decoding_engine(bench: Bench, batch_size: int, **options) -> Engine:
-    """Return an engine with `batch_size` prefilled requests that still decode for long."""
+    """Return an engine with `batch_size` prefilled requests that have many tokens to decode."""
     longest = bench.model.config.block_size - bench.args.prompt_tokens[1]
     engine = Engine(bench.model, page_size=PAGE, **{"max_num_seqs": batch_size} | options)
     prompts, _ = sample_requests(bench, batch_size)
@@ -422,7 +422,7 @@ def queue(bench: Bench) -> None:
 def waste(bench: Bench) -> None:
     """Count allocated but unused positions of running requests, over all steps of the queue.
 
-    Time plays no role here, so it runs once.
+    No time is measured, so it runs once.
     """
     batch_size = max(bench.args.batch_size)
     engine, _ = engine_with_requests(

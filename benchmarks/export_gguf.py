@@ -32,10 +32,10 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     """Write a float32 model on the CPU to a GGUF file.
 
     dtype: "float32", or "int8" for Q8_0, which stores each block of 32 weights of a row as int8
-    with one scale. Rows that are no multiple of 32, vectors, routers and learned positions stay
+    with one scale. Rows not a multiple of 32 long, vectors, routers and learned positions stay
     float32.
-    tokenizer: a tokenizer.json. With None the file has no vocabulary, and is for token ids only.
-    A model with sliding windows that is no Gemma is written without them, with the smallest as its
+    tokenizer: a tokenizer.json. With None the file has no vocabulary and works only with token ids.
+    Only a Gemma is written with its sliding windows. Other models get the smallest one as their
     block_size. Raises UserError for a model that llama.cpp would read wrongly.
     """
     import gguf
@@ -51,7 +51,7 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     writer.add_bos_token_id(config.bos_token_id)
     for name, token in zip(EOS_KEYS, config.eos_token_ids):
         writer.add_uint32(name, token)
-    # llama.cpp reads sliding windows of Gemma only. Sequences within the window need none.
+    # llama.cpp reads only Gemma's sliding windows. Sequences within the window need none.
     limits = () if architecture == "gemma3" else filter(None, config.sliding_windows)
     writer.add_context_length(min([config.block_size, *limits]))
     writer.add_block_count(config.n_layer)

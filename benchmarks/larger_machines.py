@@ -72,7 +72,7 @@ class Case(NamedTuple):
 
 
 def step_of(assumed: Assumed, num_seqs: int, positions: int) -> Step:
-    """Return the Step of one GPU. Products take the slower of reading and multiplying."""
+    """Return the Step of one GPU. Products take the longer of the times to read and to multiply."""
     whole = predict.shard_of(LLAMA, 0, 1, "reduce")
     numbers = predict.num_multiplied(whole)
     read = assumed.bandwidth * assumed.efficiency

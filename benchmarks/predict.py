@@ -2,7 +2,7 @@
 
 A step of several ranks is the driver's own work, then each rank's share of the products and of
 attention, and the collectives. Replicas scale linearly until the cores, or the process that all
-tokens pass, are saturated.
+tokens pass through, are saturated.
 """
 
 import functools
@@ -125,6 +125,6 @@ def replica_rate(one: float, busy: float, ingress: float, count: int, cores: int
     """Return the tokens/s of `count` replicas. one: tokens/s of one replica.
 
     busy: core seconds per token in all processes. ingress: core seconds per token in the busiest
-    process that all tokens pass.
+    process that all tokens pass through.
     """
     return min(count * one, cores / busy, 1 / ingress)

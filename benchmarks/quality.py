@@ -255,7 +255,7 @@ def plot(summary):
 
 
 def default_model() -> str:
-    """Return SmolLM2 if it is installed, else the embedded Llama."""
+    """Return SmolLM2 if it is installed, else the bundled Llama."""
     try:
         return resolve_source("smollm2").package or str(STORIES.with_name("stories-llama"))
     except UserError:

@@ -124,7 +124,7 @@ def time_collectives(tp_group: TensorParallelGroup, sizes: list[int]) -> dict[st
                 began = time.perf_counter()
                 before = tp_group.seconds
                 collective(x)
-                # `communication` of a pass counts only tp_group.seconds, too.
+                # `communication` of a pass also counts only tp_group.seconds.
                 took += tp_group.seconds - before or time.perf_counter() - began
             found[kind].append(took / TIMES)
     return found

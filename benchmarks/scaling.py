@@ -49,7 +49,7 @@ NEW = (20, 60)  # min and max tokens of its answer
 LIMIT = 600  # seconds for a group of processes
 PARTS = ("step", "hidden", "head", "products", "attention", "communication", "broadcast")
 REPLICA = "ServeReplica:default:Replica"  # Ray's process name
-INGRESS_PROCESSES = ("ServeReplica:default:Ingress", "ProxyActor")  # all tokens pass both
+INGRESS_PROCESSES = ("ServeReplica:default:Ingress", "ProxyActor")  # all tokens pass through both
 
 
 class Results(common.MetricsFile):
@@ -376,7 +376,7 @@ def main(argv=None) -> None:
     )
     joins = {"default": ["gather", "reduce"], "choices": ["gather", "reduce"]}
     parser.add_argument(
-        "--join", **common.LIST, **joins, help="how ranks join their shards, as in infer_engine.py"
+        "--join", **common.LIST, **joins, help="how ranks combine results, as in infer_engine.py"
     )
     parser.add_argument(
         "--replicas",

@@ -357,7 +357,7 @@ def draw(axes, rows, colour: str) -> None:
 
 
 def main(argv=None) -> None:
-    parser = Parser(description="Time servers of OpenAI's API with greedy requests over a socket.")
+    parser = Parser(description="Time servers with OpenAI's API on greedy requests over a socket.")
     parser.add_argument("--model", default=STORIES, help="directory, or model name of infer.py")
     modes = {"default": list(MODES), "choices": MODES, "metavar": "MODE"}
     what = f"servers: {', '.join(MODES)}"

@@ -77,7 +77,7 @@ def chat_sampling_defaults(args, source: Source) -> dict[str, float]:
 
 
 def print_sampling_defaults(defaults: Mapping[str, float]) -> None:
-    """Print the sampling parameters that a model sets on stderr. Call it once it is loaded."""
+    """Print the sampling defaults of a model on stderr. Call this once the model is loaded."""
     if defaults:
         from loading.defaults import describe_sampling_defaults  # imported here, as above
 
@@ -162,7 +162,7 @@ class Conversation:
 
         Beyond `max_prompt_tokens` tokens the oldest messages are dropped, each with its reply. The
         context shift of `generate` would drop the system message first and cut inside another
-        message. It still cuts a last message that is too long alone.
+        message. It still cuts the last message if that is too long alone.
         """
         warn_dropped_bytes(self.encoding, line, plain=True)
         self.history.append({"role": "user", "content": line})

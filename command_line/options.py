@@ -49,7 +49,7 @@ def add_options(parser: Parser) -> None:
     group.add_argument("--prompt-file", metavar="FILE", type=Path, help=file_help)
     samples_help = "number of outputs per prompt"
     group.add_argument("--num-samples", metavar="N", type=int, default=1, help=samples_help)
-    seed_help = "seed of the random draws (default: a random one)"
+    seed_help = "seed for sampling (default: a random one)"
     parser.group("sampling").add_argument("--seed", metavar="N", type=int, help=seed_help)
     add_model_options(parser)
 
@@ -60,14 +60,14 @@ def add_model_options(parser: Parser) -> None:
     group = parser.group("model")
     devices = ("auto", "cuda", "mps", "cpu")
     group.add_argument("--device", default="auto", choices=devices, help="device to run on")
-    dtype_help = "dtype of weights; blocks: quantised in blocks of 32, as in GGUF files"
+    dtype_help = "weight dtype, or blocks: quantised in blocks of 32, as in GGUF files"
     group.add_argument("--dtype", default="float32", choices=DTYPES, help=dtype_help)
     cache_help = "KV cache dtype; auto: the model's compute dtype"
     names = "--cache-dtype", "--kv-cache-dtype"
     group.add_argument(*names, default="auto", choices=CACHE_DTYPES, help=cache_help)
     adapter_help = "directory of a LoRA adapter in peft's format, merged into the weights"
     group.add_argument("--adapter", metavar="DIR", help=adapter_help)
-    backend_help = "compute backend: C compiled for this CPU, or torch; auto prefers native"
+    backend_help = "compute backend: native (C compiled for this CPU) or torch; auto prefers native"
     backends = ("auto", "torch", "native")
     group.add_argument("--backend", default="auto", choices=backends, help=backend_help)
 
@@ -77,7 +77,7 @@ def add_sampling_options(parser: Parser) -> None:
     group = parser.group("sampling")
     length_help = "maximum number of new tokens"
     group.add_argument("--max-new-tokens", metavar="N", type=int, help=length_help)
-    min_help = "minimum number of new tokens before EOS or any stop condition ends the output"
+    min_help = "minimum number of new tokens before EOS or another stop may end the output"
     group.add_argument("--min-tokens", metavar="N", type=int, help=min_help)
     eos_help = "continue after EOS, up to --max-new-tokens"
     group.add_argument("--ignore-eos", action="store_true", help=eos_help)
@@ -93,7 +93,7 @@ def add_sampling_options(parser: Parser) -> None:
     group.add_argument("--top-p", **number, action=StoreExplicit, help=top_p_help)
     min_p_help = "drop tokens below X times the largest probability; 0: off"
     group.add_argument("--min-p", **number, action=StoreExplicit, help=min_p_help)
-    presence_help = "subtract X from the logits of tokens in the output, -2 to 2"
+    presence_help = "subtract X from the logits of tokens already in the output, -2 to 2"
     group.add_argument("--presence-penalty", **number, help=presence_help)
     frequency_help = "subtract X for each occurrence of a token in the output, -2 to 2"
     group.add_argument("--frequency-penalty", **number, help=frequency_help)
@@ -109,7 +109,7 @@ def add_sampling_options(parser: Parser) -> None:
 def add_constraint_options(parser: Parser) -> None:
     """Add the structured output options: choices, JSON schema, regex and grammar."""
     group = parser.group("constraints")
-    choice_help = "restrict the output to TEXT; repeat it for several choices"
+    choice_help = "restrict the output to TEXT; repeatable for several choices"
     options = {"dest": "choices", "metavar": "TEXT", "action": AppendToTuple, "default": ()}
     group.add_argument(OPTION_NAMES["choices"], help=choice_help, **options)
     schema_help = "file with a JSON schema; the output is compact JSON that satisfies it"
@@ -131,7 +131,7 @@ def text_file(name: str) -> str:
 
 
 def add_stride_option(parser: Parser) -> None:
-    stride_help = "tokens that a context shift drops (default: half of the context window)"
+    stride_help = "number of tokens that a context shift drops (default: half the context window)"
     parser.group("model").add_argument("--stride", metavar="N", type=int, help=stride_help)
 
 

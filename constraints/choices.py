@@ -13,7 +13,7 @@ END_OF_CHOICE = None  # key in a trie node where a choice ends
 class ChoiceTrie:
     """Byte trie of choices; a node maps each byte that may come next to the child node.
 
-    Raises UserError if a byte of a choice is no token, because decoding could get stuck before it.
+    Raises UserError if a byte of a choice is not a token: decoding could get stuck before it.
     """
 
     def __init__(self, texts: tuple[str, ...], vocabulary: Vocabulary):

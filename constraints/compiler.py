@@ -57,7 +57,7 @@ def compile_constraint(
 ) -> ChoiceTrie | Grammar | None:
     """Return the compiled constraint of these parameters; None if unconstrained.
 
-    Raises UserError as `ChoiceTrie` and `Grammar`.
+    Raises UserError as `ChoiceTrie` and `Grammar` do.
     """
     constraint = params.constraint
     if constraint is None:
@@ -69,8 +69,8 @@ def compile_constraint(
 def make_matcher(params: SamplingParams, encoding, config) -> Matcher | None:
     """Return a matcher for a sequence with these parameters; None if unconstrained.
 
-    config: the model's configuration. Raises UserError as `compile_constraint`, and if encoding is
-    None.
+    config: the model's configuration. Raises UserError as `compile_constraint` does, and if
+    encoding is None.
     """
     if params.constraint is None:
         return None

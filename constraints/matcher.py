@@ -8,7 +8,7 @@ from errors import UserError
 
 
 class Matcher:
-    """Constraint state of one sequence, and the token masks it allows."""
+    """Constraint state of one sequence, and the token masks that follow from it."""
 
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
@@ -18,8 +18,8 @@ class Matcher:
         """Return (vocab_size,) bools: true for tokens that may follow this output.
 
         The output may be unrelated to the last call's; only tokens after their common prefix are
-        consumed. All tokens are allowed after an output that left the constraint, by EOS or by a
-        draft token that will be rejected. No token is allowed if this vocabulary cannot complete
+        consumed. All tokens are allowed after EOS, and after a draft token that violates the
+        constraint and will be rejected. No token is allowed if this vocabulary cannot complete
         the constraint.
         """
         raise NotImplementedError

@@ -42,7 +42,7 @@ MAX_SCHEMA_DEPTH = 32  # levels of nested schemas
 MAX_SCHEMAS = 1000
 MAX_VALUES = 5000  # total of all enums
 MAX_PATTERN = 2**12  # total characters of all patterns
-MAX_INTERSECTED = 8  # intersected schemas: 16 patterns take 1.4 s, each more doubles it
+MAX_INTERSECTED = 8  # intersected schemas: 16 patterns take 1.4 s, and each further one doubles it
 MAX_REMAINDERS = 5 * 10**4  # total of all multipleOf: llguidance has a state for each
 ANNOTATION_KEYWORDS = {  # keywords that alone constrain no output
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
@@ -55,7 +55,7 @@ IN_PLACE_APPLICATORS = {"allOf", "anyOf", "oneOf", "$ref"}
 def parse_schema(source: str) -> dict:
     """Parse a JSON schema and strip the keywords that constrain nothing.
 
-    Raises UserError for invalid JSON, and as `check_schemas`.
+    Raises UserError for invalid JSON, and as `check_schemas` does.
     """
     try:
         schema = json.loads(source)

@@ -12,7 +12,7 @@ class Vocabulary:
     """Token ids and their bytes, for constraints.
 
     pieces: bytes of each id; None for special tokens, EOS and ids without text, because constrained
-    output never contains them, even if their names spell it. ids: token ids of each piece.
+    output never contains them, even if their names would fit. ids: token ids of each piece.
     eos_token_ids: ids that end a sequence. Raises UserError if there is none.
     """
 
@@ -57,7 +57,7 @@ class Vocabulary:
 
     @functools.cached_property
     def tokenizer(self):
-        """Return this vocabulary as a tokenizer of llguidance."""
+        """Return this vocabulary as an llguidance tokenizer."""
         # Imported here, because it takes time and only constraints need it.
         from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -67,7 +67,7 @@ class Vocabulary:
         return LLTokenizer(TokenizerWrapper(adapter), len(self.pieces), self.eos_token_ids)
 
     def tokenize(self, text: str) -> list[int]:
-        """Tokenize a text without SentencePiece's leading blank.
+        """Tokenize a text without SentencePiece's leading space.
 
         Falls back to the longest tokens first if the tokenizer does not reproduce the text, for
         example because it lacks a byte.

@@ -19,7 +19,7 @@ from errors import UserError
 
 
 class PagedCache:
-    """Pages of keys and values, and attention over them; spans bring the page tables.
+    """Pages of keys and values, and attention over them; spans carry the page tables.
 
     storage: (n_layer, 2, num_pages, n_kv_head, page_size, stored_head_dim of head_dim).
     num_sliding_pages: pages of the second storage, for sliding-window layers; None: all layers

@@ -22,7 +22,7 @@ from sampling import zero_nonfinite_rows
 class Drafter(Protocol):
     """Interface of a drafter. Drafts do not change the output, with three exceptions.
 
-    A pass with drafts has another shape, so it may round differently. It is larger, so it may run
+    A pass with drafts has more rows, so it may round differently. It is larger, so it may run
     out of memory. A request fails if the logits after a draft token are not finite, even if the
     draft would be rejected.
     """

@@ -40,7 +40,7 @@ class Engine:
     times which steps have drafts; None: all. encoding: for text output; None: tokens only. config:
     an EngineConfig; its fields may be given as keyword arguments instead. If only some layers have
     a sliding window, they get their own pool of `sliding_page_count` pages, unless num_pages is no
-    more. Not thread-safe. Raises UserError for a value out of range, or if the cache does not fit
+    larger. Not thread-safe. Raises UserError for a value out of range, or if the cache does not fit
     in memory. After Yu et al. 2022, "Orca: A distributed serving system for transformer-based
     generative models".
     """
@@ -240,7 +240,7 @@ class Engine:
         """Append accepted drafts, the next sampled token and jump-forward tokens to a request.
 
         The next pass computes the positions of jump-forward tokens. A step adds at most
-        MAX_JUMP_FORWARD of them, because all other requests wait meanwhile.
+        MAX_JUMP_FORWARD of them, because all other requests wait for them.
         """
         request = entry.request
         sampled, logits = output

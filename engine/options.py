@@ -25,7 +25,7 @@ def add_engine_options(parser: Parser) -> None:
     group = parser.group("engine")
     seqs_help = "maximum number of sequences per step"
     group.add_argument("--max-num-seqs", metavar="N", type=int, default=32, help=seqs_help)
-    pages_help = "KV cache pages (default: max-num-seqs contexts, at most 65,536 float32 positions)"
+    pages_help = "KV cache pages (default: max-num-seqs contexts, up to 65,536 float32 positions)"
     group.add_argument("--num-pages", metavar="N", type=int, help=pages_help)
     page_help = "positions per page"
     group.add_argument("--page-size", metavar="N", type=int, default=16, help=page_help)
@@ -39,10 +39,10 @@ def add_engine_options(parser: Parser) -> None:
     options = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME=DIR"}
     group.add_argument("--lora-modules", **options, help=adapters_help)
     group = parser.group("speculation")
-    draft_help = "draft model with the same vocabulary, or the word lookup, for prompt lookup"
+    draft_help = "draft model with the same vocabulary; lookup: prompt lookup"
     group.add_argument("--draft", metavar="MODEL", help=draft_help)
     gamma_help = (
-        "maximum draft tokens per sequence and step, 1 to 16 (default: 3 or 0, by measured times)"
+        "maximum draft tokens per sequence and step, 1 to 16 (default: 3, or 0 if that is faster)"
     )
     group.add_argument("--gamma", metavar="N", type=int, help=gamma_help)
 
@@ -74,7 +74,7 @@ def parse_adapters(given: list[str]) -> dict[str, str]:
 def load_adapters(model: Model, directories: dict[str, str]) -> None:
     """Load unmerged adapters into a model. directories: adapter name -> directory.
 
-    Raises UserError as `read_adapter`, and for layers whose adapters must be merged.
+    Raises UserError as `read_adapter` does, and for layers whose adapters must be merged.
     """
     empty = empty_model(model.config)
     lora_weights = {name: read_adapter(directory, empty) for name, directory in directories.items()}

@@ -14,16 +14,16 @@ class PagePool:
     A page table lists the pages of a sequence in order. None is a null page, freed because no
     position reads it any more.
 
-    A free cached page can be found until it is reused. Free pages without a hash are reused first,
+    A free page with a hash stays cached until it is reused. Pages without one are reused first,
     then the least recently freed.
 
-    A page that was never allocated has no record, so memory grows with the pages used.
+    Pages that were never allocated have no record, so the records grow with the pages used.
     """
 
     def __init__(self, num_pages: int, page_size: int):
         self.num_pages = num_pages
         self.page_size = page_size
-        self.first_unused = 0  # pages from this number on were never allocated
+        self.first_unused = 0  # this page and all later ones were never allocated
         # Other free pages in order of reuse: a dict, to remove any page in constant time.
         self.free_pages: OrderedDict[int, None] = OrderedDict()
         self.ref_counts: dict[int, int] = {}  # page -> number of page tables that list it
@@ -89,7 +89,7 @@ class PagePool:
             pages[index] = None
 
     def free(self, page: int) -> None:
-        """Drop one reference to a page."""
+        """Drop one reference to a page; after the last one it is free."""
         self.ref_counts[page] -= 1
         if self.ref_counts[page]:
             return
@@ -101,7 +101,7 @@ class PagePool:
     def cache_pages(
         self, pages: list[int], page_hashes: list[bytes], tokens: list[int], cache_salt: str
     ) -> None:
-        """Register the pages that these computed tokens fill for prefix caching.
+        """Register for prefix caching the pages that these computed tokens fill.
 
         page_hashes: hashes so far. The hashes of newly full pages are appended in place. A page
         that duplicates a cached one is freed and replaced by it in `pages`.
@@ -153,7 +153,7 @@ def page_count(length: int, page_size: int) -> int:
 def sliding_page_count(
     max_num_seqs: int, max_num_batched_tokens: int, sliding_window: int, page_size: int
 ) -> int:
-    """Return enough pages for the sliding windows of max_num_seqs sequences and a step's tokens.
+    """Return how many pages the windows of max_num_seqs sequences and a step's tokens can need.
 
     n positions lie in at most (n + 2 * page_size - 2) // page_size pages. For each sequence, n is
     its share of max_num_batched_tokens plus sliding_window - 1.

@@ -55,7 +55,7 @@ class Request(Sequence):
     def masked_sequence(self, drafts: list[int]) -> tuple[Sequence, UserError | None]:
         """Return the sequence with these drafts and its token mask; without drafts, the request.
 
-        If the constraint allows no token, the mask is None and an error is returned, too.
+        If the constraint allows no token, the mask is None and an error is returned.
         """
         sequence = self.with_drafts(drafts) if drafts else self
         token_mask = self.compute_token_mask(sequence.tokens)

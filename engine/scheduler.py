@@ -11,7 +11,7 @@ from sampling import Sequence
 
 
 class ScheduledRequest(NamedTuple):
-    """Tokens of a request that a step computes, from `request.num_computed_tokens` on."""
+    """Tokens of a request that a step computes, starting at `request.num_computed_tokens`."""
 
     request: Request
     tokens: list[int]
@@ -19,7 +19,7 @@ class ScheduledRequest(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        """Return whether the step reaches the newest token, so that it samples the next one."""
+        """Return whether the step reaches the newest token, and so samples the next one."""
         return (
             self.request.num_computed_tokens + len(self.tokens) - len(self.drafts)
             == self.request.length
@@ -60,7 +60,7 @@ class Scheduler:
     ones, and each step computes some of the rest within token_budget. The scheduler needs no
     model: call `schedule`, compute, then `advance` or `finish` each request.
     sliding_window: the largest sliding window of any layer, in positions, the query included.
-    Pages before it are freed. None if a full-attention layer shares the pages. sliding_pool: pages
+    Full pages before it are freed. None if a full-attention layer shares them. sliding_pool: pages
     of sliding-window layers, if these have their own; then `pool` is for the other layers.
     """
 
@@ -118,7 +118,7 @@ class Scheduler:
             younger = len(self.running) - len(scheduled) - 1
             tokens = request.uncomputed_tokens[: token_budget - younger]  # leave each a token
             if not self.allocate(request, len(tokens)):
-                # May be the request itself, but never the oldest, which fits alone.
+                # This may be the request itself, but never the oldest one, which fits alone.
                 self.preempt(self.running[-1])
                 continue
             scheduled.append(ScheduledRequest(request, tokens, []))
@@ -232,7 +232,7 @@ class Scheduler:
             self.free(request)
 
     def finish(self, request: Request, reason: str) -> None:
-        """Finish a request. Raises ValueError if it has finished or is another scheduler's."""
+        """Finish a request. Raises ValueError if it is finished or belongs to another scheduler."""
         if request.finish_reason:
             past = request.finish_reason
             raise ValueError(f"this request has already finished, with finish_reason {past!r}")
@@ -247,7 +247,7 @@ class Scheduler:
 
 
 def fill_null_pages(pages: list[int | None]) -> list[int]:
-    """Replace null pages of a page table by page 0; attention never reads these entries."""
+    """Replace null pages of a page table with page 0; attention never reads these entries."""
     if pages and pages[0] is None:
         return [0 if page is None else page for page in pages]
     return pages

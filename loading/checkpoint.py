@@ -16,7 +16,7 @@ from errors import UserError
 
 
 def read_json(file: Path) -> dict:
-    """Return the object in a JSON file. Raises UserError if it is unreadable or no object."""
+    """Return the object in a JSON file. Raises UserError if it is unreadable or not an object."""
     try:
         data = file.read_bytes()
         raw = json.loads(data.decode("utf-8-sig"))  # some editors put a byte order mark first
@@ -51,7 +51,7 @@ def check_values(where, raw: dict, supported: dict[str, tuple]) -> None:
 
 
 def check_nested_values(where, raw: dict, supported: dict[str, tuple]) -> None:
-    """Call `check_values`; a key `a.b` is the key b in the object a, or None if a is no object."""
+    """Call `check_values`; a key `a.b` is the key b in the object a, or None if a is not one."""
     found = {}
     for key in supported:
         outer, _, inner = key.rpartition(".")
@@ -127,7 +127,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def locate(file: Path, header: dict, start: int) -> dict[str, TensorInfo]:
-    """Return the tensors that a header describes, contiguous from byte `start` on.
+    """Return the tensors that a header describes, contiguous from byte `start`.
 
     Raises ValueError, TypeError, AttributeError or LookupError for an invalid header.
     """
@@ -151,7 +151,7 @@ def locate(file: Path, header: dict, start: int) -> dict[str, TensorInfo]:
 
 
 def read_bytes(file: Path, start: int, size: int) -> bytearray:
-    """Return `size` bytes of a file from byte `start` on. Raises UserError if it ends earlier."""
+    """Return `size` bytes of a file from byte `start`. Raises UserError if it ends earlier."""
     data = bytearray(size)
     try:
         # Not mapped: reading a mapped file that was truncated kills the process.
@@ -181,7 +181,7 @@ def read_tensors(
     shapes: name -> shape of all tensors that the files must hold together. prefix: optional prefix
     of each name. skip: suffixes of names that may be in the files and are not read. transposed:
     names of tensors stored as (columns, rows), each yielded in one chunk. shape_source: the source
-    of shapes, for errors. map_key: maps a name in a file to the usual one, or None if it is not
+    of shapes, for errors. map_key: maps a name in a file to the canonical one, None if it is not
     read. Raises UserError, before any tensor is read, if a file is truncated, or a tensor is
     missing, unexpected, duplicated, of another shape or not floating-point.
     """
@@ -213,7 +213,7 @@ def find_tensors(
                     how = f"with and without {prefix!r}"
                 raise UserError(f"{file}: duplicate tensor {name}, {how}")
             if name not in shapes and not name.endswith(skip):
-                hint = "; quantized weights are not supported" * name.endswith(QUANT_SUFFIX)
+                hint = "; quantised weights are not supported" * name.endswith(QUANT_SUFFIX)
                 raise UserError(f"{file}: unexpected tensor {name}{hint}")
             infos[name] = tensor
     for name, shape in shapes.items():

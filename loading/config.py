@@ -137,7 +137,7 @@ LLAMA_SIZES = {  # field of LlamaConfig -> its key in config.json, and the large
     "n_inner": ("intermediate_size", 10**6),
     "head_dim": ("head_dim", 1000),
 }
-LLAMA_DEFAULTS = {  # by model_type, for keys that are missing or null and not as in a Llama
+LLAMA_DEFAULTS = {  # by model_type, for missing or null keys whose default is not a Llama's
     "mistral": {"num_key_value_heads": 8},
     "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "qwen3": {"head_dim": 128},
@@ -277,7 +277,7 @@ EXPERTS_SIZES = {  # field of ExpertsConfig -> its key, and the largest value re
 def read_expert_sizes(
     file: Path, raw: dict, sizes: dict[str, tuple[str, int]], defaults: dict[str, int]
 ) -> dict[str, int]:
-    """Call `read_sizes`. Raises UserError for more experts per token than there are, too."""
+    """Call `read_sizes`. Also raises UserError for more experts per token than there are."""
     fields = read_sizes(file, raw, sizes, defaults)
     top, count = fields["num_experts_per_tok"], fields["num_experts"]
     if top > count:
@@ -404,7 +404,7 @@ GEMMA_TEXT_DEFAULTS = {
 def read_text_config(file: Path, raw: dict) -> dict:
     """Return the config.json of a multimodal model's language model.
 
-    BOS and EOS ids, weight tying and quantization are taken from the top level. Raises UserError if
+    BOS and EOS ids, weight tying and quantisation are taken from the top level. Raises UserError if
     the language model is missing.
     """
     if raw.get("model_type") != "gemma3":

@@ -64,7 +64,7 @@ def read_sampling_values(source: Source) -> tuple[str, dict[str, str], dict]:
 def apply_sampling_defaults(
     defaults: Mapping[str, float], explicit: Collection[str], temperature: float = 0.0
 ) -> dict[str, float]:
-    """Return the defaults that apply beside the user's explicit parameters.
+    """Return the defaults that apply in addition to the user's explicit parameters.
 
     explicit: their names. temperature: of the request, unless the defaults set it. Greedy decoding
     ignores filters, so they are dropped.

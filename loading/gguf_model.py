@@ -192,7 +192,7 @@ def read_experts(gguf: GGUF, architecture: str, sizes: dict) -> ExpertsConfig:
     """Return the experts of all layers. No key says norm_topk_prob: llama.cpp sets it.
 
     sizes: fields of the LlamaConfig. Raises UserError if a layer's tensors have other shapes,
-    because a model of the size that false metadata claim would take minutes to build.
+    because building a model of the size that false metadata claims would take minutes.
     """
     # A Mixtral's file has no key for the width of experts, which is a dense MLP's.
     defaults = {"n_inner": sizes["n_inner"]} if architecture == "llama" else {}
@@ -281,7 +281,7 @@ def read_gguf_tensors(
 def check_head(gguf: GGUF) -> None:
     """Raise UserError if a file's head is not a copy of the embedding.
 
-    Only a GPT-2 can fail, whose head is always tied. Older files have a copy of the embedding,
+    Only a GPT-2, whose head is always tied, can fail. Older files have a copy of the embedding,
     which may be of another type. Then a difference within rounding is accepted.
     """
     names = ["output.weight", "token_embd.weight"]

@@ -26,7 +26,7 @@ def printable(name: str) -> str:
 
 
 def list_file(args: argparse.Namespace) -> None:
-    """Print metadata, tensors and totals. Raises UserError as `read_gguf`."""
+    """Print metadata, tensors and totals. Raises UserError as `read_gguf` does."""
     gguf = read_gguf(args.file)
     for key, value in gguf.metadata.items():
         is_array = isinstance(value, (list, array.array))

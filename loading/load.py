@@ -402,7 +402,7 @@ def initialize_model(source: Source) -> Model:
 def weights_iterator(source: Source, model: Model, dtype: torch.dtype, device) -> Iterator[tuple]:
     """Iterate over the weights in chunks: (name, slice of rows, these rows), as `read_tensors`.
 
-    model: not sharded yet; its weights need no data.
+    model: not sharded yet; it may be on the meta device.
     """
     shapes = {key: weight.shape for key, weight in model.named_parameters()}
     if source.type == "random":
@@ -433,7 +433,7 @@ def load_weights(
     """Load weights into an empty model, and return it.
 
     chunks: the arguments of `load_weight_rows`, after the first. changed: names of weights that
-    differ from the file, so they are quantised anew. Raises UserError if memory runs out.
+    differ from the file, so they are requantised. Raises UserError if memory runs out.
     """
     quantisation = quantisation_of(dtype)
     size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize

@@ -41,12 +41,12 @@ LORA_KEY = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
 
 
 def read_adapter(directory, model: Model) -> LoRAWeights:
-    """Return an adapter's matrices A and B by the name of each weight, to which it adds B @ A.
+    """Return an adapter's matrices A and B by weight name; it adds B @ A to each weight.
 
     directory: holds adapter_config.json and adapter_model.safetensors; None: no adapter.
-    model: not sharded yet; its weights need no data.
+    model: not sharded yet; it may be on the meta device.
     Raises UserError if a file is missing or damaged, for tensors that do not fit the model, and for
-    a configuration with which peft would compute anything else.
+    a configuration with which peft would compute something else.
     """
     if directory is None:
         return {}
@@ -80,7 +80,7 @@ def read_adapter(directory, model: Model) -> LoRAWeights:
 def read_adapter_config(file: Path) -> tuple[int, float, dict]:
     """Return the rank and the scale of an adapter, and its whole configuration.
 
-    Raises UserError for values that change the computation otherwise.
+    Raises UserError for values that change the computation in unsupported ways.
     """
     raw = read_json(file)
     check_values(file, raw, SUPPORTED_VALUES)
@@ -122,10 +122,10 @@ def check_target_modules(
 
 
 def excluding_field(raw: dict, name: str) -> str | None:
-    """Return the field of a configuration that excludes a layer from adapting; None if none does.
+    """Return the field of a configuration that excludes a layer; None if none does.
 
     name: of the layer, in transformers. Regular expressions are not evaluated, because a hostile
-    one takes hours. Then the tensors alone decide which layers have an adapter.
+    one can take hours. The tensors alone then decide which layers have an adapter.
     """
     targets = raw.get("target_modules")
     if isinstance(targets, list) and not any(matches_module(name, target) for target in targets):

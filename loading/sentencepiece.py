@@ -1,4 +1,4 @@
-"""SentencePiece vocabularies: characters, a sign for the space, and byte tokens."""
+"""SentencePiece vocabularies: characters, a symbol for the space, and byte tokens."""
 
 from errors import UserError
 

@@ -13,8 +13,8 @@ def use_native(model: torch.nn.Module) -> None:
     """Run a model in C: whole forward passes with a KV cache, only linear layers without one.
 
     With tensor parallelism C runs only the linear layers and the sampling. The weights are packed
-    in place. Raises BuildError and ValueError as `NativeRunner`, and then leaves the model
-    unchanged.
+    in place. Raises BuildError and ValueError as `NativeRunner` does, and then leaves the
+    model unchanged.
     """
     if model.runner.tp_group:
         library = load()

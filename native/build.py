@@ -84,7 +84,7 @@ def default_compiler() -> list[str]:
         return ["cc"]
     if importlib.util.find_spec("ziglang"):
         return [sys.executable, "-m", "ziglang", "cc"]
-    raise BuildError("there is no C compiler; `pip install ziglang` brings one, for one thread")
+    raise BuildError("there is no C compiler; `pip install ziglang` installs one, for one thread")
 
 
 def predefined_macros(command: list[str], candidates: tuple) -> tuple[tuple[str, ...], bytes]:

@@ -15,7 +15,7 @@ INLINE int omp_get_num_threads(void) { return 1; }
 
 // Return exp(x), with x clamped to -87..88. NaN stays NaN. As in Cephes' expf, the result is 2**n
 // times a polynomial in r = x - n ln 2, where n is x / ln 2 rounded to an integer. No branches, so
-// the compiler can vectorize it.
+// the compiler can vectorise it.
 INLINE float exponential(float x) {
   x = x < -87 ? -87 : x;
   x = x > 88 ? 88 : x;

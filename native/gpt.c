@@ -1,8 +1,8 @@
 // The forward pass of GPT-2, Llama and related models on a CPU, with 32-, 16-, 8- or 4-bit weights.
 //
-// All threads execute a parallel region. `#pragma omp for` divides a loop among them and ends with
-// a barrier, unless it says `nowait`. Every thread executes the remaining code, for all tokens or
-// for its `thread_range` of them.
+// All threads execute each parallel region. `#pragma omp for` divides a loop among them and ends
+// with a barrier, unless it says `nowait`. Every thread executes the remaining code, for all tokens
+// or for its `thread_range` of them.
 // Sizes: T tokens, C channels (n_embd), H query heads, K KV heads, D channels per head (head_dim).
 #include <float.h>
 #include <math.h>
@@ -23,7 +23,7 @@
 // each int32 sum the dot product of GROUP Quants, packed into the 4 bytes of `values`, and GROUP
 // int8 weights. A Quant is an activation rounded to an integer, plus ZERO_POINT, because VNNI takes
 // unsigned bytes. FROM_FLOAT16 converts WIDTH float16 values to float32. It is defined where the
-// CPU can do so.
+// CPU has an instruction for it.
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #include <immintrin.h>
@@ -110,7 +110,7 @@ typedef uint16_t HalfVector __attribute__((vector_size(2 * WIDTH), aligned(2), m
 
 enum { FLOAT32, FLOAT16, BFLOAT16, INT8, Q8, Q4 };  // quantisation types of weights and caches
 
-// Load WIDTH weights as floats, from index i on. Both 16-bit types convert to float32 exactly.
+// Load WIDTH weights as floats, starting at index i. Both 16-bit types convert to float32 exactly.
 INLINE Vector load_weights(const int quant_type, const void *w, int64_t i) {
   const uint16_t *h = (const uint16_t *)w + i;
   if (quant_type == FLOAT32) return LOAD((const float *)w + i);
@@ -118,15 +118,15 @@ INLINE Vector load_weights(const int quant_type, const void *w, int64_t i) {
 #ifdef FROM_FLOAT16
   return FROM_FLOAT16(h);
 #else
-  // The multiplication adds 112 to the exponent, the difference of the two biases. It is right for
-  // subnormals too. Infinity and NaN have all exponent bits set.
+  // The multiplication adds 112 to the exponent, the difference of the two biases. It handles
+  // subnormals too. `special` sets all exponent bits for infinity and NaN.
   UintVector bits = WIDEN(h), magnitude = (bits & 0x7fff) << 13;
   UintVector special = (UintVector)(magnitude >= 0x7c00 << 13) & 0x7f800000;
   return (Vector)((UintVector)((Vector)magnitude * 0x1p112f) | special | (bits & 0x8000) << 16);
 #endif
 }
 
-// Take every second lane of a and b, from lane 0 or 1 on.
+// Take every second lane of a and b, starting at lane i, 0 or 1.
 #define LANES_4(i) i, i + 2, i + 4, i + 6
 #define LANES_8(i) LANES_4(i), LANES_4(i + 8)
 #define LANES_16(i) LANES_8(i), LANES_8(i + 16)
@@ -186,7 +186,7 @@ typedef struct {
     Q8Block *blocks;  // (T, blocks)
   };
   float *scale;    // (T)
-  float *rotated;  // (in), one token's rotated input, scratch of one thread
+  float *rotated;  // (in), each thread's scratch for one token's rotated input
 } Input;
 
 static int64_t num_blocks(const Linear *l) { return (l->in + BLOCK - 1) / BLOCK; }
@@ -228,7 +228,7 @@ INLINE void gemm_float(const int T, const int quant_type, int64_t in, const void
       for (int v = 0; v < VECTORS; v++) wv[v] = load_weights(quant_type, w, i * PANEL + v * WIDTH);
       for (int t = 0; t < T; t++)
         for (int v = 0; v < VECTORS; v++)
-          sums[t][v] = MULADD(x[t * in + i] - (Vector){0}, wv[v], sums[t][v]);
+          sums[t][v] = MULADD(x[t * in + i] - (Vector){0}, wv[v], sums[t][v]);  // - {0}: broadcast
     }
     for (int t = 0; t < T; t++)
       for (int v = 0; v < VECTORS; v++) *(Vector *)(y[t] + v * WIDTH) += sums[t][v];
@@ -793,7 +793,7 @@ typedef struct {
   float sum[WIDTH];  // of their exponentials
 } SoftmaxState;
 
-// Step 2: replace the scores of a block, (KV_BLOCK, T), by exponentials, at most 1 so that none
+// Step 2: replace the scores of a block, (KV_BLOCK, T), with exponentials, at most 1 so that none
 // overflows. unmasked: whether every query attends to the whole block. rescale: (T), returns the
 // factors for the sums of earlier blocks.
 INLINE void update_softmax(const int T, int64_t D, const KVView *kv, int64_t start, int unmasked,
@@ -939,7 +939,7 @@ void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, 
 }
 
 // Return the first token of the query block of token t, or -1 if it is not entirely in this pass.
-// Query blocks begin at multiples of WIDTH positions.
+// Query blocks begin at positions that are multiples of WIDTH.
 static int64_t query_block_start(const Pass *p, int64_t t) {
   int64_t first = t - p->positions[t] % WIDTH;
   int64_t last = first + WIDTH - 1;

@@ -59,7 +59,7 @@ class NativeSampler(TorchRunner):
         positions: list[int],
         token_masks: list | None = None,
     ) -> list[int]:
-        """Sample the next token of each row, as `draw.draw`."""
+        """Sample the next token of each row, as `draw.draw` does."""
         return draw.draw(self.library, logits, params, positions, token_masks)
 
 
@@ -69,7 +69,8 @@ class NativeRunner(NativeSampler):
     The model's weights are packed in place. C does not see weights that are loaded or moved later,
     and the model cannot be copied or pickled.
 
-    target: as in `build.load`. Raises BuildError if the build fails, ValueError as `model_struct`.
+    target: as in `build.load`. Raises BuildError if the build fails, ValueError as
+    `model_struct` does.
     """
 
     def __init__(self, model, target: tuple[str, ...] | None = None):

@@ -151,7 +151,7 @@ def norm(layer, size: int) -> NormStruct:
 def linear(layer, out: int, size: int) -> LinearStruct:
     """Return the C struct of a native layer, or check a layer that is to become native.
 
-    The struct of a layer that is not native yet has sizes only.
+    The struct of a layer that is not native yet has only sizes.
     """
     if isinstance(layer, NativeEmbedding):
         layer = layer.linear

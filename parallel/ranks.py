@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from errors import UserError, catch_out_of_memory, is_out_of_memory
 
 PARALLEL_MODES = "gather", "reduce"
-TIMEOUT = timedelta(seconds=60)  # a rank that does not answer within it counts as dead
+TIMEOUT = timedelta(seconds=60)  # a rank that has not answered by then counts as dead
 IDLE_TIMEOUT = timedelta(days=365)  # between two passes
 LOST_CONNECTION = re.compile("connect|time.?out|timed out|socket|pipe|barrier", re.IGNORECASE)
 RANK_LOST = "another process has ended or does not respond"
@@ -26,10 +26,10 @@ class RankError(Exception):
 
 
 class TensorParallelGroup:
-    """The tensor-parallel group: this process's rank, from 0 on, and the number of processes, size.
+    """The tensor-parallel group. rank: of this process, from 0. size: the number of processes.
 
     Rank 0 is the driver: it does the input and output and broadcasts each pass to the workers.
-    parallel_mode: how layers join their results, "gather" or "reduce". collectives, bytes_sent,
+    parallel_mode: how layers combine their results, "gather" or "reduce". collectives, bytes_sent,
     seconds: the number of collectives in passes, the bytes that this rank sent, and the time they
     took, waiting included. `broadcast` is not counted. Use it as a context manager. All ranks leave
     the block together. If one fails in it, all fail: the first reports the reason, and the others
@@ -73,7 +73,7 @@ class TensorParallelGroup:
 
     @contextlib.contextmanager
     def fatal_out_of_memory(self):
-        """Raise RankError if memory runs out inside the block, because no rank can go on."""
+        """Raise RankError if memory runs out inside the block, because no rank can continue."""
         try:
             with catch_out_of_memory("the sequences of this step"):
                 yield
@@ -81,7 +81,7 @@ class TensorParallelGroup:
             raise RankError(str(error)) from None
 
     def broadcast(self, command=None):
-        """Broadcast rank 0's command and return it on every rank. Workers may wait long for it."""
+        """Broadcast rank 0's command and return it on every rank. Workers may wait a long time."""
         objects = [command]
         self.run_collective(dist.broadcast_object_list, objects, group=self.broadcast_group)
         return objects[0]
@@ -156,7 +156,7 @@ class TensorParallelRunner:
         self.local_runner = local_runner
 
     def with_local_runner(self, local_runner) -> "TensorParallelRunner":
-        """Return a runner on the same ranks whose parts another backend computes."""
+        """Return a runner on the same ranks, with this rank's part on another backend."""
         return TensorParallelRunner(self.tp_group, local_runner)
 
     def logits(self, model, cache, spans: list, keep: list[int]) -> torch.Tensor:

@@ -82,9 +82,9 @@ def local_kv_heads(heads: range, group: int) -> list[int]:
 class ShardPlan:
     """The shards of a model's weights on this rank, and the widths of all ranks.
 
-    shards: this rank's, by the name of the weight. heads, inner, expert_inner, outputs: the ranges
-    of each rank. kv_heads: of this rank. parallel_mode: how layers join their results, the group's
-    mode if None. Raises UserError if the model has too few heads.
+    shards: of this rank, by weight name. heads, inner, expert_inner, outputs: one range per rank.
+    kv_heads: of this rank. parallel_mode: how layers combine their results; None: the group's
+    mode. Raises UserError if the model has too few heads.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class ShardPlan:
             self.shards[name] = shard if weight.dim() > 1 else Shard(shard.rows)
 
     def local_blocks(self, blocks: Iterator[tuple]) -> Iterator[tuple]:
-        """Yield this rank's share of a whole model's blocks, as `load_weight_rows` takes them."""
+        """Yield this rank's share of blocks of weight rows, as `load_weight_rows` takes them."""
         for name, rows, block in blocks:
             shard = self.shards[name]
             for destination, source in overlapping_rows(shard.rows, rows):
@@ -156,7 +156,7 @@ class ShardPlan:
 
 
 def shard_model(model: Model, plan: ShardPlan) -> None:
-    """Shrink each weight of an uninitialized model to this rank's shard."""
+    """Shrink each weight of an uninitialised model to this rank's shard."""
     for name, shard in plan.shards.items():
         layer, _, attribute = name.rpartition(".")
         whole = model.get_parameter(name)
@@ -222,7 +222,8 @@ def parallelize_vocabulary(model: Model) -> None:
 class ColumnParallelLinear(nn.Module):
     """A linear layer with its outputs split over the ranks.
 
-    inputs, outputs: the widths on each rank. Each output is summed by a single process.
+    It gathers its inputs first, unlike Megatron-LM's, so that a single process sums each output.
+    inputs, outputs: the widths on each rank.
     """
 
     def __init__(self, layer, tp_group: TensorParallelGroup, inputs: list[int], outputs: list[int]):

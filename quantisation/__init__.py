@@ -12,8 +12,8 @@ from quantisation.int8 import Int8Embedding, load_weight_rows, replace_with_int8
 class Quantisation(NamedTuple):
     """The layers and the storage of a model whose weights have some dtype.
 
-    replace_layers(model, formats): puts uninitialized layers in place; formats: as in
-    `replace_with_block_linear`. load_rows: writes rows of a weight, as `load_weight_rows`.
+    replace_layers(model, formats): puts uninitialised layers in place; formats: as in
+    `replace_with_block_linear`. load_rows: writes rows of a weight, like `load_weight_rows`.
     """
 
     label: str  # for messages

@@ -126,7 +126,7 @@ def block_linear(
 class BlockLinear(nn.Module):
     """A linear layer with a block-quantised weight, int8 (out_features, in_features) or nibbles.
 
-    Rows are zero-padded to whole blocks. All tensors are uninitialized.
+    Rows are zero-padded to whole blocks. All tensors are uninitialised.
     """
 
     def __init__(self, layer: nn.Linear | nn.Embedding, block_format: BlockFormat = Q8_0):
@@ -172,7 +172,7 @@ class BlockEmbedding(BlockLinear):
 
 
 def replace_with_block_linear(model: nn.Module, formats: dict[str, BlockFormat]) -> nn.Module:
-    """Replace the linear layers and the token embedding with uninitialized block layers.
+    """Replace the linear layers and the token embedding with uninitialised block layers.
 
     formats: by the name of the weight, Q8_0 for weights not in it.
     """

@@ -5,8 +5,8 @@ LLM.int8() keeps outliers in half precision. Here a rotation spreads them over a
 before quantisation: inputs and weights are rotated by the same orthogonal matrix, as in QuaRot
 (Ashkboos et al. 2024, 2404.00456).
 
-Activations are quantised to int8 as well, so a difference in the last bit of one can become a whole
-quantisation step. torch's attention is not batch-invariant, so with it the output may depend on
+Activations are quantised to int8 as well, so a last-bit difference in one can become a whole
+quantisation step. torch's attention is not batch-invariant, so in torch the output may depend on
 the batch in `generate` and in the engine, or on the number of processes. If C computes the whole
 pass, the output is batch-invariant.
 """
@@ -24,7 +24,7 @@ def rotate_channels(x: torch.Tensor) -> torch.Tensor:
 
     n is 2**k times an odd number. Each prime factor p of n, in increasing order, gives a stage that
     mixes groups of p channels. For p = 2, a and b become a + b and a - b. These k stages are a
-    Hadamard matrix. For odd p each group is reflected: twice its mean is subtracted from each
+    Hadamard transform. For odd p each group is reflected: twice its mean is subtracted from each
     channel. The sums have a fixed order, the same in C.
     """
     n = x.shape[-1]
@@ -40,7 +40,7 @@ def rotate_channels(x: torch.Tensor) -> torch.Tensor:
             parts = [part - twice_mean for part in parts]
         # Each stage groups its results by part. After the last stage the channels are in order.
         y = torch.cat(parts)
-    # Contiguous, because torch sums a strided row in another order.
+    # Contiguous, because torch sums a strided row in a different order.
     return y.t().reshape(x.shape).contiguous()
 
 
@@ -99,7 +99,7 @@ def dequantize_sums(
 
 def int8_matmul(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Compute values @ weight.T of int8 tensors as exact int32 sums."""
-    # torch has no int8 matmul that is right on every CPU. float32 is exact for short sums of small
+    # torch has no int8 matmul that is exact on every CPU. float32 is exact for short sums of small
     # integers.
     parts = zip(values.split(EXACT_TERMS, dim=-1), weight.split(EXACT_TERMS, dim=-1))
     return sum((a.float() @ b.float().t()).to(torch.int32) for a, b in parts)
@@ -108,7 +108,7 @@ def int8_matmul(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class Int8Linear(nn.Module):
     """A linear layer with an int8 weight (out_features, in_features) and its scale (out_features,).
 
-    The rows of the weight are rotated, and so is each input. Both tensors are uninitialized. Raises
+    The rows of the weight are rotated, and so is each input. Both tensors are uninitialised. Raises
     UserError for rows whose sums may not fit int32.
     """
 
@@ -140,7 +140,7 @@ class Int8Embedding(Int8Linear):
 
 
 def replace_with_int8_linear(model: nn.Module) -> nn.Module:
-    """Replace the linear layers and the token embedding with uninitialized int8 layers."""
+    """Replace the linear layers and the token embedding with uninitialised int8 layers."""
     for module in list(model.modules()):
         for name, layer in module.named_children():
             if isinstance(layer, nn.Linear):

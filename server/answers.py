@@ -31,7 +31,7 @@ def api_error(error: Exception) -> APIError:
 
 
 async def with_cancellation(request: Request, handler: Coroutine[None, None, Response]) -> Response:
-    """Return a handler's response, or cancel the handler if its client disconnects before.
+    """Return a handler's response, or cancel the handler if its client disconnects first.
 
     The request's body has been read, so `receive` can only return the disconnect. Until the
     response starts, nothing else calls it.
@@ -212,7 +212,7 @@ class ResponseBuilder:
     async def events(
         self, first: dict[int, Update], update_stream: AsyncIterator[dict[int, Update]]
     ) -> AsyncIterator[bytes]:
-        """Yield the response as events, one or more at a time. An error becomes an event, too."""
+        """Yield the response as events, one or more at a time. An error also becomes an event."""
         try:
             for chunk in split_chunks(self.deltas(first)):
                 yield chunk

@@ -34,7 +34,7 @@ async def create_completion(body: CompletionRequest, served: ServedModel) -> Res
     if body.echo:
         body.check_echo([prompt for prompt in body.prompts if isinstance(prompt, str)])
     matcher = await served.check_params(params[0], body.constraint_field)
-    # In another thread, because a long prompt takes long to encode.
+    # In another thread, because encoding a long prompt is slow.
     encoded = await asyncio.to_thread(served.encode, body.prompts)
     limit = body.truncate_prompt_tokens
     prompts = [

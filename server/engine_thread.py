@@ -44,7 +44,7 @@ class Observer(Protocol):
 
 
 class Generation:
-    """Sequences of one call, and their updates that the reader has not fetched.
+    """One call of `generate`: its requests, and the updates that the reader has not fetched.
 
     matcher: keeps the compiled constraint alive, if there is one.
     """
@@ -89,16 +89,16 @@ class RequestState:
 
     generation: Generation
     index: int
-    number: int  # counts the requests of this engine
+    number: int  # serial number of the request in this engine
     num_chars_sent: int = 0
 
 
 class EngineThread:
     """An engine that runs in its own thread, for readers in an event loop.
 
-    make_engine: returns the engine. It is called in the thread, because it may take long.
+    make_engine: returns the engine. It is called in the thread, because it may take a long time.
     max_waiting: maximum number of requests in addition to max_num_seqs.
-    max_waiting_tokens: maximum number of prompt tokens of all calls without output so far.
+    max_waiting_tokens: maximum total of prompt tokens of calls that have no output yet.
     clock: returns seconds, to measure the duration of a step.
     Only this thread uses the engine, so it needs no lock, and no reader waits for a step. Requests
     enter through a queue, and after each step the new output goes to the event loop.
@@ -123,13 +123,13 @@ class EngineThread:
         self.observers: list[Observer] = []
         self.request_numbers = itertools.count(1)
         self.generations: set[Generation] = set()  # with a reader; only for the event loop
-        # Why the engine does not run; None while it does.
+        # Why the engine is not running; None while it is.
         self.error: str | None = "the model is still loading"
         # A daemon thread, so that the process can exit during a step.
         self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, which makes the engine. The future `ready` resolves when it is made."""
+        """Start the thread, which makes the engine. The future `ready` resolves once it exists."""
         self.loop = asyncio.get_running_loop()
         self.ready = self.loop.create_future()
         self.thread.start()
@@ -167,7 +167,7 @@ class EngineThread:
 
     @property
     def waiting_tokens(self) -> int:
-        """Return the number of prompt tokens of calls without output so far."""
+        """Return the total of prompt tokens of calls that have no output yet."""
         return sum(generation.waiting_tokens for generation in self.generations)
 
     def admit(self, num_requests: int, num_tokens: int = 0) -> None:
@@ -206,7 +206,7 @@ class EngineThread:
         self.generations.add(generation)
         try:
             if matcher is None and inputs.params and inputs.params[0].constraint:
-                # Not in the engine's thread, where all requests would wait.
+                # Not in the engine's thread, where compiling would block all requests.
                 generation.matcher = await run_in_compile_pool(
                     compile_matcher, inputs.params[0], self.encoding, self.config
                 )
@@ -258,7 +258,7 @@ class EngineThread:
         try:
             self.engine = self.make_engine()
         except BaseException as error:
-            if not isinstance(error, Exception):  # re-raised in the event loop, it would end it
+            if not isinstance(error, Exception):  # raised in the event loop, it would end the loop
                 error = RuntimeError(repr(error))
             self.call_in_event_loop(self.set_ready, error)
             return

@@ -25,7 +25,7 @@ class PrefixIndex:
         self.requests: dict[str, tuple[Hashable, int]] = {}  # replica and number of prompts
 
     def set_replicas(self, replicas: set) -> None:
-        """Keep the state of these replicas only, and add new ones."""
+        """Keep only the state of these replicas, and add new ones."""
         self.pages = {each: self.pages.get(each, OrderedDict()) for each in replicas}
         self.requests = {
             request_id: location

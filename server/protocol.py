@@ -369,7 +369,7 @@ class ResponseFormat(StrictModel):
 
     @functools.cached_property
     def constraint(self) -> dict:
-        """Return fields of SamplingParams. Cached, because a schema may be long to serialize."""
+        """Return fields of SamplingParams. Cached, because serialising a schema may be slow."""
         if self.type == "text":
             return {}
         schema = self.json_schema.schema_ if self.json_schema else {"type": "object"}
@@ -408,7 +408,7 @@ class StructuredOutputs(StrictModel):
 
     @functools.cached_property
     def constraint(self) -> dict:
-        """Return fields of SamplingParams. Cached, because a schema may be long to serialize."""
+        """Return fields of SamplingParams. Cached, because serialising a schema may be slow."""
         schema = self.json_ if isinstance(self.json_, str | None) else json.dumps(self.json_)
         values = {"json_schema": schema, "regex": self.regex, "grammar": self.grammar}
         values["choices"] = None if self.choice is None else tuple(self.choice)

@@ -104,7 +104,7 @@ class ReplicaClient:
 
     @property
     def stall_reason(self) -> str | None:
-        """Return the stall reason of this process only, because Ray checks the replicas itself."""
+        """Return the stall reason of only this process, because Ray checks the replicas itself."""
         return stall_reason()
 
     def admit(self, num_requests: int, num_tokens: int = 0) -> None:
@@ -115,7 +115,7 @@ class ReplicaClient:
     ) -> AsyncIterator[dict[int, Update]]:
         """Yield what `EngineThread.generate` yields; one replica computes the whole call.
 
-        The replica compiles the constraint again, because `matcher` exists in this process only.
+        The replica compiles the constraint again, because `matcher` exists only in this process.
         """
         updates = self.handle.generate.remote(inputs)
         try:

@@ -126,7 +126,7 @@ class ResponsesBuilder(ChatCompletionBuilder):
     async def events(
         self, first: dict[int, Update], update_stream: AsyncIterator[dict[int, Update]]
     ) -> AsyncIterator[bytes]:
-        """Yield the response as events, in chunks. An error becomes an event, too."""
+        """Yield the response as events, in chunks. An error also becomes an event."""
         for event_type in ("response.created", "response.in_progress"):
             for chunk in split_chunks(
                 self.event(event_type, response=self.response("in_progress"))

@@ -163,7 +163,7 @@ class ServedModel:
         return ids
 
     async def check_params(self, params: SamplingParams, constraint_field: str) -> Matcher | None:
-        """Check the token ids of parameters, and compile their constraint, which may take long.
+        """Check the token ids of parameters, and compile their constraint, which may be slow.
 
         constraint_field: the request's field with the constraint. Returns a matcher that keeps the
         compiled constraint alive. Raises APIError, and QueueFull as `compile_matcher` does.
@@ -311,7 +311,7 @@ class ServedModel:
         return tuple(id for name, id in special if not any(name in text for text in searched))
 
     def allowed_tracker(self, params: SamplingParams, limit: int) -> AllowedTokensTracker:
-        """Return a tracker of the tokens that the constraint allows, up to `limit` a position."""
+        """Return a tracker of the tokens that the constraint allows, up to `limit` per position."""
 
         def make() -> TimedMatcher:
             return TimedMatcher(make_matcher(params, self.backend.encoding, self.backend.config))

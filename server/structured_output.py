@@ -123,7 +123,7 @@ def stall_reason() -> str | None:
 def compile_matcher(params: SamplingParams, encoding, config) -> Matcher | None:
     """Return a matcher as `make_matcher` does, which keeps the compiled constraint alive.
 
-    Raises UserError as `make_matcher` and after COMPILE_SECONDS, and QueueFull if constraints in
+    Raises UserError as `make_matcher` does, and after COMPILE_SECONDS; QueueFull if constraints in
     use exceed MAX_BYTES or too many abandoned calls run.
     """
     constraint = params.constraint

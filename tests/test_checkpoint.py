@@ -105,7 +105,7 @@ def test_tensors_are_read_as_they_are(tmp_path, prefix, dtype):
         ({"transformer.transformer.a": WEIGHTS["a"]}, "unexpected tensor transformer.a"),
     ]
     + [
-        ({name: torch.ones(1)}, f"tensor {name}; quantized weights are not supported")
+        ({name: torch.ones(1)}, f"tensor {name}; quantised weights are not supported")
         for name in ("a.qweight", "a.weight_scale_inv", "a.scales", "a.absmax")
     ]
     + [

@@ -360,7 +360,7 @@ def test_without_compiled_code_torch_computes(fresh, cli, monkeypatch, backend):
     find_spec = fresh.importlib.util.find_spec
     for note in (
         "the C compiler false failed: no reason given",
-        "there is no C compiler; `pip install ziglang` brings one, for one thread",
+        "there is no C compiler; `pip install ziglang` installs one, for one thread",
     ):
         code, out, err = cli(*DRAFT, "--backend", backend)
         assert (code, out) == expected and err.count("\n") == 2

@@ -57,7 +57,7 @@ class Encoding:
             control_tokens = {token["content"] for token in added if is_control_token(token)}
             self.ordinary = ordinary_tokenizer(self.tokenizer, control_tokens)
             encode_ids(self.ordinary, "a")
-        except BaseException as error:  # the library's panics are no Exceptions
+        except BaseException as error:  # the library's panics are not Exceptions
             if isinstance(error, KeyboardInterrupt):
                 raise
             reason = " ".join(str(error).split())
@@ -202,7 +202,7 @@ def encode_ids(tokenizer: Tokenizer, text: str) -> list[int]:
         (encoded,) = tokenizer.encode_batch_fast(
             [replace_surrogates(text)], add_special_tokens=False
         )
-    except BaseException as error:  # the library's panics are no Exceptions
+    except BaseException as error:  # the library's panics are not Exceptions
         if type(error).__name__ != "PanicException":
             raise
         raise UserError("the tokenizer's pattern cannot split this text") from None
@@ -210,7 +210,7 @@ def encode_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def replace_surrogates(text: str) -> str:
-    """Replace lone surrogates, which UTF-8 cannot encode, by U+FFFD."""
+    """Replace lone surrogates, which UTF-8 cannot encode, with U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

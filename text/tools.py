@@ -25,7 +25,7 @@ FUNCTION_FIELDS = {  # field of a function: type, description
 
 
 def read_tools(text: str) -> list[dict]:
-    """Parse tools from JSON. Raises UserError as `check_tools`, and for invalid JSON."""
+    """Parse tools from JSON. Raises UserError as `check_tools` does, and for invalid JSON."""
     try:
         tools = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -135,7 +135,7 @@ def probe_tool_format(
 ) -> ToolFormat:
     """Detect the tool-call format from a rendered reply with this content and tool calls.
 
-    asked: messages before the reply, the last one by the user. Raises UserError as
+    asked: messages before the reply, the last one from the user. Raises UserError as
     `detect_tool_format`.
     """
     names = ["first_function", "second_function", "third_function"]
