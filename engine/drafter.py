@@ -11,6 +11,7 @@ from cache import ContextWindow, Span, common_prefix_length
 from drafts import check_vocabularies, prompt_lookup
 from engine.cache import PagedCache
 from engine.config import LIMITS
+from engine.device import use_device_runner
 from engine.pages import PagePool, page_count
 from engine.request import Request
 from engine.scheduler import ScheduledRequest
@@ -71,6 +72,7 @@ class PagedModelDrafter:
     ):
         check_vocabularies(target.config, draft.config)
         check_limits(LIMITS, max_num_seqs=max_num_seqs, page_size=page_size)
+        use_device_runner(draft)
         self.model = draft
         self.max_num_seqs = max_num_seqs
         self.context_window = ContextWindow(draft.config.block_size)

@@ -11,6 +11,7 @@ from cache import ContextWindow, common_prefix_length, layer_sliding_windows
 from constraints.compiler import make_matcher
 from engine.cache import PagedCache
 from engine.config import EngineConfig
+from engine.device import use_device_runner
 from engine.drafter import AdaptiveSpeculation, Drafter
 from engine.pages import PagePool, salt_with_adapter, sliding_page_count
 from engine.request import Event, Request, make_request
@@ -58,6 +59,7 @@ class Engine:
         block_size = model.config.block_size
         num_pages = config.cache_size(block_size)
         page_size = config.page_size
+        use_device_runner(model)
         self.model = model
         self.config = config
         sliding_windows = layer_sliding_windows(model.config)
