@@ -483,11 +483,20 @@ def apply_repetition_penalty(
     logits: (..., vocab_size). seen: bools of the same shape, for tokens of prompt and output.
     Returns new logits. Keskar et al. 2019, "CTRL".
     """
-    # An infinite penalty or logit would turn the softmax into NaN.
     limits = torch.finfo(logits.dtype)
     penalty = min(max(penalty, limits.tiny), limits.max)
-    lowered = torch.where(logits > 0, logits / penalty, logits * penalty)
-    return torch.where(seen, lowered.clamp(limits.min, limits.max), logits)
+    return torch.where(seen, scale_logits(logits, penalty), logits)
+
+
+def scale_logits(logits: torch.Tensor, penalty: float | torch.Tensor) -> torch.Tensor:
+    """Divide positive and multiply negative logits by a penalty > 0.
+
+    penalty: a number, or a tensor with one for each logit.
+    """
+    # An infinite logit would turn the softmax into NaN.
+    limits = torch.finfo(logits.dtype)
+    scaled = torch.where(logits > 0, logits / penalty, logits * penalty)
+    return scaled.clamp(limits.min, limits.max)
 
 
 def apply_frequency_penalty(

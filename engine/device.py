@@ -1,16 +1,21 @@
 """The torch backend on a GPU, where each upload and each result that the host reads costs time."""
 
+from collections import Counter
+
 import torch
+import torch.nn.functional as F
 
 from engine.upload import upload
 from model import Model, TorchRunner
 from sampling import (
     Sequence,
-    apply_logits_processors,
-    apply_token_mask,
+    apply_frequency_penalty,
+    apply_presence_penalty,
     exponential,
+    get_penalties,
     min_p_threshold,
     rng_states,
+    scale_logits,
     splitmix64,
 )
 
@@ -26,8 +31,6 @@ class DeviceRunner(TorchRunner):
     ) -> list[int]:
         if any(each.params.temperature and each.params.seed is None for each in sequences):
             return super().sample_batch(logits, sequences, generator)
-        logits = apply_logits_processors(logits, sequences)
-        logits = apply_token_mask(logits, [each.token_mask for each in sequences])
         sampling = BatchSampling(sequences)
         return sampling.sample(logits, upload(sampling.parts, logits.device)).tolist()
 
@@ -53,23 +56,50 @@ class BatchSampling:
         self.is_greedy = all(each.temperature == 0 for each in params)
         self.is_filtered = any(each.top_k or each.top_p < 1 or each.min_p for each in params)
         numbers = []
-        for each in params:
+        biases = []
+        seen = []
+        banned = []
+        masks = []
+        for row, sequence in enumerate(sequences):
+            each = sequence.params
             # cumsum may reach 1 before the last token, and top-p 1 keeps them all.
             top_p = each.top_p if each.top_p < 1 else LIMITS.max
             # In float32 a tiny temperature would become 0, which is greedy.
             temperature = max(each.temperature, LIMITS.tiny) if each.temperature else 0
-            numbers.append([temperature, top_p, min_p_threshold(each.min_p)])
+            penalties = get_penalties(each)
+            *additive, repetition = penalties
+            repetition = max(repetition, LIMITS.tiny)
+            threshold = min_p_threshold(each.min_p)
+            numbers.append([temperature, top_p, threshold, *additive, repetition])
+            biases += [(row, token, bias) for token, bias in each.logit_bias]
+            if penalties != (0, 0, 1):
+                output = Counter(sequence.output)
+                seen += [(row, token, output[token]) for token in set(sequence.tokens)]
+            if len(sequence.output) < each.min_tokens:
+                banned += [(row, token) for token in sequence.all_stop_token_ids]
+            if sequence.token_mask is not None:
+                padded = F.pad(sequence.token_mask, (0, -len(sequence.token_mask) % 8))
+                masks.append((row, padded.view(torch.int64)))
         numbers = torch.tensor(numbers, dtype=torch.float64).clamp(LIMITS.min, LIMITS.max)
+        bias_values = torch.tensor([bias for _, _, bias in biases], dtype=torch.float64)
         self.parts = [
             numbers.T.reshape(-1).view(torch.int64),
             rng_states([(each.params.seed or 0, len(each.tokens)) for each in sequences]),
             [each.top_k or 2**31 for each in params],
+            *columns(biases, 2),
+            bias_values.view(torch.int64),
+            *columns(seen, 3),
+            *columns(banned, 2),
+            *columns(masks, 1),
+            torch.cat([mask for _, mask in masks]) if masks else [],
         ]
 
     def sample(self, logits: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
         """Return the next token of each row, (B,). logits: (B, vocab_size), float32, finite."""
-        numbers, states, top_k = parts
-        temperature, top_p, threshold = numbers.view(torch.float64).to(logits.dtype).view(3, -1, 1)
+        numbers, states, top_k, *edits = parts
+        numbers = numbers.view(torch.float64).to(logits.dtype).view(6, -1, 1)
+        temperature, top_p, threshold = numbers[:3]
+        logits = self.process(logits, numbers[3:, :, 0], edits)
         best = logits.argmax(dim=-1)
         if self.is_greedy:
             return best
@@ -88,3 +118,37 @@ class BatchSampling:
             scores = scores.masked_fill(outside, -1)
         drawn = ids.gather(-1, scores.argmax(dim=-1, keepdim=True))
         return torch.where(temperature > 0, drawn, best[:, None])[:, 0]
+
+    def process(
+        self, logits: torch.Tensor, penalties: torch.Tensor, edits: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """Apply biases, penalties, min_tokens bans and token masks; return new logits.
+
+        penalties: presence, frequency and repetition penalty of each row, (3, B). edits: the rows
+        and token ids that each of them changes.
+        """
+        bias_rows, biased, bias_values, rows, ids, counts, *edits = edits
+        ban_rows, banned, mask_rows, masks = edits
+        if len(bias_rows):
+            values = bias_values.view(torch.float64).to(logits.dtype)
+            logits = logits.index_put((bias_rows, biased), values, accumulate=True)
+        if len(rows):
+            presence, frequency, repetition = penalties[:, rows]
+            selected = logits[rows, ids]
+            selected = scale_logits(selected, repetition)
+            selected = apply_frequency_penalty(selected, counts, frequency)
+            selected = apply_presence_penalty(selected, counts > 0, presence)
+            logits = logits.index_put((rows, ids), selected)
+        banned_logit = logits.new_full((), -torch.inf)
+        if len(ban_rows):
+            logits = logits.index_put((ban_rows, banned), banned_logit)
+        if len(mask_rows):
+            allowed = masks.view(torch.bool).view(len(mask_rows), -1)[:, : logits.shape[-1]]
+            masked = torch.where(allowed, logits[mask_rows], banned_logit)
+            logits = logits.index_put((mask_rows,), masked)
+        return logits
+
+
+def columns(rows: list[tuple], count: int) -> list[list]:
+    """Return the first `count` columns of a table, which may have no rows."""
+    return [[row[column] for row in rows] for column in range(count)]
