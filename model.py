@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from adapters import Adapters, use_adapters
 from cache import Span, layer_sliding_windows, make_causal_mask
 from errors import UserError
-from sampling import Sequence, sample_batch
+from sampling import Sequence, sample_batch, zero_nonfinite_rows
 
 # (layer, q, k, v) -> attention output
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -81,6 +81,14 @@ def causal_attention(
     ).transpose(1, 2)
 
 
+class StepOutput(NamedTuple):
+    """The result of `step`, one entry for each kept position."""
+
+    tokens: list[int]  # sampled after it; arbitrary where its logits are not finite
+    finite: list[bool]  # whether its logits are
+    logits: torch.Tensor  # (len(tokens), vocab_size); zeros where they are not finite
+
+
 class TorchRunner:
     """The torch backend: computes logits and samples tokens.
 
@@ -103,6 +111,17 @@ class TorchRunner:
         if rows != list(range(len(x))):  # in most steps each span is one token
             x = x[rows]
         return model.head(x).float()
+
+    def step(
+        self, model, cache, spans: list[Span], keep: list[int], sequences: list[Sequence]
+    ) -> StepOutput:
+        """Run a pass as `logits` does, and sample after each position that it keeps.
+
+        sequences: up to each of these positions; each greedy or with a seed.
+        """
+        logits = self.logits(model, cache, spans, keep)
+        finite = zero_nonfinite_rows(logits)
+        return StepOutput(self.sample_batch(logits, sequences), finite, logits)
 
     def sample_batch(
         self,

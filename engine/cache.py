@@ -1,6 +1,7 @@
 """Paged KV cache of many sequences, and attention over it."""
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -15,7 +16,17 @@ from cache import (
     to_cache_dtype,
 )
 from engine.pages import page_count
+from engine.upload import upload
 from errors import UserError
+
+
+class PassPlan(NamedTuple):
+    """A pass that is planned on the host."""
+
+    parts: list[list[int]]  # what `PagedCache.bind` needs on the device
+    shapes: list[tuple[int, int]]  # of each attention batch: sequences, tokens of each
+    ends: list[int]  # of each span
+    length: int  # positions of the longest sequence
 
 
 class PagedCache:
@@ -53,6 +64,8 @@ class PagedCache:
                 f" {sum(map(math.prod, shapes)) * dtype.itemsize:,} bytes does not fit in memory"
             ) from None
         self.storage = self.storages[0]
+        # Sliding window and KV cache group of the layers, each pair once.
+        self.views = sorted(set(zip(self.sliding_windows, self.group_ids)), key=str)
         # Views of each layer's storage: (2, num_pages, n_kv_head, page_size, width) in `layers`,
         # (2, num_pages * n_kv_head, page_size * width) in `head_pages`.
         parts = [iter(storage.unbind()) for storage in self.storages]
@@ -66,7 +79,11 @@ class PagedCache:
         Spans with equal token counts and similar numbers of pages form one attention batch and are
         adjacent in N. A span's end is the index in N one past its last token.
         """
-        device = self.storage.device
+        plan = self.plan(spans)
+        return *self.bind(plan, upload(plan.parts, self.storage.device)), plan.ends
+
+    def plan(self, spans: list[Span]) -> PassPlan:
+        """Plan a pass on the host, as `prepare` does."""
         size = self.storage.shape[4]
         batches = {}
         new_pages = [[] for _ in self.storages]  # pages about to get their first position
@@ -81,10 +98,9 @@ class PagedCache:
         positions = []
         pages = [[] for _ in self.storages]
         ends = [0] * len(spans)
-        pairs = set(zip(self.sliding_windows, self.group_ids))
-        self.batches = []
+        shapes = []
+        views = []
         for (count, _), members in batches.items():
-            first = len(tokens)
             for index, span, tables in members:
                 steps = range(span.start, span.start + count)
                 tokens += span.tokens
@@ -93,49 +109,83 @@ class PagedCache:
                     group_pages += [table[step // size] for step in steps]
                 ends[index] = len(tokens)
             starts = [span.start for _, span, _ in members]
-            kv_views = {}
-            for sliding_window, group_id in pairs:
+            shapes.append((len(members), count))
+            for sliding_window, group_id in self.views:
                 group_tables = [tables[group_id] for _, _, tables in members]
-                view = self.kv_view(starts, count, group_tables, sliding_window)
-                kv_views[sliding_window] = view
-            self.batches.append((slice(first, len(tokens)), kv_views))
-        largest = max(
-            len(head_pages) for _, kv_views in self.batches for head_pages, _ in kv_views.values()
-        )
-        if largest > self.scratch.shape[1]:
-            self.scratch = self.scratch.new_empty(2, largest, self.scratch.shape[2])
-        # A reused page may hold NaN, and no mask hides it: 0 * NaN is NaN.
-        for storage, new in zip(self.storages, new_pages):
-            storage[:, :, new] = 0
-        position_ids = torch.tensor(positions, device=device)
-        self.slot_mappings = [
-            (torch.tensor(group_pages, device=device), position_ids % size) for group_pages in pages
-        ]
-        return torch.tensor(tokens, device=device), position_ids, ends
+                views += [starts, *self.page_columns(starts, group_tables, sliding_window)]
+        parts = [tokens, positions, *pages, *new_pages, *views]
+        return PassPlan(parts, shapes, ends, max(positions) + 1)
 
-    def kv_view(
-        self, starts: list[int], count: int, tables: list[list[int]], sliding_window: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the pages that `count` tokens of each of G sequences read, and the mask.
+    def page_columns(
+        self, starts: list[int], tables: list[list[int]], sliding_window: int | None
+    ) -> tuple[list[int], list[int]]:
+        """Return the number of skipped pages of each of G sequences, and the pages that it reads.
 
-        The pages are flat indices into `head_pages` of a layer with this sliding window, ordered
-        (G, heads, pages). The mask is (G, 1, count, positions).
+        The pages are (G, width), flattened.
         """
-        device = self.storage.device
-        heads, size, _ = self.storage.shape[3:]
+        size = self.storage.shape[4]
         skipped_pages = [first_visible_position(start, sliding_window) // size for start in starts]
         tables = [table[skipped:] for table, skipped in zip(tables, skipped_pages)]
         width = max(map(len, tables))
         # Pad with the sequence's own last page, because a page of another one could hold NaN.
         tables = [table + table[-1:] * (width - len(table)) for table in tables]
-        head_ids = torch.arange(heads, device=device)[:, None]
-        page_ids = torch.tensor(tables, device=device)
-        head_pages = page_ids[:, None] * heads + head_ids  # (G, heads, pages)
+        return skipped_pages, [page for table in tables for page in table]
+
+    def bind(self, plan: PassPlan, parts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Set up the attention of a planned pass; return its tokens and positions, both (N,).
+
+        parts: of the plan, on the device.
+        """
+        parts = iter(parts)
+        tokens, positions = next(parts), next(parts)
+        groups = range(len(self.storages))
+        offsets = positions % self.storage.shape[4]
+        self.slot_mappings = [(next(parts), offsets) for _ in groups]
+        for storage in self.storages:
+            new_pages = next(parts)
+            if len(new_pages):
+                # A reused page may hold NaN, and no mask hides it: 0 * NaN is NaN.
+                storage.index_fill_(2, new_pages, 0)
+        self.batches = []
+        end = 0
+        for G, count in plan.shapes:
+            kv_views = {
+                sliding_window: self.kv_view(
+                    next(parts), next(parts), next(parts), count, sliding_window
+                )
+                for sliding_window, _ in self.views
+            }
+            self.batches.append((slice(end, end + G * count), kv_views))
+            end += G * count
+        largest = max(
+            len(head_pages) for _, kv_views in self.batches for head_pages, _ in kv_views.values()
+        )
+        if largest > self.scratch.shape[1]:
+            self.scratch = self.scratch.new_empty(2, largest, self.scratch.shape[2])
+        return tokens, positions
+
+    def kv_view(
+        self,
+        starts: torch.Tensor,
+        skipped_pages: torch.Tensor,
+        page_ids: torch.Tensor,
+        count: int,
+        sliding_window: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the pages that `count` tokens of each of G sequences read, and the mask.
+
+        starts, skipped_pages: (G,). page_ids: (G * pages,). The result's pages are flat indices
+        into `head_pages` of a layer with this sliding window, ordered (G, heads, pages). The mask
+        is (G, 1, count, positions).
+        """
+        device = self.storage.device
+        heads, size, _ = self.storage.shape[3:]
+        page_ids = page_ids.view(len(starts), 1, -1)
+        head_pages = page_ids * heads + torch.arange(heads, device=device)[:, None]
         column = (-1, 1, 1, 1)
-        query_positions = torch.tensor(starts, device=device).view(column)
-        query_positions = query_positions + torch.arange(count, device=device)[:, None]
-        key_positions = torch.tensor(skipped_pages, device=device).view(column) * size
-        key_positions = key_positions + torch.arange(width * size, device=device)
+        query_positions = starts.view(column) + torch.arange(count, device=device)[:, None]
+        positions = torch.arange(page_ids.shape[2] * size, device=device)
+        key_positions = skipped_pages.view(column) * size + positions
         mask = make_causal_mask(query_positions, key_positions, sliding_window)
         return head_pages.flatten(), mask
 

@@ -17,7 +17,6 @@ from engine.request import Request
 from engine.scheduler import ScheduledRequest
 from errors import check_limits
 from model import Model
-from sampling import zero_nonfinite_rows
 
 
 class Drafter(Protocol):
@@ -94,9 +93,9 @@ class PagedModelDrafter:
                 self.prepare_span(requests[row], sequence.tokens)
                 for row, sequence in zip(rows, sequences)
             ]
-            logits = self.model.runner.logits(self.model, self.cache, spans, [1] * len(rows))
-            finite = zero_nonfinite_rows(logits)
-            tokens = self.model.runner.sample_batch(logits, sequences)
+            tokens, finite, _ = self.model.runner.step(
+                self.model, self.cache, spans, [1] * len(rows), sequences
+            )
             for row, span, token, is_finite, (_, error) in zip(rows, spans, tokens, finite, pairs):
                 if is_finite and error is None:
                     self.states[requests[row]].tokens.extend(span.tokens)

@@ -18,7 +18,7 @@ from engine.request import Event, Request, make_request
 from engine.scheduler import ScheduledRequest, Scheduler
 from errors import UserError, catch_out_of_memory, is_out_of_memory
 from model import Model
-from sampling import NOT_FINITE, SamplingParams, token_logprob, zero_nonfinite_rows
+from sampling import NOT_FINITE, SamplingParams, token_logprob
 from text.detokenizer import StopStringDetokenizer
 from text.tokenizer import Encoding
 
@@ -201,14 +201,14 @@ class Engine:
         """
         spans = [entry.span for entry in scheduled]
         keep = [len(entry.drafts) + 1 for entry in scheduled]
-        runner = self.model.runner
-        logits = runner.logits(self.model, self.cache, spans, keep)  # (sum of keep, vocab_size)
+        pairs = [pair for entry in scheduled for pair in entry.sequences()]
+        sequences = [sequence for sequence, _ in pairs]
+        tokens, finite, logits = self.model.runner.step(
+            self.model, self.cache, spans, keep, sequences
+        )
         self.scheduled = scheduled
         self.steps += 1
         self.num_computed_tokens += sum(len(entry.tokens) for entry in scheduled)
-        finite = zero_nonfinite_rows(logits)
-        pairs = [pair for entry in scheduled for pair in entry.sequences()]
-        tokens = runner.sample_batch(logits, [sequence for sequence, _ in pairs])
         outputs = []
         for end, own in zip(itertools.accumulate(keep), logits.split(keep)):
             part = slice(end - len(own), end)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from errors import UserError, catch_out_of_memory, is_out_of_memory
+from model import TorchRunner
 
 PARALLEL_MODES = "gather", "reduce"
 TIMEOUT = timedelta(seconds=60)  # a rank that has not answered by then counts as dead
@@ -145,7 +146,7 @@ class TensorParallelGroup:
             return True
 
 
-class TensorParallelRunner:
+class TensorParallelRunner(TorchRunner):
     """A runner that computes each pass on all ranks, driven by rank 0.
 
     local_runner: computes this rank's part.

@@ -13,6 +13,7 @@ from natives import check_strange_logits, in_c, in_torch, params_of, threads
 from engine.drafter import PagedModelDrafter
 from engine.engine import Engine
 from infer import generate
+from model import TorchRunner
 from native import build, use_native
 from native.draw import draw
 from sampling import SamplingParams, Sequence, sample_batch
@@ -226,8 +227,7 @@ def test_other_dtypes_are_for_torch(native, torch_numbers):
 def test_a_backend_is_one_class(tiny):
     """`generate` and the engine run all passes and all choices by the runner of the model."""
 
-    class Backend:
-        ranks = None
+    class Backend(TorchRunner):
         passes = []
 
         def logits(self, model, cache, spans, keep):
