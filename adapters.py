@@ -29,7 +29,6 @@ class Adapters:
         self, model, lora_weights: dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]]
     ):
         self.names = list(lora_weights)
-        self.device = model.device
         self.rows: list[tuple[str, torch.Tensor | None]] = []
         layers = self.layers = {}  # layer path -> adapter name -> (A, B)
         for name, weights in lora_weights.items():
@@ -53,17 +52,9 @@ class Adapters:
             self.hooks.append(model.get_submodule(path).register_forward_hook(add_lora))
 
     @contextlib.contextmanager
-    def activate(self, names: list[str], row_ranges: list[range] | None) -> Iterator[None]:
-        """Select adapters within the context; arguments as in `use_adapters`."""
-        if len(set(names)) == 1:
-            self.rows = [(names[0], None)]
-        else:
-            rows = {}
-            for name, row_range in zip(names, row_ranges, strict=True):
-                rows.setdefault(name, []).extend(row_range)
-            self.rows = [
-                (name, torch.tensor(indices, device=self.device)) for name, indices in rows.items()
-            ]
+    def activate(self, rows: list[tuple[str, torch.Tensor | None]]) -> Iterator[None]:
+        """Select adapters within the context. rows: of each adapter; None: all."""
+        self.rows = rows
         try:
             yield
         finally:
@@ -93,7 +84,20 @@ def use_adapters(model, names: list[str], row_ranges: list[range] | None = None)
     The name "" means no adapter. row_ranges may be None if all names are equal; otherwise the
     tokens of the pass must be flattened, (N).
     """
-    return model.adapters.activate(names, row_ranges) if any(names) else contextlib.nullcontext()
+    if not any(names):
+        return contextlib.nullcontext()
+    rows = rows_by_adapter(names, row_ranges)
+    pairs = [(name, torch.tensor(each, device=model.device)) for name, each in rows.items()]
+    return model.adapters.activate(pairs or [(names[0], None)])
+
+
+def rows_by_adapter(names: list[str], row_ranges: list[range] | None) -> dict[str, list[int]]:
+    """Return adapter name -> its rows of a pass; {} if all rows have one name."""
+    rows = {}
+    if len(set(names)) > 1:
+        for name, row_range in zip(names, row_ranges, strict=True):
+            rows.setdefault(name, []).extend(row_range)
+    return rows
 
 
 def check_adapter(model, name: str) -> None:

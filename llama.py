@@ -291,9 +291,15 @@ class Llama(Model):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.tie_weights()
 
-    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def hidden(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        length: int | None = None,
+    ) -> torch.Tensor:
         """Return the last block's output, (..., C); arguments as in `GPT.hidden`."""
-        length = int(positions.max()) + 1
+        length = int(positions.max()) + 1 if length is None else length
         local = local_rope_layers(self.config)
         angles = {}
         for is_local in set(local):

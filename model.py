@@ -320,14 +320,20 @@ class GPT(Model):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.tie_weights()
 
-    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def hidden(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        length: int | None = None,
+    ) -> torch.Tensor:
         """Return the last block's output at each position, (..., C).
 
         tokens: ids, of any shape that `attend` understands. positions: of each token in its
         sequence, 0 to block_size - 1, broadcastable to the shape of tokens. attend(layer, q, k, v):
         maps queries, keys and values of these positions, (..., heads, head_dim), to the attention
         output, of the shape of q. Only `attend` knows the KV cache, and which positions see
-        which.
+        which. length: a bound on the positions; None: read them, which waits for a GPU.
         """
         x = self.wte(tokens) + self.wpe(positions)  # (..., C)
         for layer, block in enumerate(self.h):

@@ -275,13 +275,18 @@ class RowSampler(Protocol):
         """
 
 
+def finite_rows(logits: torch.Tensor) -> torch.Tensor:
+    """Return (B,) bools: true for rows of logits (B, vocab_size) without NaN and infinity."""
+    return logits.abs().amax(dim=-1).isfinite()  # amax propagates NaN
+
+
 def zero_nonfinite_rows(logits: torch.Tensor) -> list[bool]:
     """Zero the rows of logits (B, vocab_size) that hold NaN or infinity, in place.
 
     Sampling then works on every row; callers discard tokens of zeroed rows. Returns B bools: true
     for finite rows.
     """
-    finite = logits.abs().amax(dim=-1).isfinite()  # amax propagates NaN
+    finite = finite_rows(logits)
     rows = finite.tolist()
     if not all(rows):  # rare, and masked assignment is slow
         logits[~finite] = 0

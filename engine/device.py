@@ -5,13 +5,16 @@ from collections import Counter
 import torch
 import torch.nn.functional as F
 
+from adapters import rows_by_adapter, use_adapters
+from cache import Span
 from engine.upload import upload
-from model import Model, TorchRunner
+from model import Model, StepOutput, TorchRunner
 from sampling import (
     Sequence,
     apply_frequency_penalty,
     apply_presence_penalty,
     exponential,
+    finite_rows,
     get_penalties,
     min_p_threshold,
     rng_states,
@@ -21,7 +24,32 @@ from sampling import (
 
 
 class DeviceRunner(TorchRunner):
-    """The torch backend on a GPU: it samples a batch with one upload and one sync."""
+    """The torch backend on a GPU: a step has one upload and one sync."""
+
+    def step(
+        self, model, cache, spans: list[Span], keep: list[int], sequences: list[Sequence]
+    ) -> StepOutput:
+        plan = cache.plan(spans)
+        names = [span.adapter for span in spans]
+        ranges = [range(end - len(span.tokens), end) for span, end in zip(spans, plan.ends)]
+        adapters = rows_by_adapter(names, ranges)
+        rows = [row for end, count in zip(plan.ends, keep) for row in range(end - count, end)]
+        sampling = BatchSampling(sequences)
+        groups = plan.parts, [rows], list(adapters.values()), sampling.parts
+        sent = iter(upload(sum(groups, []), model.device))
+        pass_parts, (rows,), adapter_rows, sampling_parts = (
+            [next(sent) for _ in group] for group in groups
+        )
+        tokens, positions = cache.bind(plan, pass_parts)
+        pairs = list(zip(adapters, adapter_rows))
+        with model.adapters.activate(pairs) if pairs else use_adapters(model, names):
+            x = model.hidden(tokens, positions, cache.attend, plan.length)  # (N, C)
+        logits = model.head(x[rows]).float()
+        finite = finite_rows(logits)
+        logits = torch.where(finite[:, None], logits, 0)
+        results = torch.stack([sampling.sample(logits, sampling_parts), finite])
+        tokens, finite = results.tolist()  # the host waits here, and only here
+        return StepOutput(tokens, list(map(bool, finite)), logits)
 
     def sample_batch(
         self,
@@ -36,7 +64,7 @@ class DeviceRunner(TorchRunner):
 
 
 def use_device_runner(model: Model) -> None:
-    """Let a model on a GPU sample in one batch. MPS keeps its runner, because it has no float64."""
+    """Let a model on a GPU step without waiting; MPS keeps its runner, as it has no float64."""
     if type(model.runner) is TorchRunner and model.device.type not in ("cpu", "mps"):
         model.runner = DeviceRunner()
 
