@@ -21,6 +21,8 @@ class Request(Sequence):
     finish_reason: str | None = None  # "stop", "length", "abort" or "error" when finished
     start: int = 0  # of the context window in tokens
     num_computed_tokens: int = 0  # positions of the context window in the KV cache
+    # Prompt positions that no pass computed before the first output token; None: not admitted yet.
+    num_cached_tokens: int | None = None
     # Page table; None: a null page, before all sliding windows.
     pages: list[int | None] = field(default_factory=list)
     # Page table of the sliding-window group, if there is one.

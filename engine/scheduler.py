@@ -180,6 +180,11 @@ class Scheduler:
             pool.acquire([page for page in found if page is not None])
             table += found
         request.num_computed_tokens = len(tokens)
+        if not request.output:  # a later admission recomputes output, too
+            # After a preemption the cache may have lost hits, or gained what this request computed.
+            previous = request.num_cached_tokens
+            hits = len(tokens)
+            request.num_cached_tokens = hits if previous is None else min(previous, hits)
         self.prefix_cache_queries += request.length
         self.prefix_cache_hits += request.num_computed_tokens
         return self.allocate(request, count)

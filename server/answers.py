@@ -115,6 +115,8 @@ class ResponseBuilder:
         self.params = inputs.params[0]  # of the first choice; the others have other seeds
         self.prompt_tokens = inputs.num_tokens // (body.n or 1)  # inputs has each n times
         self.completion_tokens = 0
+        self.cached_tokens = 0  # prompt tokens that no choice has computed
+        self.num_cached_tokens: dict[int, int] = {}  # by index, of choices with output
         self.allowed_tracker: AllowedTokensTracker | None = None
         if body.show_allowed is not None:
             self.allowed_tracker = served.allowed_tracker(self.params, body.show_allowed)
@@ -146,9 +148,26 @@ class ResponseBuilder:
         """Return the choices of one or more events for an update."""
         raise NotImplementedError
 
-    def usage(self) -> dict[str, int]:
+    def count(self, index: int, update: Update) -> None:
+        """Add an update of a choice to the usage.
+
+        A prompt counts once, with the tokens that none of its n choices has computed. Its cached
+        tokens count when all its choices have output, so the total never falls.
+        """
+        self.completion_tokens += len(update.tokens)
+        if index in self.num_cached_tokens:
+            return
+        self.num_cached_tokens[index] = update.num_cached_tokens
+        n = self.body.n or 1
+        first = index - index % n
+        choices = [self.num_cached_tokens.get(choice) for choice in range(first, first + n)]
+        if None not in choices:
+            self.cached_tokens += min(choices)
+
+    def usage(self) -> dict:
         return {
             "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
         }
@@ -167,7 +186,8 @@ class ResponseBuilder:
             for index, update in updates.items():
                 parts.setdefault(index, []).append(update)
         outputs = {index: Update.join(parts[index]) for index in sorted(parts)}
-        self.completion_tokens = sum(len(output.tokens) for output in outputs.values())
+        for output in outputs.items():
+            self.count(*output)
         try:
             full_response = JSONResponse(self.full_response(outputs))
         except BaseException:  # else its requests would count until garbage collection
@@ -230,7 +250,7 @@ class ResponseBuilder:
         """Encode the events of each updated choice."""
         events = []
         for index, update in updates.items():
-            self.completion_tokens += len(update.tokens)
+            self.count(index, update)
             for delta in self.delta(index, update):
                 event = self.head | {"choices": [delta]}
                 if self.include_usage:

@@ -43,6 +43,7 @@ class Update(NamedTuple):
     text: str
     logprobs: tuple[TokenLogprob, ...]  # one per token, if requested
     finish_reason: str | None  # "stop" or "length" in the last update
+    num_cached_tokens: int = 0  # as in Request
 
     @staticmethod
     def join(parts: list["Update"]) -> "Update":
@@ -52,7 +53,10 @@ class Update(NamedTuple):
         tokens = itertools.chain.from_iterable(part.tokens for part in parts)
         text = "".join(part.text for part in parts)
         logprobs = itertools.chain.from_iterable(part.logprobs for part in parts)
-        return Update(tuple(tokens), text, tuple(logprobs), parts[-1].finish_reason)
+        last = parts[-1]
+        return Update(
+            tuple(tokens), text, tuple(logprobs), last.finish_reason, last.num_cached_tokens
+        )
 
 
 class Backend(Protocol):

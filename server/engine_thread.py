@@ -335,7 +335,13 @@ class EngineThread:
             state.num_chars_sent += len(text)
             logprobs = request.logprobs[len(request.logprobs) - len(tokens) :]
             error = event_error(event)
-            update = Update(tuple(tokens), text, tuple(logprobs), None if error else reason)
+            update = Update(
+                tuple(tokens),
+                text,
+                tuple(logprobs),
+                None if error else reason,
+                request.num_cached_tokens,
+            )
             outputs.append((state, update, error))
         if outputs:  # prefill chunks emit none
             self.call_in_event_loop(self.deliver_outputs, outputs)

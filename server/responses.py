@@ -158,7 +158,7 @@ class ResponsesBuilder(ChatCompletionBuilder):
 
     def encode_events(self, updates: dict[int, Update]) -> Iterator[bytes]:
         """Yield the encoded events for updates, in chunks."""
-        self.completion_tokens += len(updates[0].tokens)
+        self.count(0, updates[0])
         for event_type, fields in self.message_events(updates[0]):
             yield from split_chunks(self.event(event_type, **fields))
 
@@ -270,7 +270,7 @@ class ResponsesBuilder(ChatCompletionBuilder):
     def usage(self) -> dict:
         return {
             "input_tokens": self.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": self.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": self.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": self.prompt_tokens + self.completion_tokens,

@@ -86,7 +86,7 @@ async def collect(updates) -> dict:
     outputs = {}
     async for step in updates:
         assert step
-        for index, (tokens, text, logprobs, reason) in step.items():
+        for index, (tokens, text, logprobs, reason, _) in step.items():
             known = outputs.get(index, ((), "", ()))
             outputs[index] = (known[0] + tokens, known[1] + text, known[2] + logprobs, reason)
     return outputs
@@ -156,6 +156,14 @@ def check_refused(answer: tuple, param: str | None, said: str = "", status=400, 
     assert (found, error["type"], error["param"], error["code"]) == expected, body
     message = error["message"]
     assert 0 < len(message) < 700 and all(word in message for word in said.split()), message
+
+
+def token_counts(usage: dict) -> dict:
+    """Usage without cached_tokens, which depends on earlier requests, after a check of it."""
+    details = usage["prompt_tokens_details"]
+    assert details.keys() == {"cached_tokens"}
+    assert 0 <= details["cached_tokens"] < usage["prompt_tokens"]
+    return {name: count for name, count in usage.items() if name != "prompt_tokens_details"}
 
 
 def metric_families(client) -> list:

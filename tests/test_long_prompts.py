@@ -1,7 +1,7 @@
 """Prompts that are longer than the window."""
 
 import pytest
-from serving import PATH, SMALL, refusal, small_encoding
+from serving import PATH, SMALL, refusal, small_encoding, token_counts
 
 from text.chat import Chat
 
@@ -31,7 +31,8 @@ def test_a_prompt_is_cut_where_that_is_asked_for(client, keep, max_tokens, kept)
     status, found = client.post(PATH, asked | {"prompt": ids, KEEP: keep})
     assert (status, found["usage"]["prompt_tokens"]) == (200, kept)
     _, own = client.post(PATH, asked | {"prompt": ids[-kept:]})
-    assert found["choices"] == own["choices"] and found["usage"] == own["usage"]
+    assert found["choices"] == own["choices"]
+    assert token_counts(found["usage"]) == token_counts(own["usage"])
 
 
 def test_a_prompt_that_is_short_enough_is_not_cut(client):
@@ -39,7 +40,8 @@ def test_a_prompt_that_is_short_enough_is_not_cut(client):
     _, found = client.post(PATH, body)
     for keep in (21, -1, None):
         _, same = client.post(PATH, body | {KEEP: keep})
-        assert (same["choices"], same["usage"]) == (found["choices"], found["usage"])
+        assert same["choices"] == found["choices"]
+        assert token_counts(same["usage"]) == token_counts(found["usage"])
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def test_messages_that_are_cut_leave_room_for_the_reply(client, limits, kept, ne
     status, found = client.post(CHAT, body | limits)
     assert status == 200
     usage = {"prompt_tokens": kept, "completion_tokens": new, "total_tokens": kept + new}
-    assert found["usage"] == usage
+    assert token_counts(found["usage"]) == usage
     plain = {"prompt": prompt_of(long)[-kept:], "max_tokens": new, "seed": 4, "ignore_eos": True}
     _, own = client.post(PATH, plain)
     assert found["choices"][0]["message"]["content"] == own["choices"][0]["text"]

@@ -198,7 +198,7 @@ def test_what_a_slow_reader_has_not_fetched_is_one_update(tiny_llama):
 
     first, rest, other = run_calls(lambda: small_engine(tiny_llama), use)
     alone = results_of(small_engine(tiny_llama), prompts, params)
-    assert tuple(Update.join([first, rest])) == alone[0] and [other[0], other[1]] == alone
+    assert Update.join([first, rest])[:4] == alone[0] and [other[0], other[1]] == alone
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -131,7 +131,7 @@ def plain(value):
     if isinstance(value, list):
         return [plain(each) for each in value]
     if isinstance(value, dict):
-        own = {"id", "call_id", "created_at", "completed_at"}
+        own = {"id", "call_id", "created_at", "completed_at", "cached_tokens"}
         return {name: plain(each) for name, each in value.items() if name not in own}
     return value
 
@@ -173,12 +173,12 @@ def test_a_response_is_the_text_of_the_engine(client, tiny_llama, given, length)
     expected["incomplete_details"] = {"reason": "max_output_tokens"}
     expected["usage"] = {
         "input_tokens": len(prompt),
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "input_tokens_details": {"cache_write_tokens": 0},
         "output_tokens": len(tokens),
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": len(prompt) + len(tokens),
     }
-    assert expected.items() <= found.items()
+    assert expected.items() <= plain(found).items()
     assert found["id"].startswith("resp_") and found["created_at"] > 0
     events = events_of(client, body)
     assert said_in(replayed(events)) == [text]
