@@ -1,6 +1,9 @@
 """KV cache of a static batch: a pass computes only new tokens."""
 
+import array
+import hashlib
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -270,3 +273,19 @@ class ContextWindow:
     def crop(self, tokens: list[int]) -> list[int]:
         """Return the tokens of a sequence that are in the window."""
         return tokens[self.start(len(tokens)) :]
+
+
+def root_hash(cache_salt: str) -> bytes:
+    """Return the parent hash of a sequence's first page."""
+    return hashlib.sha256(cache_salt.encode(errors="surrogatepass")).digest()
+
+
+def hash_pages(tokens: list[int], page_size: int, parent_hash: bytes) -> Iterator[bytes]:
+    """Yield the hash of each full page: of its tokens and, through parent_hash, all tokens before.
+
+    SHA-256 has no known collision, so pages with equal hashes hold equal tokens.
+    """
+    for end in range(page_size, len(tokens) + 1, page_size):
+        page = array.array("q", tokens[end - page_size : end])
+        parent_hash = hashlib.sha256(parent_hash + page.tobytes()).digest()
+        yield parent_hash

@@ -1,11 +1,9 @@
 """Page pool with reference counts and prefix caching."""
 
-import array
-import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable
 
-from cache import first_visible_position
+from cache import first_visible_position, hash_pages, root_hash
 
 
 class PagePool:
@@ -121,12 +119,17 @@ class PagePool:
                 pages[index] = page
 
     def find_cached(
-        self, tokens: list[int], cache_salt: str, sliding_window: int | None = None
-    ) -> list[int | None]:
+        self,
+        tokens: list[int],
+        cache_salt: str,
+        sliding_window: int | None = None,
+        is_saved: Callable[[bytes], bool] | None = None,
+    ) -> list[int | bytes | None]:
         """Return the cached pages of the longest cached prefix of these tokens.
 
         sliding_window: positions visible to a token, itself included; None: all. Pages outside the
-        sliding window of the token after the prefix need not be cached; they are None.
+        sliding window of the token after the prefix need not be cached; they are None. is_saved:
+        whether a file holds the page of this hash. Such a page counts as cached, by its hash.
         """
         found = []
         run_length = 0  # consecutive cached pages up to here
@@ -134,7 +137,10 @@ class PagePool:
         num_skipped = 0  # of these, before the sliding window of the next token
         page_hashes = hash_pages(tokens, self.page_size, root_hash(cache_salt))
         for count, page_hash in enumerate(page_hashes, 1):
-            found.append(self.hash_to_page.get(page_hash))
+            page = self.hash_to_page.get(page_hash)
+            if page is None and is_saved and is_saved(page_hash):
+                page = page_hash
+            found.append(page)
             run_length = 0 if found[-1] is None else run_length + 1
             first = first_visible_position(count * self.page_size, sliding_window) // self.page_size
             if run_length >= count - first:
@@ -143,6 +149,33 @@ class PagePool:
             elif sliding_window is None:
                 break
         return [None] * num_skipped + found[num_skipped:end]
+
+    def load_pages(
+        self, found: list[int | bytes | None], load: Callable[[bytes, int], bool]
+    ) -> bool:
+        """Load the saved pages of a prefix from `find_cached`; return False if one fails.
+
+        Loaded pages are cached, without a reference. load(page_hash, page): fills a free page.
+        """
+        held = [page for page in found if isinstance(page, int)]  # else they might be reused
+        self.acquire(held)
+        try:
+            for page_hash in found:
+                if not isinstance(page_hash, bytes):
+                    continue
+                if not self.num_free_pages:
+                    break
+                page = self.pop_free_page()
+                self.acquire([page])
+                held.append(page)
+                if not load(page_hash, page):
+                    return False
+                self.hash_to_page[page_hash] = page
+                self.page_to_hash[page] = page_hash
+        finally:
+            for page in reversed(held):  # so that the last page is reused first
+                self.free(page)
+        return True
 
 
 def page_count(length: int, page_size: int) -> int:
@@ -169,19 +202,3 @@ def salt_with_adapter(cache_salt: str, adapter: str) -> str:
     Distinct pairs give distinct salts, because keys and values depend on the adapter.
     """
     return f"\0{adapter}\0{cache_salt}" if adapter or cache_salt.startswith("\0") else cache_salt
-
-
-def root_hash(cache_salt: str) -> bytes:
-    """Return the parent hash of a sequence's first page."""
-    return hashlib.sha256(cache_salt.encode(errors="surrogatepass")).digest()
-
-
-def hash_pages(tokens: list[int], page_size: int, parent_hash: bytes) -> Iterator[bytes]:
-    """Yield the hash of each full page: of its tokens and, through parent_hash, all tokens before.
-
-    SHA-256 has no known collision, so pages with equal hashes hold equal tokens.
-    """
-    for end in range(page_size, len(tokens) + 1, page_size):
-        page = array.array("q", tokens[end - page_size : end])
-        parent_hash = hashlib.sha256(parent_hash + page.tobytes()).digest()
-        yield parent_hash

@@ -163,31 +163,45 @@ class Scheduler:
 
         Returns False if too few pages are free.
         """
+        cached = self.find_cached(request)
+        if not self.fits(request, cached, token_budget):
+            return False
+        for (pool, _), table, found in zip(self.kv_cache_groups, request.page_tables, cached):
+            pool.acquire([page for page in found if page is not None])
+            table += found
+        request.num_computed_tokens = len(cached[0]) * self.pool.page_size
+        if not request.output:  # a later admission recomputes output, too
+            # After a preemption the cache may have lost hits, or gained what this request computed.
+            previous = request.num_cached_tokens
+            hits = request.num_computed_tokens
+            request.num_cached_tokens = hits if previous is None else min(previous, hits)
+        self.prefix_cache_queries += request.length
+        self.prefix_cache_hits += request.num_computed_tokens
+        return self.allocate(request, self.first_chunk(request, cached, token_budget))
+
+    def find_cached(self, request: Request) -> list[list[int | None]]:
+        """Return the pages of a request's longest cached prefix in each KV cache group."""
         tokens = request.context_window[:-1]  # without the last token, whose logits are needed
         cached = []
         for pool, sliding_window in self.kv_cache_groups:
             cached.append(pool.find_cached(tokens, request.cache_salt, sliding_window))
             tokens = tokens[: len(cached[-1]) * pool.page_size]
-        count = min(token_budget, request.length - len(tokens))
-        ends = request.length, len(tokens) + count
+        return [found[: len(cached[-1])] for found in cached]
+
+    def first_chunk(self, request: Request, cached: list[list], token_budget: int) -> int:
+        """Return how many tokens of a request the step of its admission computes."""
+        return min(token_budget, request.length - len(cached[0]) * self.pool.page_size)
+
+    def fits(self, request: Request, cached: list[list], token_budget: int) -> bool:
+        """Return whether enough pages are free to admit a request with this cached prefix."""
+        num_cached = len(cached[0]) * self.pool.page_size
+        ends = request.length, num_cached + self.first_chunk(request, cached, token_budget)
         for (pool, _), found, end in zip(self.kv_cache_groups, cached, ends):
-            del found[len(cached[-1]) :]
             # Cache hits among the free pages cannot serve as new pages.
             free = pool.num_free_pages - sum(page in pool.free_pages for page in found)
             if pool.page_count(end) - len(found) > free:
                 return False
-        for (pool, _), table, found in zip(self.kv_cache_groups, request.page_tables, cached):
-            pool.acquire([page for page in found if page is not None])
-            table += found
-        request.num_computed_tokens = len(tokens)
-        if not request.output:  # a later admission recomputes output, too
-            # After a preemption the cache may have lost hits, or gained what this request computed.
-            previous = request.num_cached_tokens
-            hits = len(tokens)
-            request.num_cached_tokens = hits if previous is None else min(previous, hits)
-        self.prefix_cache_queries += request.length
-        self.prefix_cache_hits += request.num_computed_tokens
-        return self.allocate(request, count)
+        return True
 
     def preempt(self, request: Request) -> None:
         """Free all pages of a running request, and put it first in the queue for recomputation."""

@@ -3,8 +3,7 @@
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
 
-from cache import ContextWindow
-from engine.pages import hash_pages, root_hash
+from cache import ContextWindow, hash_pages, root_hash
 
 
 class PrefixIndex:
