@@ -17,6 +17,7 @@ from engine.pages import PagePool, salt_with_adapter, sliding_page_count
 from engine.request import Event, Request, make_request
 from engine.scheduler import ScheduledRequest, Scheduler
 from errors import UserError, catch_out_of_memory, is_out_of_memory
+from loading.prefix_files import PrefixFiles
 from model import Model
 from sampling import NOT_FINITE, SamplingParams, token_logprob
 from text.detokenizer import StopStringDetokenizer
@@ -38,11 +39,12 @@ class Engine:
     With int8 weights and attention in torch, rounding may change the output; see
     quantisation/int8.py. If C computes the whole pass, the output equals `generate` bit for bit.
     drafter: proposes draft tokens for each request. adaptive_speculation: decides from measured
-    times which steps have drafts; None: all. encoding: for text output; None: tokens only. config:
-    an EngineConfig; its fields may be given as keyword arguments instead. If only some layers have
-    a sliding window, they get their own pool of `sliding_page_count` pages, unless num_pages is no
-    larger. Not thread-safe. Raises UserError for a value out of range, or if the cache does not fit
-    in memory. After Yu et al. 2022, "Orca: A distributed serving system for transformer-based
+    times which steps have drafts; None: all. encoding: for text output; None: tokens only.
+    prefix_files: files that keep cached prefixes; None: memory alone. config: an EngineConfig; its
+    fields may be given as keyword arguments instead. If only some layers have a sliding window,
+    they get their own pool of `sliding_page_count` pages, unless num_pages is no larger. Not
+    thread-safe. Raises UserError for a value out of range, or if the cache does not fit in memory.
+    After Yu et al. 2022, "Orca: A distributed serving system for transformer-based
     generative models".
     """
 
@@ -53,6 +55,7 @@ class Engine:
         drafter: Drafter | None = None,
         adaptive_speculation: AdaptiveSpeculation | None = None,
         encoding: Encoding | None = None,
+        prefix_files: PrefixFiles | None = None,
         **fields,
     ):
         config = replace(config or EngineConfig(), **fields)
@@ -74,6 +77,9 @@ class Engine:
         self.cache = PagedCache(model, num_pages, page_size, num_sliding_pages, config.cache_dtype)
         pool = PagePool(num_pages, page_size)
         sliding_pool = PagePool(num_sliding_pages, page_size) if num_sliding_pages else None
+        self.prefix_files = prefix_files
+        if prefix_files:
+            prefix_files.storages = self.cache.storages
         self.scheduler = Scheduler(
             pool,
             config.max_num_seqs,
@@ -81,6 +87,7 @@ class Engine:
             ContextWindow(block_size, config.stride),
             sliding_window,
             sliding_pool,
+            prefix_files,
         )
         self.drafter = drafter
         self.adaptive_speculation = adaptive_speculation if drafter else None

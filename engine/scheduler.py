@@ -1,5 +1,6 @@
 """Scheduler: selects the requests and tokens that the next step computes."""
 
+import functools
 from collections import deque
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ from cache import ContextWindow, Span, first_visible_position
 from engine.pages import PagePool
 from engine.request import Request
 from errors import UserError
+from loading.prefix_files import PrefixFiles
 from sampling import Sequence
 
 
@@ -62,6 +64,7 @@ class Scheduler:
     sliding_window: the largest sliding window of any layer, in positions, the query included.
     Full pages before it are freed. None if a full-attention layer shares them. sliding_pool: pages
     of sliding-window layers, if these have their own; then `pool` is for the other layers.
+    prefix_files: files of pages, which extend prefix caching; None: none.
     """
 
     def __init__(
@@ -72,8 +75,10 @@ class Scheduler:
         context_window: ContextWindow,
         sliding_window: int | None = None,
         sliding_pool: PagePool | None = None,
+        prefix_files: PrefixFiles | None = None,
     ):
         self.pool = pool
+        self.prefix_files = prefix_files
         self.sliding_pool = sliding_pool
         # Pool and sliding window of each KV cache group.
         self.kv_cache_groups = (
@@ -166,6 +171,11 @@ class Scheduler:
         cached = self.find_cached(request)
         if not self.fits(request, cached, token_budget):
             return False
+        if self.prefix_files:
+            self.load_saved(request)
+            cached = self.find_cached(request)
+            if not self.fits(request, cached, token_budget):
+                return False
         for (pool, _), table, found in zip(self.kv_cache_groups, request.page_tables, cached):
             pool.acquire([page for page in found if page is not None])
             table += found
@@ -179,12 +189,16 @@ class Scheduler:
         self.prefix_cache_hits += request.num_computed_tokens
         return self.allocate(request, self.first_chunk(request, cached, token_budget))
 
-    def find_cached(self, request: Request) -> list[list[int | None]]:
-        """Return the pages of a request's longest cached prefix in each KV cache group."""
+    def find_cached(self, request: Request, saved: bool = False) -> list[list]:
+        """Return the pages of a request's longest cached prefix in each KV cache group.
+
+        saved: whether to count saved pages, by their hashes, as cached.
+        """
         tokens = request.context_window[:-1]  # without the last token, whose logits are needed
         cached = []
-        for pool, sliding_window in self.kv_cache_groups:
-            cached.append(pool.find_cached(tokens, request.cache_salt, sliding_window))
+        for group, (pool, sliding_window) in enumerate(self.kv_cache_groups):
+            is_saved = functools.partial(self.prefix_files.has, group) if saved else None
+            cached.append(pool.find_cached(tokens, request.cache_salt, sliding_window, is_saved))
             tokens = tokens[: len(cached[-1]) * pool.page_size]
         return [found[: len(cached[-1])] for found in cached]
 
@@ -202,6 +216,16 @@ class Scheduler:
             if pool.page_count(end) - len(found) > free:
                 return False
         return True
+
+    def load_saved(self, request: Request) -> None:
+        """Load pages of a request's prefix from files into free pages, which are then cached."""
+        complete = False
+        while not complete:  # a file that fails is not found again, so the prefix gets shorter
+            cached = self.find_cached(request, saved=True)
+            complete = all(
+                pool.load_pages(found, functools.partial(self.prefix_files.load, group))
+                for group, ((pool, _), found) in enumerate(zip(self.kv_cache_groups, cached))
+            )
 
     def preempt(self, request: Request) -> None:
         """Free all pages of a running request, and put it first in the queue for recomputation."""
@@ -231,17 +255,28 @@ class Scheduler:
         request.drafts = []
         known = request.page_hashes
         filled = request.num_computed_tokens // self.pool.page_size > len(known)
-        for (pool, sliding_window), table in zip(self.kv_cache_groups, request.page_tables):
+        for group, (pool, sliding_window) in enumerate(self.kv_cache_groups):
+            table = request.page_tables[group]
             if filled:  # at least one new full page
                 request.page_hashes = known[:]
                 computed = request.context_window[: request.num_computed_tokens]
                 pool.cache_pages(table, request.page_hashes, computed, request.cache_salt)
+                self.save_pages(request, group, len(known))
             pool.free_tail(table, request.length)  # rejected drafts may have allocated more
             if sliding_window is not None:
                 pool.free_skipped(
                     table, first_visible_position(request.num_computed_tokens, sliding_window)
                 )
         self.shift_context(request)
+
+    def save_pages(self, request: Request, group: int, start: int) -> None:
+        """Save the full pages of a request from index `start` on."""
+        if not self.prefix_files:
+            return
+        for index, page_hash in enumerate(request.page_hashes[start:], start):
+            page = request.page_tables[group][index]
+            if page is not None:
+                self.prefix_files.save(group, page_hash, page)
 
     def shift_context(self, request: Request) -> None:
         """Shift the context window of a sequence that outgrew it; all positions are recomputed."""
