@@ -79,7 +79,7 @@ class Engine:
         sliding_pool = PagePool(num_sliding_pages, page_size) if num_sliding_pages else None
         self.prefix_files = prefix_files
         if prefix_files:
-            prefix_files.storages = self.cache.storages
+            prefix_files.attach(self.cache.storages)
         self.scheduler = Scheduler(
             pool,
             config.max_num_seqs,
@@ -133,6 +133,11 @@ class Engine:
     def busy(self) -> bool:
         """Return whether any request is running or waiting."""
         return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def close(self) -> None:
+        """Wait until all saved pages are written. The engine must not be used any more."""
+        if self.prefix_files:
+            self.prefix_files.close()
 
     def abort(self, request: Request) -> None:
         """Abort a request; it emits no further event, and held-back text is lost.

@@ -20,6 +20,7 @@ class Request(Sequence):
     cache_salt: str = ""  # limits prefix caching to requests with the same one
     finish_reason: str | None = None  # "stop", "length", "abort" or "error" when finished
     start: int = 0  # of the context window in tokens
+    admission_time: int = 0  # nanoseconds since the epoch
     num_computed_tokens: int = 0  # positions of the context window in the KV cache
     # Prompt positions that no pass computed before the first output token; None: not admitted yet.
     num_cached_tokens: int | None = None

@@ -1,6 +1,7 @@
 """Scheduler: selects the requests and tokens that the next step computes."""
 
 import functools
+import time
 from collections import deque
 from typing import NamedTuple
 
@@ -180,6 +181,7 @@ class Scheduler:
             pool.acquire([page for page in found if page is not None])
             table += found
         request.num_computed_tokens = len(cached[0]) * self.pool.page_size
+        request.admission_time = time.time_ns()
         if not request.output:  # a later admission recomputes output, too
             # After a preemption the cache may have lost hits, or gained what this request computed.
             previous = request.num_cached_tokens
@@ -270,13 +272,18 @@ class Scheduler:
         self.shift_context(request)
 
     def save_pages(self, request: Request, group: int, start: int) -> None:
-        """Save the full pages of a request from index `start` on."""
+        """Save the full pages of a request from index `start` on.
+
+        All count as used when it was admitted, earlier pages slightly later: without its first page
+        no other page of a prefix can be found.
+        """
         if not self.prefix_files:
             return
         for index, page_hash in enumerate(request.page_hashes[start:], start):
             page = request.page_tables[group][index]
             if page is not None:
-                self.prefix_files.save(group, page_hash, page)
+                used = request.admission_time - 1000 * index
+                self.prefix_files.save(group, page_hash, page, used)
 
     def shift_context(self, request: Request) -> None:
         """Shift the context window of a sequence that outgrew it; all positions are recomputed."""

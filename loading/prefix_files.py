@@ -4,33 +4,60 @@ import contextlib
 import hashlib
 import json
 import os
+import queue
+import re
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import torch
 
-from errors import warn_once
+from errors import UserError, warn_once
 from loading.checkpoint import DTYPES
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FILE_NAME = re.compile(r"[0-9a-f]{64}\.(safetensors|\w+\.tmp)")  # no other file is ever removed
+MAX_QUEUED_BYTES = 2**27  # bytes of pages that wait to be written
 
 
 class PrefixFiles:
     """A directory of pages, one safetensors file each, that several processes may share.
 
     fingerprint: of all that changes a key or value, except tokens and cache_salt. Files of another
-    one are not found. storages: of the KV cache groups, (n_layer, 2, num_pages, n_kv_head,
-    page_size, width), set by the owner of the cache.
+    one are not found. max_bytes: limit of all files together; the least recently used are removed.
+    storages: of the KV cache groups, (n_layer, 2, num_pages, n_kv_head, page_size, width).
+    A thread writes the files, and `close` waits for it.
     """
 
-    def __init__(self, directory: str | Path, fingerprint: str):
+    def __init__(self, directory: str | Path, fingerprint: str, max_bytes: int):
         self.directory = Path(directory)
         self.fingerprint = fingerprint
+        self.max_bytes = max_bytes
         self.storages: list[torch.Tensor] = []
+        self.queue: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
+        self.queued: dict[str, int] = {}  # times of use of the files to be written, by name
+        self.lock = threading.Lock()  # of queued
         self.bad: set[str] = set()  # names of files that could not be loaded
-        self.failed = False  # whether a page could not be saved
+        self.unscanned_bytes = max_bytes  # written since the last scan
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.thread = threading.Thread(target=self.run, name="prefix files", daemon=True)
+
+    def attach(self, storages: list[torch.Tensor]) -> None:
+        """Set the storages. Raises UserError if max_bytes is less than 16 of their pages."""
+        largest = max(16 * storage[:, :, 0].nbytes for storage in storages)
+        if self.max_bytes < largest:
+            allowed = f"must be at least {largest} (16 pages)"
+            raise UserError(f"prefix_cache_bytes {self.max_bytes}: {allowed}")
+        self.storages = storages
+        if not self.thread.ident:  # only now, because it removes files beyond max_bytes
+            self.thread.start()
+
+    def close(self) -> None:
+        """Write the queued pages, and end the thread."""
+        if self.thread.ident:
+            self.queue.put(None)
+            self.thread.join()
 
     def name(self, group: int, page_hash: bytes) -> str:
         """Return the file name of a page of a KV cache group."""
@@ -83,21 +110,51 @@ class PrefixFiles:
             self.reject(name, error.strerror)
         return False
 
-    def save(self, group: int, page_hash: bytes, index: int) -> None:
-        """Write page `index` to its file, unless that exists."""
+    def save(self, group: int, page_hash: bytes, index: int, used: int) -> None:
+        """Queue page `index` to be written, or advance the time of its file to `used`.
+
+        used: nanoseconds since the epoch. A page that does not fit into the queue is dropped.
+        """
+        name = self.name(group, page_hash)
+        page = self.storages[group][:, :, index]
+        with self.lock:
+            if name in self.queued:
+                self.queued[name] = max(self.queued[name], used)
+                return
         if self.has(group, page_hash):
-            return
-        page = self.storages[group][:, :, index].to("cpu", copy=True).contiguous()
-        try:
-            self.write(self.name(group, page_hash), page)
-        except OSError as error:  # such as a full disk
-            if not self.failed:
-                note = f"note: {self.directory}: a prefix was not saved ({error.strerror})"
-                print(note, file=sys.stderr, flush=True)
-            self.failed = True
+            with contextlib.suppress(OSError):
+                file = self.directory / name
+                if file.stat().st_mtime_ns < used:  # other processes use it, too
+                    os.utime(file, ns=(used, used))
+                return
+        if (len(self.queued) + 1) * page.nbytes <= MAX_QUEUED_BYTES:
+            with self.lock:
+                self.queued[name] = used
+            self.queue.put((name, page.to("cpu", copy=True).contiguous()))
+
+    # The methods below run in the writing thread.
+
+    def run(self) -> None:
+        """Write queued pages until `close`."""
+        failed = False
+        while True:
+            try:
+                if self.unscanned_bytes >= self.max_bytes // 16:
+                    self.remove_oldest()
+                item = self.queue.get()
+                if item is None:
+                    return
+                self.write(*item)
+            except OSError as error:  # such as a full disk
+                if not failed:
+                    note = f"note: {self.directory}: a prefix was not saved ({error.strerror})"
+                    print(note, file=sys.stderr, flush=True)
+                failed = True
 
     def write(self, name: str, page: torch.Tensor) -> None:
         """Write a file under a temporary name, then rename it, so that none is partly written."""
+        with self.lock:
+            used = self.queued.pop(name)  # if the page is used from now on, it is queued again
         data = memoryview(page.view(torch.uint8).numpy()).cast("B")
         stem = self.directory / name.removesuffix("safetensors")
         descriptor, temporary = tempfile.mkstemp(".tmp", str(stem))  # mode 0600
@@ -105,12 +162,42 @@ class PrefixFiles:
             with open(descriptor, "wb") as opened:
                 opened.write(header(name, page, data))
                 opened.write(data)
+            os.utime(temporary, ns=(used, used))
             os.replace(temporary, self.directory / name)
         except OSError:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
+        self.unscanned_bytes += page.nbytes
         self.bad.discard(name)
+
+    def remove_oldest(self) -> None:
+        """Remove the least recently used files, until a sixteenth of max_bytes is free."""
+        self.unscanned_bytes = 0
+        files = []
+        for entry in os.scandir(self.directory):
+            if FILE_NAME.fullmatch(entry.name):
+                with contextlib.suppress(OSError):
+                    info = entry.stat(follow_symlinks=False)
+                    # `write` sets the time of use before the rename.
+                    is_temporary = entry.name.endswith(".tmp")
+                    used = info.st_ctime_ns if is_temporary else info.st_mtime_ns
+                    files.append((used, entry.path, info.st_size))
+        total = sum(size for *_, size in files)
+        reason = None
+        for _, path, size in sorted(files):
+            if total <= self.max_bytes - self.max_bytes // 16:
+                break
+            try:
+                os.unlink(path)
+            except FileNotFoundError:  # another process was faster
+                pass
+            except OSError as error:  # such as a directory
+                reason = reason or f"{path}: cannot be removed ({error.strerror})"
+                continue
+            total -= size
+        if reason:
+            warn_once(reason)
 
 
 def header(name: str, page: torch.Tensor, data: bytes | memoryview) -> bytes:

@@ -18,16 +18,19 @@ SHAPES = ["tiny", "tiny_llama", "tiny_gemma", "tiny_windows"]
 
 
 @contextlib.contextmanager
-def engine_on(directory, model, fingerprint="model", **options):
-    """An engine with prefix files."""
+def engine_on(directory, model, fingerprint="model", max_bytes=2**30, **options):
+    """An engine with prefix files; all are written after the block."""
     try:
         from loading.prefix_files import PrefixFiles
     except ImportError:
         files = {}
     else:
-        files = {"prefix_files": PrefixFiles(directory, fingerprint)}
+        files = {"prefix_files": PrefixFiles(directory, fingerprint, max_bytes)}
     engine, _ = make_engine(model, [], [], **{"page_size": 4} | options, **files)
-    yield engine
+    try:
+        yield engine
+    finally:
+        engine.close()
 
 
 def run(engine, prompt, count=4, **options) -> tuple[int, list[int]]:
@@ -226,7 +229,7 @@ def test_two_processes_share_a_directory(model, tmp_path):
     def work(order):
         torch.set_num_threads(1)
         for index in order:
-            results.put((index, restarted(tmp_path, model, prompts[index])))
+            results.put((index, restarted(tmp_path, model, prompts[index], max_bytes=2**15)))
 
     processes = [
         context.Process(target=work, args=(order,)) for order in (range(6), range(5, -1, -1))
