@@ -45,7 +45,8 @@ def load(target: tuple[str, ...] | None = None) -> ctypes.CDLL:
 
     target: compiler flags for a processor other than this one.
     The compiler is $CC, cc, or the one in the Python package ziglang. $CFLAGS and $LDFLAGS come
-    before the flags of this file. The library is cached in `cache_directory`. If other users can
+    before the flags of this file. `key` of the library is a hash of the source, the compiler, its
+    flags and the instruction sets. The library is cached in `cache_directory`. If other users can
     write to that directory, each run compiles again.
     """
     try:
@@ -68,8 +69,11 @@ def load(target: tuple[str, ...] | None = None) -> ctypes.CDLL:
         if file is None:
             with exit_on_sigterm(), tempfile.TemporaryDirectory(dir=directory) as temporary:
                 file = compile_library(Path(temporary), compile_command, link_command)
-                return open_library(cache_library(file, directory, key) if directory else file)
-        return open_library(file)
+                library = open_library(cache_library(file, directory, key) if directory else file)
+        else:
+            library = open_library(file)
+        library.key = key
+        return library
     except OSError as error:
         raise BuildError(f"gpt.c cannot be compiled: {error}") from None
     except subprocess.TimeoutExpired:
