@@ -1,5 +1,6 @@
 """Generate text with the engine: python infer_engine.py --prompt "One day" --prompt "Tom"."""
 
+import contextlib
 import os
 import sys
 
@@ -106,15 +107,16 @@ def write_all(args, tp_group: TensorParallelGroup | None) -> None:
     adapters = ["", *parse_adapters(args.lora_modules)]
     max_prompt_tokens = engine.model.config.block_size - params.max_new_tokens
     conversation = Conversation(args, prompts, encoding, chat, max_prompt_tokens)
-    for prompt_ids, echoed in conversation:
-        warn_long_prompts(prompt_ids, engine.model.config.block_size, args.stride)
-        # Each prompt without an adapter, then with each one.
-        texts = [text for text in echoed for _ in adapters]
-        output = OutputWriter(texts, encoding, seed=seed if params.temperature else None)
-        request_args = zip(prompt_ids, with_request_seeds(params, seed, len(prompt_ids)))
-        requests = [(*each, "", adapter) for each in request_args for adapter in adapters]
-        run_engine(engine, requests, output)
-        conversation.add_replies(output.texts)
+    with contextlib.closing(engine):
+        for prompt_ids, echoed in conversation:
+            warn_long_prompts(prompt_ids, engine.model.config.block_size, args.stride)
+            # Each prompt without an adapter, then with each one.
+            texts = [text for text in echoed for _ in adapters]
+            output = OutputWriter(texts, encoding, seed=seed if params.temperature else None)
+            request_args = zip(prompt_ids, with_request_seeds(params, seed, len(prompt_ids)))
+            requests = [(*each, "", adapter) for each in request_args for adapter in adapters]
+            run_engine(engine, requests, output)
+            conversation.add_replies(output.texts)
 
 
 def run_engine(engine: Engine, request_args: list[tuple], output: OutputWriter) -> None:
@@ -148,6 +150,9 @@ def run_engine(engine: Engine, request_args: list[tuple], output: OutputWriter) 
     computed = (
         f"{engine.steps} steps, {engine.num_computed_tokens} positions computed, {hits} shared"
     )
+    if engine.prefix_files:
+        loaded = engine.prefix_files.num_loaded * engine.config.page_size
+        computed += f" ({loaded} from files)"
     preemptions = f"{engine.scheduler.num_preemptions} preemptions"
     drafts = (
         f", {engine.num_accepted_tokens} of {engine.num_draft_tokens} drafts accepted"

@@ -17,7 +17,7 @@ from engine.pages import PagePool, salt_with_adapter, sliding_page_count
 from engine.request import Event, Request, make_request
 from engine.scheduler import ScheduledRequest, Scheduler
 from errors import UserError, catch_out_of_memory, is_out_of_memory
-from loading.prefix_files import PrefixFiles
+from loading.prefix_files import PrefixFiles, hash_adapters
 from model import Model
 from sampling import NOT_FINITE, SamplingParams, token_logprob
 from text.detokenizer import StopStringDetokenizer
@@ -80,6 +80,7 @@ class Engine:
         self.prefix_files = prefix_files
         if prefix_files:
             prefix_files.attach(self.cache.storages)
+        self.adapter_hashes = hash_adapters(model) if prefix_files else {}
         self.scheduler = Scheduler(
             pool,
             config.max_num_seqs,
@@ -119,7 +120,8 @@ class Engine:
             raise UserError("stop: stop strings need an engine with an encoding")
         request = make_request(prompt, params, self.model.config)
         request.adapter = adapter
-        request.cache_salt = salt_with_adapter(cache_salt, adapter)
+        named = adapter + self.adapter_hashes.get(adapter, "")
+        request.cache_salt = salt_with_adapter(cache_salt, named)
         request.matcher = make_matcher(params, self.encoding, self.model.config)
         if self.encoding is not None:
             skip = request.all_stop_token_ids + params.skip_token_ids

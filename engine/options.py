@@ -8,6 +8,11 @@ from adapters import Adapters
 from command_line.models import load_models, pick_device
 from command_line.options import CACHE_DTYPES, check_utf8
 from command_line.parser import Parser, is_distributed
+from command_line.prefix_cache import (
+    add_prefix_cache_options,
+    check_prefix_cache_options,
+    open_prefix_files,
+)
 from engine.config import EngineConfig
 from engine.drafter import AdaptiveSpeculation, PagedModelDrafter, PromptLookupDrafter
 from engine.engine import Engine
@@ -38,6 +43,7 @@ def add_engine_options(parser: Parser) -> None:
     adapters_help = "LoRA adapters that requests may select by name; repeatable"
     options = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME=DIR"}
     group.add_argument("--lora-modules", **options, help=adapters_help)
+    add_prefix_cache_options(parser)
     group = parser.group("speculation")
     draft_help = "draft model with the same vocabulary; lookup: prompt lookup"
     group.add_argument("--draft", metavar="MODEL", help=draft_help)
@@ -52,6 +58,7 @@ def check_engine_options(args) -> None:
     if args.gamma is not None and args.draft is None:
         raise UserError("--gamma requires --draft")
     parse_adapters(args.lora_modules)
+    check_prefix_cache_options(args)
 
 
 def parse_adapters(given: list[str]) -> dict[str, str]:
@@ -93,6 +100,8 @@ def load_engine(
     directories = parse_adapters(args.lora_modules)
     if tp_group and directories:  # before any rank loads, so that only the driver fails
         raise UserError("--lora-modules requires a single process; with several use --adapter")
+    if tp_group and args.prefix_cache is not None:
+        raise UserError("--prefix-cache requires a single process")
     if tp_group and is_driver:
         tp_group.broadcast()  # start loading on the workers
     has_draft = is_driver and args.draft not in (None, "lookup")
@@ -110,6 +119,7 @@ def load_engine(
         make_drafter(config, args.draft, model, drafts),
         adaptive_speculation=AdaptiveSpeculation() if args.gamma is None else None,
         encoding=load_encoding(source, model.config.vocab_size),
+        prefix_files=open_prefix_files(args, model),
     )
 
 

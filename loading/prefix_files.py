@@ -9,12 +9,14 @@ import re
 import sys
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from errors import UserError, warn_once
 from loading.checkpoint import DTYPES
+from native.build import is_private
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FILE_NAME = re.compile(r"[0-9a-f]{64}\.(safetensors|\w+\.tmp)")  # no other file is ever removed
@@ -27,7 +29,8 @@ class PrefixFiles:
     fingerprint: of all that changes a key or value, except tokens and cache_salt. Files of another
     one are not found. max_bytes: limit of all files together; the least recently used are removed.
     storages: of the KV cache groups, (n_layer, 2, num_pages, n_kv_head, page_size, width).
-    A thread writes the files, and `close` waits for it.
+    A thread writes the files, and `close` waits for it. Raises UserError for a directory that
+    cannot be written, or to which other users can write.
     """
 
     def __init__(self, directory: str | Path, fingerprint: str, max_bytes: int):
@@ -35,12 +38,13 @@ class PrefixFiles:
         self.fingerprint = fingerprint
         self.max_bytes = max_bytes
         self.storages: list[torch.Tensor] = []
+        self.num_loaded = 0  # pages of the first group
         self.queue: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
         self.queued: dict[str, int] = {}  # times of use of the files to be written, by name
         self.lock = threading.Lock()  # of queued
         self.bad: set[str] = set()  # names of files that could not be loaded
         self.unscanned_bytes = max_bytes  # written since the last scan
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_directory(self.directory)
         self.thread = threading.Thread(target=self.run, name="prefix files", daemon=True)
 
     def attach(self, storages: list[torch.Tensor]) -> None:
@@ -48,7 +52,7 @@ class PrefixFiles:
         largest = max(16 * storage[:, :, 0].nbytes for storage in storages)
         if self.max_bytes < largest:
             allowed = f"must be at least {largest} (16 pages)"
-            raise UserError(f"prefix_cache_bytes {self.max_bytes}: {allowed}")
+            raise UserError(f"--prefix-cache-bytes (max_bytes) {self.max_bytes}: {allowed}")
         self.storages = storages
         if not self.thread.ident:  # only now, because it removes files beyond max_bytes
             self.thread.start()
@@ -102,6 +106,7 @@ class PrefixFiles:
             # A header has only this form, so nothing in it needs to be parsed.
             if count == size and buffer[:start] == header(name, page, data):
                 page.copy_(torch.frombuffer(data, dtype=page.dtype).view(page.shape))
+                self.num_loaded += group == 0
                 return True
             self.reject(name)
         except FileNotFoundError:  # another process has removed it
@@ -200,6 +205,23 @@ class PrefixFiles:
             warn_once(reason)
 
 
+def check_directory(directory: Path) -> None:
+    """Create a directory if there is none.
+
+    Raises UserError if it cannot be written, or if other users can write to it.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            private = is_private(directory)
+    except OSError as error:
+        reason = f"cannot be written ({error.strerror})"
+        raise UserError(f"--prefix-cache {directory}: {reason}") from None
+    if not private:
+        reason = "must be a directory of this user, to which no other can write"
+        raise UserError(f"--prefix-cache {directory}: {reason}")
+
+
 def header(name: str, page: torch.Tensor, data: bytes | memoryview) -> bytes:
     """Return the safetensors header of a page's file: all bytes before data."""
     metadata = {"name": name, "sha256": hashlib.sha256(data).hexdigest()}
@@ -208,3 +230,25 @@ def header(name: str, page: torch.Tensor, data: bytes | memoryview) -> bytes:
     text = json.dumps({"__metadata__": metadata, "page": entry}).encode()
     text += b" " * (-len(text) % 8)  # data is aligned
     return len(text).to_bytes(8, "little") + text
+
+
+def hash_tensors(tensors: dict[str, torch.Tensor]) -> str:
+    """Return a hash of the names, dtypes, shapes and values of tensors."""
+
+    def digest(name: str) -> bytes:
+        tensor = tensors[name].detach().cpu().contiguous()
+        hashed = hashlib.sha256(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
+        hashed.update(tensor.flatten().view(torch.uint8).numpy())
+        return hashed.digest()
+
+    with ThreadPoolExecutor() as pool:  # hashlib releases the GIL
+        return hashlib.sha256(b"".join(pool.map(digest, sorted(tensors)))).hexdigest()
+
+
+def hash_adapters(model) -> dict[str, str]:
+    """Return a hash of the weights of each of a model's adapters, by name."""
+    weights = {}
+    for path, pairs in (model.adapters.layers if model.adapters else {}).items():
+        for name, (a, b) in pairs.items():
+            weights.setdefault(name, {}).update({f"{path}.A": a, f"{path}.B": b})
+    return {name: hash_tensors(tensors) for name, tensors in weights.items()}

@@ -274,6 +274,7 @@ class EngineThread:
             traceback.print_exc()
             reason = f"the engine has failed: {type(error).__name__}: {error}"
         self.call_in_event_loop(self.mark_dead, reason)
+        self.engine.close()
 
     def run_commands(self) -> bool:
         """Run queued commands, and wait for more while idle; return False on shutdown."""

@@ -237,7 +237,9 @@ def test_a_limit_below_16_pages_is_refused(model, tmp_path):
     from errors import UserError
 
     allowed = f"must be at least {16 * PAGE}"
-    with pytest.raises(UserError, match=f"prefix_cache_bytes {16 * PAGE - 1}: {allowed}"):
+    with pytest.raises(
+        UserError, match=rf"^--prefix-cache-bytes \(max_bytes\) {16 * PAGE - 1}: {allowed}"
+    ):
         with engine_on(tmp_path, model, max_bytes=16 * PAGE - 1):
             pass
     restarted(tmp_path, model, random_tokens(9), max_bytes=16 * PAGE)
