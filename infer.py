@@ -1,5 +1,6 @@
 """Generate text: python infer.py --prompt "Once upon a time"."""
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -40,10 +41,16 @@ from command_line.options import (
 )
 from command_line.output import OutputWriter, warn_long_prompts, warn_truncated_outputs
 from command_line.parser import Parser, run_script
+from command_line.prefix_cache import (
+    add_prefix_cache_options,
+    check_prefix_cache_options,
+    open_prefix_files,
+)
 from constraints.compiler import make_matcher
 from constraints.matcher import single_allowed_token
 from errors import UserError, check_limits
 from loading.load import resolve_source
+from loading.prefix_files import ROW_PAGE_SIZE, PrefixFiles, load_row, save_row
 from model import Model
 from sampling import (
     NOT_FINITE,
@@ -68,6 +75,7 @@ def generate(
     encoding: Encoding | None = None,
     counts: Counter | None = None,
     adapter: str = "",
+    prefix_files: PrefixFiles | None = None,
 ) -> Iterator[list[int | None]]:
     """Generate tokens for all prompts in a static batch, one per sequence and step.
 
@@ -82,6 +90,7 @@ def generate(
     encoding: tokenizer; params with a constraint need it.
     counts: its "passes" counts forward passes. A step needs no pass, and draws nothing, if every
     sequence has a single allowed token. adapter: name of an adapter of the model; "": none.
+    prefix_files: files in which prefixes are found and saved, unless an adapter is used.
     Finished sequences stay in the batch until the last one ends.
     Yields, once per step, the next token of each sequence, its EOS or stop token included, and None
     once it has ended. Greedy or with a seed, a sequence does not depend on
@@ -107,6 +116,9 @@ def generate(
     cache = None
     if use_cache:
         cache = KVCache(model, len(sequences), min(longest, config.block_size), cache_dtype)
+        if prefix_files and not adapter:
+            for row, sequence in enumerate(sequences):
+                load_row(prefix_files, cache, row, context_window.crop(sequence.tokens))
     finished = [sequence.params.max_new_tokens == 0 for sequence in sequences]
     while not all(finished):
         for sequence, matcher, done in zip(sequences, matchers, finished):
@@ -132,6 +144,9 @@ def generate(
                 finished[row] = True
             if not finished[row]:  # a finished one recomputes its last position
                 sequence.tokens.append(token)
+    if cache and prefix_files and not adapter:
+        for row in range(len(sequences)):
+            save_row(prefix_files, cache, row)
 
 
 BEAM_LIMITS = {  # argument of beam_search: type, validity check, description of valid values
@@ -287,6 +302,7 @@ def main(argv=None) -> None:
     beams.add_argument("--length-penalty", metavar="X", type=float, help=penalty_help)
     add_constraint_options(parser)
     add_chat_options(parser)
+    add_prefix_cache_options(parser)
     run_script(parser, run, argv)
 
 
@@ -299,6 +315,10 @@ def run(args) -> None:
     check_chat_options(args)
     if args.no_cache and CACHE_DTYPES[args.cache_dtype]:
         raise UserError("--cache-dtype conflicts with --no-cache")
+    check_prefix_cache_options(args)
+    if args.prefix_cache is not None and (args.no_cache or args.num_beams is not None):
+        other = "--no-cache" if args.no_cache else "--num-beams"
+        raise UserError(f"--prefix-cache conflicts with {other}")
     source = resolve_source(args.model)
     # Beam search does not sample.
     defaults = {} if args.num_beams else chat_sampling_defaults(args, source)
@@ -308,21 +328,26 @@ def run(args) -> None:
     seed = pick_seed(args.seed)
     chat = load_chat(args, source)
     (model,) = load_models([source], args, device)
+    prefix_files = open_prefix_files(args, model)
     encoding = load_encoding(source, model.config.vocab_size)
     params = with_tool_calls(params, chat, encoding, model.config)
     print_sampling_defaults(defaults)
     skip = all_stop_token_ids(params, model.config.eos_token_ids)
     max_prompt_tokens = model.config.block_size - params.max_new_tokens
     conversation = Conversation(args, prompts, encoding, chat, max_prompt_tokens)
-    for prompt_ids, echoed in conversation:
-        warn_long_prompts(prompt_ids, model.config.block_size, args.stride)
-        output = OutputWriter(echoed, encoding, skip, seed if params.temperature else None)
-        if args.num_beams is not None:
-            print_beams(args, model, prompt_ids, output)
-        else:
-            each = with_request_seeds(params, seed, len(prompt_ids))
-            print_samples(args, model, prompt_ids, each, encoding, output)
-        conversation.add_replies(output.texts)
+    with contextlib.closing(prefix_files) if prefix_files else contextlib.nullcontext():
+        for prompt_ids, echoed in conversation:
+            warn_long_prompts(prompt_ids, model.config.block_size, args.stride)
+            output = OutputWriter(echoed, encoding, skip, seed if params.temperature else None)
+            if args.num_beams is not None:
+                print_beams(args, model, prompt_ids, output)
+            else:
+                each = with_request_seeds(params, seed, len(prompt_ids))
+                print_samples(args, model, prompt_ids, each, encoding, output, prefix_files)
+            conversation.add_replies(output.texts)
+    if prefix_files:
+        loaded = prefix_files.num_loaded * ROW_PAGE_SIZE
+        print(f"{loaded} positions from files", file=sys.stderr)
 
 
 def check_beam_options(args) -> None:
@@ -349,11 +374,12 @@ def print_samples(
     params: list[SamplingParams],
     encoding: Encoding,
     output: OutputWriter,
+    prefix_files: PrefixFiles | None,
 ) -> None:
     """Sample a continuation of each prompt. params: one for each; they differ only in the seed."""
     counts = Counter()
     cache_dtype = CACHE_DTYPES[args.cache_dtype]
-    options = not args.no_cache, args.stride, cache_dtype, encoding, counts
+    options = not args.no_cache, args.stride, cache_dtype, encoding, counts, "", prefix_files
     outputs = [[] for _ in prompts]
     with output:
         for step in generate(model, prompts, params, None, *options):

@@ -9,11 +9,13 @@ import re
 import sys
 import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
+from cache import KVCache, hash_pages, root_hash
 from errors import UserError, warn_once
 from loading.checkpoint import DTYPES
 from native.build import is_private
@@ -21,6 +23,7 @@ from native.build import is_private
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FILE_NAME = re.compile(r"[0-9a-f]{64}\.(safetensors|\w+\.tmp)")  # no other file is ever removed
 MAX_QUEUED_BYTES = 2**27  # bytes of pages that wait to be written
+ROW_PAGE_SIZE = 16  # positions per page of a contiguous cache, the engine's default
 
 
 class PrefixFiles:
@@ -49,7 +52,7 @@ class PrefixFiles:
 
     def attach(self, storages: list[torch.Tensor]) -> None:
         """Set the storages. Raises UserError if max_bytes is less than 16 of their pages."""
-        largest = max(16 * storage[:, :, 0].nbytes for storage in storages)
+        largest = max(16 * storage[:, :, :1].nbytes for storage in storages)
         if self.max_bytes < largest:
             allowed = f"must be at least {largest} (16 pages)"
             raise UserError(f"--prefix-cache-bytes (max_bytes) {self.max_bytes}: {allowed}")
@@ -252,3 +255,28 @@ def hash_adapters(model) -> dict[str, str]:
         for name, (a, b) in pairs.items():
             weights.setdefault(name, {}).update({f"{path}.A": a, f"{path}.B": b})
     return {name: hash_tensors(tensors) for name, tensors in weights.items()}
+
+
+def row_pages(cache: KVCache, row: int) -> list[torch.Tensor]:
+    """Return a row of a contiguous cache as the storage of pages, a view."""
+    count = cache.storage.shape[4] // ROW_PAGE_SIZE
+    positions = cache.storage[:, :, row, :, : count * ROW_PAGE_SIZE]
+    return [positions.unflatten(3, (count, ROW_PAGE_SIZE)).transpose(2, 3)]
+
+
+def load_row(files: PrefixFiles, cache: KVCache, row: int, tokens: list[int]) -> None:
+    """Fill an empty row of a cache with the saved pages of these tokens, without the last token."""
+    files.attach(row_pages(cache, row))
+    for index, page_hash in enumerate(hash_pages(tokens[:-1], ROW_PAGE_SIZE, root_hash(""))):
+        if not files.has(0, page_hash) or not files.load(0, page_hash, index):
+            break
+        cache.tokens[row] = tokens[: (index + 1) * ROW_PAGE_SIZE]
+
+
+def save_row(files: PrefixFiles, cache: KVCache, row: int) -> None:
+    """Save the full pages of a row."""
+    files.attach(row_pages(cache, row))
+    used = time.time_ns()
+    page_hashes = hash_pages(cache.tokens[row], ROW_PAGE_SIZE, root_hash(""))
+    for index, page_hash in enumerate(page_hashes):
+        files.save(0, page_hash, index, used - 1000 * index)
