@@ -14,6 +14,11 @@ from native.step import NativeSampler
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_BYTES = 2**32  # bytes of all files
+# Code that computes pages, or decides which tokens they hold. An edit discards saved prefixes.
+CODE = (
+    *("adapters.py", "cache.py", "gemma.py", "infer.py", "llama.py", "model.py"),
+    *("engine/*.py", "loading/prefix_files.py", "native/*.[pch]*", "quantisation/*.py"),
+)
 AT_LEAST_1 = (int, lambda value: value >= 1, "an integer >= 1")
 
 
@@ -57,11 +62,8 @@ def fingerprint(model: Model) -> str:
     Backends round differently, and so may versions of this code, of torch and of the compiler.
     """
     runner = model.runner
-    sources = [*ROOT.glob("*.py")]
-    for directory in ("engine", "native", "quantisation"):
-        sources += (ROOT / directory).glob("*.[pch]*")
     code = hashlib.sha256()
-    for file in sorted(sources):
+    for file in sorted(file for pattern in CODE for file in ROOT.glob(pattern)):
         if file.is_file():  # not an editor's dangling link
             code.update(file.read_bytes())
     facts = (

@@ -1,12 +1,13 @@
 """--prefix-cache: what a script computed, another one finds, unless anything else computes it."""
 
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, is_one_line, random_tokens
-from engines import make_engine
+from conftest import CHECKPOINTS, ROOT, is_one_line, random_tokens
+from engines import greedy, make_engine
 from lora_files import LINEAR, random_pairs
 from natives import native, quantised
 from replicas import make_engine as replica_engine
@@ -17,6 +18,7 @@ from test_prefix_files import run
 from adapters import Adapters
 from engine.options import load_engine
 from errors import UserError
+from infer import generate
 from loading.load import resolve_source
 
 LLAMA = CHECKPOINTS / "stories-llama"
@@ -103,6 +105,52 @@ def test_the_fingerprint_covers_weights_config_and_backend(tiny_llama, monkeypat
         monkeypatch.undo()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
     assert fingerprint(build()) != found[0]
+
+
+def executed_files(model, tmp_path) -> set[str]:
+    """Return the project's files with code that an engine and `generate` run to fill pages."""
+    from loading.prefix_files import PrefixFiles
+
+    found = set()
+    runs = [PrefixFiles(tmp_path / name, "model", 2**30) for name in ("engine", "rows")]
+    engine, _ = make_engine(model, [], [], page_size=4, prefix_files=runs[0])
+    try:
+        sys.setprofile(lambda frame, *_: found.add(frame.f_code.co_filename))
+        run(engine, random_tokens(21))
+        list(generate(model, [random_tokens(21)], greedy(2), prefix_files=runs[1]))
+    finally:
+        sys.setprofile(None)
+        for files in runs:
+            files.close()
+    own = [file for file in found if file.startswith(f"{ROOT}/") and "site-packages" not in file]
+    return {file.removeprefix(f"{ROOT}/") for file in own}
+
+
+@pytest.mark.step(1)
+def test_the_fingerprint_covers_code_that_fills_pages_and_no_other(request, tmp_path, monkeypatch):
+    """Edits of scripts and of the choice of tokens keep saved prefixes."""
+    from command_line import prefix_cache
+
+    models = [
+        request.getfixturevalue(name)(block_size=64, dtype=torch.float32)
+        for name in ("tiny", "tiny_llama", "tiny_gemma", "tiny_windows")
+    ]
+    models += [native(models[1]), quantised(models[3], torch.int8)]
+    ran = set()
+    for number, model in enumerate(models):
+        ran |= executed_files(model, tmp_path / str(number))
+    others = {file for file in ran if file.startswith(("tests/", "constraints/"))}
+    others |= {"errors.py", "sampling.py", "lessons.py", "serve.py", "benchmark_kv_cache.py"}
+    code = ran - others | {"engine/device.py", "native/gpt.c", "native/common.h"}
+    assert {"cache.py", "gemma.py", "engine/cache.py", "native/step.py"} < code
+    monkeypatch.setattr(prefix_cache, "ROOT", tmp_path / "code")
+    past = {fingerprint(models[0])}
+    for file in sorted(code | others):
+        (tmp_path / "code" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "code" / file).write_text(file)
+        found = fingerprint(models[0])
+        assert (found in past) == (file in others), file
+        past.add(found)
 
 
 @pytest.mark.step(3)
