@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from adapters import Adapters, use_adapters
 from cache import Span, layer_sliding_windows, make_causal_mask
 from errors import UserError
-from sampling import Sequence, sample_batch, zero_nonfinite_rows
+from sampling import Sequence, sample_batch, select_rows, zero_nonfinite_rows
 
 # (layer, q, k, v) -> attention output
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -82,11 +82,11 @@ def causal_attention(
 
 
 class StepOutput(NamedTuple):
-    """The result of `step`, one entry for each kept position."""
+    """The result of `step`."""
 
-    tokens: list[int]  # sampled after it; arbitrary where its logits are not finite
-    finite: list[bool]  # whether its logits are
-    logits: torch.Tensor  # (len(tokens), vocab_size); zeros where they are not finite
+    tokens: list[int]  # of each sequence; arbitrary where its logits are not finite
+    finite: list[bool]  # whether the logits of each kept position are
+    logits: torch.Tensor  # (len(finite), vocab_size); zeros where they are not finite
 
 
 class TorchRunner:
@@ -113,15 +113,22 @@ class TorchRunner:
         return model.head(x).float()
 
     def step(
-        self, model, cache, spans: list[Span], keep: list[int], sequences: list[Sequence]
+        self,
+        model,
+        cache,
+        spans: list[Span],
+        keep: list[int],
+        sequences: list[Sequence],
+        rows: list[int],
     ) -> StepOutput:
-        """Run a pass as `logits` does, and sample after each position that it keeps.
+        """Run a pass as `logits` does, and sample the next token of each sequence.
 
-        sequences: up to each of these positions; each greedy or with a seed.
+        sequences: greedy or with a seed. rows: of the logits, one for each of them.
         """
         logits = self.logits(model, cache, spans, keep)
         finite = zero_nonfinite_rows(logits)
-        return StepOutput(self.sample_batch(logits, sequences), finite, logits)
+        tokens = self.sample_batch(select_rows(logits, rows), sequences)
+        return StepOutput(tokens, finite, logits)
 
     def sample_batch(
         self,

@@ -27,29 +27,35 @@ class DeviceRunner(TorchRunner):
     """The torch backend on a GPU: a step has one upload and one sync."""
 
     def step(
-        self, model, cache, spans: list[Span], keep: list[int], sequences: list[Sequence]
+        self,
+        model,
+        cache,
+        spans: list[Span],
+        keep: list[int],
+        sequences: list[Sequence],
+        rows: list[int],
     ) -> StepOutput:
         plan = cache.plan(spans)
         names = [span.adapter for span in spans]
         ranges = [range(end - len(span.tokens), end) for span, end in zip(spans, plan.ends)]
         adapters = rows_by_adapter(names, ranges)
-        rows = [row for end, count in zip(plan.ends, keep) for row in range(end - count, end)]
+        kept = [row for end, count in zip(plan.ends, keep) for row in range(end - count, end)]
         sampling = BatchSampling(sequences)
-        groups = plan.parts, [rows], list(adapters.values()), sampling.parts
+        groups = plan.parts, [kept, rows], list(adapters.values()), sampling.parts
         sent = iter(upload(sum(groups, []), model.device))
-        pass_parts, (rows,), adapter_rows, sampling_parts = (
+        pass_parts, (kept, rows), adapter_rows, sampling_parts = (
             [next(sent) for _ in group] for group in groups
         )
         tokens, positions = cache.bind(plan, pass_parts)
         pairs = list(zip(adapters, adapter_rows))
         with model.adapters.activate(pairs) if pairs else use_adapters(model, names):
             x = model.hidden(tokens, positions, cache.attend, plan.length)  # (N, C)
-        logits = model.head(x[rows]).float()
+        logits = model.head(x[kept]).float()
         finite = finite_rows(logits)
         logits = torch.where(finite[:, None], logits, 0)
-        results = torch.stack([sampling.sample(logits, sampling_parts), finite])
-        tokens, finite = results.tolist()  # the host waits here, and only here
-        return StepOutput(tokens, list(map(bool, finite)), logits)
+        tokens = sampling.sample(logits[rows], sampling_parts)
+        results = torch.cat([tokens, finite]).tolist()  # the host waits here, and only here
+        return StepOutput(results[: len(tokens)], list(map(bool, results[len(tokens) :])), logits)
 
     def sample_batch(
         self,

@@ -93,8 +93,9 @@ class PagedModelDrafter:
                 self.prepare_span(requests[row], sequence.tokens)
                 for row, sequence in zip(rows, sequences)
             ]
+            count = len(rows)
             tokens, finite, _ = self.model.runner.step(
-                self.model, self.cache, spans, [1] * len(rows), sequences
+                self.model, self.cache, spans, [1] * count, sequences, list(range(count))
             )
             for row, span, token, is_finite, (_, error) in zip(rows, spans, tokens, finite, pairs):
                 if is_finite and error is None:

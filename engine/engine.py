@@ -217,8 +217,9 @@ class Engine:
         keep = [len(entry.drafts) + 1 for entry in scheduled]
         pairs = [pair for entry in scheduled for pair in entry.sequences()]
         sequences = [sequence for sequence, _ in pairs]
+        rows = list(range(len(sequences)))
         tokens, finite, logits = self.model.runner.step(
-            self.model, self.cache, spans, keep, sequences
+            self.model, self.cache, spans, keep, sequences, rows
         )
         self.scheduled = scheduled
         self.steps += 1
