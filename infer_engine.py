@@ -63,6 +63,12 @@ def main(argv=None) -> None:
         type=int,
         help="show log-probabilities of each token and of the N most likely ones, 0 to 20",
     )
+    group.add_argument(
+        "--prompt-logprobs",
+        metavar="N",
+        type=int,
+        help="show log-probabilities of the prompt's tokens in the same way, 0 to 20",
+    )
     add_constraint_options(parser)
     add_chat_options(parser)
     run_script(parser, run, argv)
@@ -109,7 +115,8 @@ def write_all(args, tp_group: TensorParallelGroup | None) -> None:
     conversation = Conversation(args, prompts, encoding, chat, max_prompt_tokens)
     with contextlib.closing(engine):
         for prompt_ids, echoed in conversation:
-            warn_long_prompts(prompt_ids, engine.model.config.block_size, args.stride)
+            if params.prompt_logprobs is None:  # else the engine refuses long prompts
+                warn_long_prompts(prompt_ids, engine.model.config.block_size, args.stride)
             # Each prompt without an adapter, then with each one.
             texts = [text for text in echoed for _ in adapters]
             output = OutputWriter(texts, encoding, seed=seed if params.temperature else None)
@@ -165,14 +172,14 @@ def run_engine(engine: Engine, request_args: list[tuple], output: OutputWriter) 
     if requests:
         outputs = [request.output for request in requests]
         warn_truncated_outputs(requests[0].params, engine.encoding, engine.model.config, outputs)
-    if requests and requests[0].params.logprobs is not None:
+    if any(request.logprobs or request.prompt_logprobs for request in requests):
         print_logprobs(engine.encoding, requests)
     if errors:
         raise UserError("; ".join(errors))
 
 
 def print_logprobs(encoding, requests: list[Request]) -> None:
-    """Print each output token with its log-probability to stderr.
+    """Print prompt and output tokens to stderr, each with its log-probability if requested.
 
     The most likely tokens at its position follow on the same line.
     """
@@ -189,9 +196,12 @@ def print_logprobs(encoding, requests: list[Request]) -> None:
     for number, request in enumerate(requests, 1):
         if len(requests) > 1:
             print(f"sequence {number}", file=sys.stderr)
-        for token, (logprob, top) in zip(request.output, request.logprobs):
-            others = "".join(f"  {quoted(other)} {value:.3f}" for other, value in top)
-            print(f"{logprob:8.3f}  {quoted(token):12}{others}".rstrip(), file=sys.stderr)
+        prompt = zip(request.tokens, request.prompt_logprobs)
+        for token, entry in (*prompt, *zip(request.output, request.logprobs)):
+            value = f"{entry.logprob:8.3f}" if entry else " " * 8  # nothing predicts the first
+            top = entry.top if entry else ()
+            others = "".join(f"  {quoted(other)} {other_value:.3f}" for other, other_value in top)
+            print(f"{value}  {quoted(token):12}{others}".rstrip(), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ class SamplingParams:
     skip_token_ids: tuple[int, ...] = ()  # token ids that the engine omits from the text
     min_tokens: int = 0  # new tokens before EOS, a stop token or a stop string may end the sequence
     logprobs: int | None = None  # report the N most likely tokens per position; None: off
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     choices: tuple[str, ...] = ()  # the output is one of these; (): unconstrained
     json_schema: str | None = None  # JSON source of a schema that the output satisfies
     regex: str | None = None  # regular expression that the whole output matches
@@ -136,10 +137,9 @@ LIMITS = {  # field of SamplingParams: type, predicate for valid values, their d
     "stop_token_ids": (tuple, lambda v: all(map(is_token_id, v)), "a tuple of token ids >= 0"),
     "skip_token_ids": (tuple, lambda v: all(map(is_token_id, v)), "a tuple of token ids >= 0"),
     "min_tokens": (int, lambda v: v >= 0, "an integer >= 0"),
-    "logprobs": (
-        int | None,
-        lambda v: v is None or 0 <= v <= 20,
-        "None or an integer from 0 to 20",
+    **dict.fromkeys(
+        ("logprobs", "prompt_logprobs"),
+        (int | None, lambda v: v is None or 0 <= v <= 20, "None or an integer from 0 to 20"),
     ),
     "choices": (
         tuple,
@@ -190,8 +190,9 @@ def params_per_prompt(
 
 def check_engine_only_params(params_list: list[SamplingParams]) -> None:
     """Raise UserError for parameters that only the engine supports."""
-    if any(params.stop or params.logprobs is not None for params in params_list):
-        raise UserError("only the engine supports stop and logprobs; use infer_engine.py")
+    for name, default in (("stop", ()), ("logprobs", None), ("prompt_logprobs", None)):
+        if any(getattr(params, name) != default for params in params_list):
+            raise UserError(f"only the engine supports {name}; use infer_engine.py")
 
 
 def check_token_ids(params: SamplingParams, config) -> None:

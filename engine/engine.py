@@ -24,13 +24,15 @@ from text.detokenizer import StopStringDetokenizer
 from text.tokenizer import Encoding
 
 MAX_JUMP_FORWARD = 64  # jump-forward tokens per request and step
+MAX_PROMPT_LOGITS = 2**24  # numbers per step, for log-probabilities of prompts: 64 MiB
 
 
 class SamplerOutput(NamedTuple):
     """Sampled tokens of one scheduled request: 1 + the number of its draft tokens."""
 
     tokens: list[int]
-    logits: torch.Tensor  # (len(tokens), vocab_size)
+    # (n, vocab_size): of prompt positions, if requested, then of the positions of the tokens.
+    logits: torch.Tensor
 
 
 class Engine:
@@ -89,6 +91,7 @@ class Engine:
             sliding_window,
             sliding_pool,
             prefix_files,
+            max(MAX_PROMPT_LOGITS // model.config.vocab_size, 1),
         )
         self.drafter = drafter
         self.adaptive_speculation = adaptive_speculation if drafter else None
@@ -108,10 +111,11 @@ class Engine:
         cache_salt: prefix caching is limited to requests with the same cache_salt, because the time
         to first token reveals a cached prefix. adapter: name of an adapter of the model. Keys and
         values depend on it, so prefixes are not shared between adapters. params without a seed get
-        a random one. With max_new_tokens 0 the request finishes immediately, without an event.
-        Raises UserError for an id out of range, an unknown adapter, a cache_salt that is not a
-        string, or stop strings without an encoding. Also raises it if `make_matcher` does, or if
-        the sequence cannot fit into the cache.
+        a random one. With max_new_tokens 0 the request finishes immediately, without an event,
+        or after its prefill if prompt_logprobs is set. Raises UserError for an id out of range, an
+        unknown adapter, a cache_salt that is not a string, stop strings without an encoding, or
+        prompt_logprobs of a prompt longer than block_size. Also raises it if `make_matcher` does,
+        or if the sequence cannot fit into the cache.
         """
         if not isinstance(cache_salt, str):
             raise UserError(f"cache_salt {cache_salt!r}: must be a string")
@@ -193,8 +197,8 @@ class Engine:
                 self.scheduler.token_budget - len(running),
                 # No pass crosses a context shift: all its positions share one context window.
                 self.scheduler.context_window.block_size - request.length,
-                # The pass samples the last token itself.
-                request.params.max_new_tokens - len(request.output) - 1,
+                # The pass samples the last token itself, if there is one.
+                max(request.params.max_new_tokens - len(request.output) - 1, 0),
             )
             for request in decoding
         ]
@@ -214,21 +218,23 @@ class Engine:
         token.
         """
         spans = [entry.span for entry in scheduled]
-        keep = [len(entry.drafts) + 1 for entry in scheduled]
-        pairs = [pair for entry in scheduled for pair in entry.sequences()]
-        sequences = [sequence for sequence, _ in pairs]
-        rows = list(range(len(sequences)))
-        tokens, finite, logits = self.model.runner.step(
+        keep = [entry.num_logits for entry in scheduled]
+        pairs = [entry.sequences() for entry in scheduled]
+        ends = list(itertools.accumulate(keep))
+        rows = [row for end, own in zip(ends, pairs) for row in range(end - len(own), end)]
+        sequences = [sequence for own in pairs for sequence, _ in own]
+        sampled, finite, logits = self.model.runner.step(
             self.model, self.cache, spans, keep, sequences, rows
         )
         self.scheduled = scheduled
         self.steps += 1
         self.num_computed_tokens += sum(len(entry.tokens) for entry in scheduled)
+        tokens = iter(sampled)
         outputs = []
-        for end, own in zip(itertools.accumulate(keep), logits.split(keep)):
-            part = slice(end - len(own), end)
-            errors = [error for _, error in pairs[part] if error]
-            good = SamplerOutput(tokens[part], own) if all(finite[part]) else None
+        for end, own, part in zip(ends, pairs, logits.split(keep)):
+            errors = [error for _, error in own if error]
+            output = SamplerOutput(list(itertools.islice(tokens, len(own))), part)
+            good = output if all(finite[end - len(part) : end]) else None
             outputs.append(errors[0] if errors else good)
         return outputs
 
@@ -246,12 +252,26 @@ class Engine:
                 return self.fail(request, NOT_FINITE)
             if isinstance(output, UserError):
                 return self.fail(request, str(output), constraint_failed=True)
+            self.add_prompt_logprobs(entry, output)
             if entry.complete:
                 return self.extend(entry, output)
             self.scheduler.advance(entry, [])
             return None
         except Exception as error:  # of this request only, e.g. in the caller's encoding
             return self.fail(request, f"{type(error).__name__}: {error}")
+
+    def add_prompt_logprobs(self, entry: ScheduledRequest, output: SamplerOutput) -> None:
+        """Append the log-probabilities of the prompt tokens that an output's logits predict."""
+        request = entry.request
+        _, logits = output
+        end = request.num_computed_tokens + len(entry.tokens)
+        # After preemption, known positions are recomputed.
+        if request.needs_prompt_logits and end > request.first_logits_position:
+            targets = request.tokens[len(request.prompt_logprobs) : request.prompt_length]
+            count = request.params.prompt_logprobs
+            request.prompt_logprobs += [
+                token_logprob(row, token, count) for row, token in zip(logits, targets)
+            ]
 
     def extend(self, entry: ScheduledRequest, output: SamplerOutput) -> Event:
         """Append accepted drafts, the next sampled token and jump-forward tokens to a request.
@@ -267,7 +287,7 @@ class Engine:
         tokens = []
         text = ""
         stream = request.stream.copy() if request.stream else None
-        reason = None
+        reason = None if request.params.max_new_tokens else "length"
         accepted = iter(sampled[: num_accepted + 1])
         while reason is None:
             token = next(accepted, None)
@@ -286,8 +306,9 @@ class Engine:
         logprobs = []
         if request.params.logprobs is not None:
             count = request.params.logprobs
-            logprobs = [token_logprob(row, token, count) for row, token in zip(logits, tokens)]
-        self.scheduler.advance(entry, tokens, min(len(tokens) - 1, num_accepted))
+            own = logits[-1 - len(entry.drafts) :]
+            logprobs = [token_logprob(row, token, count) for row, token in zip(own, tokens)]
+        self.scheduler.advance(entry, tokens, max(min(len(tokens) - 1, num_accepted), 0))
         request.text += text
         request.stream = stream
         request.logprobs += logprobs

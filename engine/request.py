@@ -38,6 +38,8 @@ class Request(Sequence):
     stream: StopStringDetokenizer | None = None
     # One per output token, if params.logprobs is set.
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    # One per prompt token so far, if params.prompt_logprobs is set; None for the first token.
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
 
     def compute_token_mask(self, tokens: list[int]) -> torch.Tensor | UserError | None:
         """Return the constraint's mask of allowed next tokens after these, (vocab_size,) bools.
@@ -106,6 +108,23 @@ class Request(Sequence):
         return len(self.tokens) - self.start
 
     @property
+    def needs_prompt_logits(self) -> bool:
+        """Return whether log-probabilities of prompt tokens are requested and not yet known."""
+        wanted = self.params.prompt_logprobs is not None
+        return wanted and len(self.prompt_logprobs) < self.prompt_length
+
+    @property
+    def first_logits_position(self) -> int:
+        """Return the first position of the context window whose logits are needed.
+
+        It is the position of the newest token, or the one before the first prompt token without a
+        log-probability. Positions before it may come from the prefix cache.
+        """
+        if self.needs_prompt_logits:
+            return len(self.prompt_logprobs) - 1
+        return self.length - 1
+
+    @property
     def uncomputed_tokens(self) -> list[int]:
         """Return the tokens of the context window that are not computed yet."""
         return self.tokens[self.start + self.num_computed_tokens :]
@@ -134,4 +153,10 @@ def make_request(prompt: list[int], params: SamplingParams, config) -> Request:
         raise UserError(f"the prompt has the id {wrong[0]!r}: {allowed}")
     if params.seed is None:
         params = replace(params, seed=secrets.randbits(64))
-    return Request.from_prompt(tokens, params, config)
+    request = Request.from_prompt(tokens, params, config)
+    if params.prompt_logprobs is not None:
+        if len(tokens) > config.block_size:
+            allowed = f"must be at most block_size ({config.block_size})"
+            raise UserError(f"prompt_logprobs: the prompt has {len(tokens)} tokens, {allowed}")
+        request.prompt_logprobs = [None]  # nothing predicts the first token
+    return request

@@ -29,6 +29,15 @@ class ScheduledRequest(NamedTuple):
         )
 
     @property
+    def num_logits(self) -> int:
+        """Return how many of the last positions need logits.
+
+        At least one does, because logits that are not finite fail the request.
+        """
+        end = self.request.num_computed_tokens + len(self.tokens)
+        return max(end - self.request.first_logits_position, 1)
+
+    @property
     def span(self) -> Span:
         """Return the tokens with their place in the KV cache."""
         pages, sliding_pages = map(fill_null_pages, self.request.page_tables)
@@ -66,6 +75,8 @@ class Scheduler:
     Full pages before it are freed. None if a full-attention layer shares them. sliding_pool: pages
     of sliding-window layers, if these have their own; then `pool` is for the other layers.
     prefix_files: files of pages, which extend prefix caching; None: none.
+    max_prompt_logits: positions per step of requests that need the logits of their whole prompt;
+    None: token_budget.
     """
 
     def __init__(
@@ -77,6 +88,7 @@ class Scheduler:
         sliding_window: int | None = None,
         sliding_pool: PagePool | None = None,
         prefix_files: PrefixFiles | None = None,
+        max_prompt_logits: int | None = None,
     ):
         self.pool = pool
         self.prefix_files = prefix_files
@@ -89,6 +101,7 @@ class Scheduler:
         )
         self.max_num_seqs = max_num_seqs
         self.token_budget = token_budget
+        self.max_prompt_logits = max_prompt_logits or token_budget
         self.context_window = context_window
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -98,15 +111,16 @@ class Scheduler:
         self.prefix_cache_hits = 0  # of these, positions found in the cache
 
     def add(self, request: Request) -> None:
-        """Queue a request; with max_new_tokens 0 it finishes immediately.
+        """Queue a request; with max_new_tokens 0 and no logits to compute it finishes immediately.
 
         Raises UserError if its longest context window exceeds the pool.
         """
-        if request.params.max_new_tokens == 0:
+        if request.params.max_new_tokens == 0 and not request.needs_prompt_logits:
             request.finish_reason = "length"
             return
         pool = self.pool
-        longest = min(request.max_length - 1, self.context_window.block_size)
+        longest = max(request.max_length - 1, request.prompt_length)
+        longest = min(longest, self.context_window.block_size)
         needed = pool.page_count(longest)
         if needed > pool.num_pages:
             need = f"a sequence of up to {longest} positions needs {needed} pages"
@@ -122,7 +136,9 @@ class Scheduler:
         while len(scheduled) < len(self.running):
             request = self.running[len(scheduled)]
             younger = len(self.running) - len(scheduled) - 1
-            tokens = request.uncomputed_tokens[: token_budget - younger]  # leave each a token
+            # Leave each younger request a token.
+            limit = self.chunk_limit(request, token_budget - younger, scheduled)
+            tokens = request.uncomputed_tokens[:limit]
             if not self.allocate(request, len(tokens)):
                 # This may be the request itself, but never the oldest one, which fits alone.
                 self.preempt(self.running[-1])
@@ -131,13 +147,26 @@ class Scheduler:
             token_budget -= len(tokens)
         while self.waiting and token_budget and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
-            if not self.admit(request, token_budget):
+            limit = self.chunk_limit(request, token_budget, scheduled)
+            if not self.admit(request, limit):
                 break  # strict FIFO: a long request cannot starve
             self.running.append(self.waiting.popleft())
-            tokens = request.uncomputed_tokens[:token_budget]
+            tokens = request.uncomputed_tokens[:limit]
             scheduled.append(ScheduledRequest(request, tokens, []))
             token_budget -= len(tokens)
         return self.schedule_drafts(scheduled, token_budget)
+
+    def chunk_limit(
+        self, request: Request, token_budget: int, scheduled: list[ScheduledRequest]
+    ) -> int:
+        """Return how many tokens of a request a step may compute, of token_budget > 0.
+
+        All requests that need prompt logits share max_prompt_logits, but each gets a token.
+        """
+        if not request.needs_prompt_logits:
+            return token_budget
+        used = sum(len(entry.tokens) for entry in scheduled if entry.request.needs_prompt_logits)
+        return min(token_budget, max(self.max_prompt_logits - used, 1))
 
     def schedule_drafts(
         self, scheduled: list[ScheduledRequest], token_budget: int
@@ -196,7 +225,8 @@ class Scheduler:
 
         saved: whether to count saved pages, by their hashes, as cached.
         """
-        tokens = request.context_window[:-1]  # without the last token, whose logits are needed
+        # A cached position has no logits.
+        tokens = request.context_window[: request.first_logits_position]
         cached = []
         for group, (pool, sliding_window) in enumerate(self.kv_cache_groups):
             is_saved = functools.partial(self.prefix_files.has, group) if saved else None

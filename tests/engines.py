@@ -19,8 +19,9 @@ SMALL_ENGINE = {"page_size": 4, "num_pages": 60, "max_num_seqs": 3, "max_num_bat
 def alone(model, prompt, params=None, stride=None, cache_dtype=None, **fields) -> list[int]:
     """Return the output of `generate`, the oracle of every engine. fields: of params None."""
     params = SamplingParams(**fields) if params is None else params
-    if params.stop or params.logprobs is not None:  # which generate refuses
-        params = dataclasses.replace(params, stop=(), logprobs=None)
+    asks = params.logprobs is not None or params.prompt_logprobs is not None
+    if params.stop or asks:  # which generate refuses
+        params = dataclasses.replace(params, stop=(), logprobs=None, prompt_logprobs=None)
     return list(remembered(model, tuple(prompt), params, stride, cache_dtype))
 
 

@@ -195,7 +195,7 @@ def test_stop_strings_need_an_engine_with_an_encoding(model):
     params = [SamplingParams(3), SamplingParams(3, stop=("a",))]
     runs = generate(model, [[1], [2]], params), generate_speculative(model, model, [1], params[1])
     for run in runs:
-        said = "only the engine supports stop and logprobs; use infer_engine.py"
+        said = "only the engine supports stop; use infer_engine.py"
         with pytest.raises(UserError, match=f"^{said}$"):
             next(run)
 
