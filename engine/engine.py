@@ -272,6 +272,8 @@ class Engine:
             request.prompt_logprobs += [
                 token_logprob(row, token, count) for row, token in zip(logits, targets)
             ]
+            if not request.needs_prompt_logits:
+                self.scheduler.share_prompt_logprobs(request)
 
     def extend(self, entry: ScheduledRequest, output: SamplerOutput) -> Event:
         """Append accepted drafts, the next sampled token and jump-forward tokens to a request.

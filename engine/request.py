@@ -113,6 +113,18 @@ class Request(Sequence):
         wanted = self.params.prompt_logprobs is not None
         return wanted and len(self.prompt_logprobs) < self.prompt_length
 
+    def is_scored_by(self, other: "Request") -> bool:
+        """Return whether another request computes the same prompt log-probabilities.
+
+        Only one without output does.
+        """
+        return (
+            self.needs_prompt_logits
+            and self.tokens == other.tokens
+            and self.cache_salt == other.cache_salt
+            and self.params.prompt_logprobs == other.params.prompt_logprobs
+        )
+
     @property
     def first_logits_position(self) -> int:
         """Return the first position of the context window whose logits are needed.

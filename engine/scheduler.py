@@ -68,6 +68,8 @@ class Scheduler:
 
     A waiting request is admitted when fewer than max_num_seqs run and its context window fits.
     Running requests allocate pages as they grow. If none is free, the youngest is preempted.
+    Prompt log-probabilities are computed once for equal requests: the others wait until the first
+    has them, and are overtaken meanwhile. Later ones copy them while the first has no output.
     There are no separate prefill and decode phases. A request has tokens and a count of computed
     ones, and each step computes some of the rest within token_budget. The scheduler needs no
     model: call `schedule`, compute, then `advance` or `finish` each request.
@@ -115,6 +117,9 @@ class Scheduler:
 
         Raises UserError if its longest context window exceeds the pool.
         """
+        for other in (*self.running, *self.waiting):
+            if request.is_scored_by(other) and not other.needs_prompt_logits:
+                request.prompt_logprobs = list(other.prompt_logprobs)
         if request.params.max_new_tokens == 0 and not request.needs_prompt_logits:
             request.finish_reason = "length"
             return
@@ -145,12 +150,17 @@ class Scheduler:
                 continue
             scheduled.append(ScheduledRequest(request, tokens, []))
             token_budget -= len(tokens)
-        while self.waiting and token_budget and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
+        index = 0
+        while index < len(self.waiting) and token_budget and len(self.running) < self.max_num_seqs:
+            request = self.waiting[index]
+            if any(map(request.is_scored_by, self.running)):
+                index += 1
+                continue
             limit = self.chunk_limit(request, token_budget, scheduled)
             if not self.admit(request, limit):
                 break  # strict FIFO: a long request cannot starve
-            self.running.append(self.waiting.popleft())
+            del self.waiting[index]
+            self.running.append(request)
             tokens = request.uncomputed_tokens[:limit]
             scheduled.append(ScheduledRequest(request, tokens, []))
             token_budget -= len(tokens)
@@ -258,6 +268,12 @@ class Scheduler:
                 pool.load_pages(found, functools.partial(self.prefix_files.load, group))
                 for group, ((pool, _), found) in enumerate(zip(self.kv_cache_groups, cached))
             )
+
+    def share_prompt_logprobs(self, request: Request) -> None:
+        """Copy the log-probabilities of a request's prompt to waiting requests that need them."""
+        for other in self.waiting:
+            if other.is_scored_by(request):
+                other.prompt_logprobs = list(request.prompt_logprobs)
 
     def preempt(self, request: Request) -> None:
         """Free all pages of a running request, and put it first in the queue for recomputation."""

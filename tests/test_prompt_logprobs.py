@@ -88,6 +88,62 @@ def test_cached_positions_are_computed_again_and_shared(request, fixture):
 
 
 @pytest.mark.step(3)
+@pytest.mark.parametrize("budget", [7, 512])
+def test_a_prompt_of_several_requests_is_scored_once(tiny_llama, budget):
+    """One that needs no log-probabilities, or others, does not wait for the first."""
+    model = tiny_llama(seed=3)
+    prompt = random_tokens(10)
+    options = SMALL_ENGINE | {"max_num_batched_tokens": budget, "max_num_seqs": 4}
+    params = [params_of(count, 2, temperature=0.8, seed=count) for count in (3, 0, 1, 5)]
+    made, requests = make_engine(model, [prompt] * 4, params, **options)
+    others = [made.add(prompt[:3], params_of(1, None)), made.add(random_tokens(3), params_of(1, 3))]
+    rows = []
+    model.lm_head.register_forward_hook(lambda module, args, out: rows.append(len(out)))
+    while others[0] not in made.scheduler.running and not others[0].finish_reason:
+        step(made)
+    assert all(request.num_cached_tokens is None for request in requests[1:])
+    finish(made)
+    assert made.num_computed_tokens == 10 + 3 * 2 + 3 + 3 + 6  # 6: later tokens
+    assert sum(rows) == 10 + 3 + 1 + 3 + 6  # of prompts, and of later tokens
+    check_texts(model, requests)
+    for each in (*requests, others[1]):
+        check(model, each)
+
+
+@pytest.mark.step(3)
+def test_a_request_that_comes_late_copies_known_log_probabilities(tiny_llama):
+    """After the last of them, and before the first request samples a token."""
+    model = tiny_llama(seed=3)
+    prompt = random_tokens(15)
+    made, (first,) = make_engine(model, [prompt], params_of(2), **CHUNKED)
+    while first.needs_prompt_logits:
+        step(made)
+    assert first.output == []  # the last position comes in another step
+    late = [made.add(prompt, params_of(count)) for count in (0, 2)]
+    assert late[0].finish_reason == "length"
+    finish(made)
+    assert made.num_computed_tokens == 15 + 3 + 2  # 3: a page is not full; 2: later tokens
+    for each in (first, *late):
+        check(model, each)
+    check_texts(model, [first, late[1]])
+
+
+@pytest.mark.step(3)
+def test_still_a_prompt_is_scored_again_where_it_must_be(tiny_llama):
+    """For other counts and salts, and if the first request is aborted."""
+    model = tiny_llama(seed=3)
+    prompt = random_tokens(14)
+    made, (first, second) = make_engine(model, [prompt] * 2, params_of(1, 2), **CHUNKED)
+    different = [made.add(prompt, params_of(1, 3)), made.add(prompt, params_of(1, 2), "salt")]
+    step(made)
+    made.abort(first)
+    finish(made)
+    for each in (second, *different):
+        check(model, each)
+        assert each.num_cached_tokens == 0
+
+
+@pytest.mark.step(3)
 def test_preemption_within_a_prompt_and_after_it(tiny_llama):
     """Known log-probabilities stay, and the prefix cache may then serve their positions."""
     model = tiny_llama(block_size=40, seed=1)
