@@ -44,6 +44,8 @@ class Update(NamedTuple):
     logprobs: tuple[TokenLogprob, ...]  # one per token, if requested
     finish_reason: str | None  # "stop" or "length" in the last update
     num_cached_tokens: int = 0  # as in Request
+    # One per prompt token in the first update, if requested; None for the first token.
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
 
     @staticmethod
     def join(parts: list["Update"]) -> "Update":
@@ -53,9 +55,14 @@ class Update(NamedTuple):
         tokens = itertools.chain.from_iterable(part.tokens for part in parts)
         text = "".join(part.text for part in parts)
         logprobs = itertools.chain.from_iterable(part.logprobs for part in parts)
-        last = parts[-1]
+        first, last = parts[0], parts[-1]
         return Update(
-            tuple(tokens), text, tuple(logprobs), last.finish_reason, last.num_cached_tokens
+            tuple(tokens),
+            text,
+            tuple(logprobs),
+            last.finish_reason,
+            last.num_cached_tokens,
+            first.prompt_logprobs,
         )
 
 

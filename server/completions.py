@@ -1,11 +1,15 @@
 """OpenAI's completions (/v1/completions)."""
 
 import asyncio
+import itertools
 import uuid
+from collections.abc import Sequence
+from dataclasses import replace
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from sampling import TokenLogprob
 from server.allowed import AllowedTokens
 from server.answers import ResponseBuilder, with_cancellation, with_ignored_fields
 from server.backend import GenerateInput, Update
@@ -32,6 +36,7 @@ async def create_completion(body: CompletionRequest, served: ServedModel) -> Res
         max_new_tokens, body.logprobs, skip_token_ids=served.skip_token_ids(body)
     )
     if body.echo:
+        params = [replace(each, prompt_logprobs=body.logprobs) for each in params]
         body.check_echo([prompt for prompt in body.prompts if isinstance(prompt, str)])
     matcher = await served.check_params(params[0], body.constraint_field)
     # In another thread, because encoding a long prompt is slow.
@@ -47,6 +52,8 @@ async def create_completion(body: CompletionRequest, served: ServedModel) -> Res
         request_id=f"cmpl-{uuid.uuid4().hex}",
         adapter=adapter,
     )
+    if body.echo and body.logprobs is not None:
+        body.check_echoed_logprobs(inputs.num_tokens, max_new_tokens)
     builder = CompletionBuilder(body, served, inputs, served.backend.generate(inputs, matcher))
     if body.echo:
         echoed = [
@@ -55,6 +62,7 @@ async def create_completion(body: CompletionRequest, served: ServedModel) -> Res
         ]
         echoes = await asyncio.to_thread(list, map(served.decode, echoed))
         body.check_echo(echoes)
+        builder.prompts = inputs.prompts
         builder.echoes = [text for text in echoes for _ in params]
     return with_ignored_fields(await builder.to_response(), builder.ignored)
 
@@ -66,7 +74,8 @@ class CompletionBuilder(ResponseBuilder):
     def __init__(self, body: CompletionRequest, served: ServedModel, *call):
         super().__init__(body, served, *call)
         # One per choice, if requested:
-        self.echoes: list[str] = []  # prompt that the text repeats first
+        self.prompts: list[list[int]] = []  # prompt that the output repeats first
+        self.echoes: list[str] = []  # and its text
         self.logprob_tables: list[LogprobTable] = []
         if body.logprobs is not None:
             skip = self.params.skip_token_ids
@@ -80,20 +89,26 @@ class CompletionBuilder(ResponseBuilder):
         return {
             "index": index,
             "text": echo + update.text,
-            "logprobs": self.columns(index, update) if self.logprob_tables else None,
+            "logprobs": self.columns(index, update, echo) if self.logprob_tables else None,
             "finish_reason": update.finish_reason,
         }
 
     def delta(self, index: int, update: Update) -> list[dict]:
         return [self.choice(index, update)]
 
-    def columns(self, index: int, update: Update) -> dict:
-        """Return the log-probabilities of an update."""
+    def columns(self, index: int, update: Update, echo: str) -> dict:
+        """Return the columns of an update, which begin with an echoed prompt's in the first."""
         table = self.logprob_tables[index]
+        prompt = {}
+        if update.prompt_logprobs:
+            prompt = table.add_prompt(self.prompts[index], update.prompt_logprobs, echo)
         columns = table.add(update)
         if self.allowed_tracker:
+            prompt["allowed"] = [None] * len(update.prompt_logprobs)
             positions, after = self.allowed_tracker.pop_positions(index)
             columns["allowed"] = list(map(table.allowed_entry, positions))
+        columns = {name: prompt.get(name, []) + values for name, values in columns.items()}
+        if self.allowed_tracker:
             columns["next_allowed"] = after and table.allowed_entry(after)
         return columns
 
@@ -108,22 +123,45 @@ class LogprobTable:
 
     def add(self, update: Update) -> dict:
         """Return the columns of an update; text_offset counts complete characters before each."""
-        token_texts = [self.name(token) for token in update.tokens]
-        top_logprobs = []
         offsets = []
-        for token, name, (chosen, top) in zip(update.tokens, token_texts, update.logprobs):
-            # Include the sampled token, which is not always among the top ones.
-            top_logprobs.append(
-                {self.name(other): logprob for other, logprob in top} | {name: chosen}
-            )
+        for token in update.tokens:
             offsets.append(self.offset)
             self.offset += len(self.stream.add(token))
+        return self.columns(update.tokens, update.logprobs, offsets)
+
+    def add_prompt(
+        self, tokens: list[int], entries: Sequence[TokenLogprob | None], echo: str
+    ) -> dict:
+        """Return the columns of an echoed prompt, whose first token has no log-probability.
+
+        echo: its text, which may lack a BOS token or a space at the start of its tokens' text.
+        """
+        stream = IncrementalDetokenizer(self.served.backend.encoding)
+        sizes = [len(stream.add(token)) for token in tokens]
+        missing = max(sum(sizes) + len(stream.end()) - len(echo), 0)
+        starts = list(itertools.accumulate(sizes, initial=-missing))
+        self.offset = len(echo)
+        offsets = [min(max(start, 0), len(echo)) for start in starts[:-1]]
+        return self.columns(tokens, entries, offsets)
+
+    def columns(
+        self, tokens: Sequence[int], entries: Sequence[TokenLogprob | None], offsets: list[int]
+    ) -> dict:
+        """Return the columns of tokens with their log-probabilities."""
+        names = [self.name(token) for token in tokens]
         return {
-            "tokens": token_texts,
-            "token_logprobs": [entry.logprob for entry in update.logprobs],
-            "top_logprobs": top_logprobs,
+            "tokens": names,
+            "token_logprobs": [entry and entry.logprob for entry in entries],
+            "top_logprobs": list(map(self.top_logprobs, names, entries)),
             "text_offset": offsets,
         }
+
+    def top_logprobs(self, name: str, entry: TokenLogprob | None) -> dict[str, float] | None:
+        """Return the most likely tokens, and the one so named, which may not be among them."""
+        if entry is None:
+            return None
+        top = {self.name(other): logprob for other, logprob in entry.top}
+        return top | {name: entry.logprob}
 
     def allowed_entry(self, allowed: AllowedTokens) -> dict:
         return {"count": allowed.count, "tokens": list(map(self.name, allowed.tokens))}

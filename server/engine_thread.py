@@ -303,7 +303,9 @@ class EngineThread:
                 generation.requests.append(request)
                 state = RequestState(generation, index, next(self.request_numbers))
                 if request.finish_reason:  # zero tokens requested: no step emits an event
-                    finished.append((state, Update((), "", (), request.finish_reason), None))
+                    scored = tuple(request.prompt_logprobs)
+                    update = Update((), "", (), request.finish_reason, prompt_logprobs=scored)
+                    finished.append((state, update, None))
                 else:
                     self.request_states[request] = state
         except Exception as error:  # fails only this call
@@ -336,12 +338,14 @@ class EngineThread:
             state.num_chars_sent += len(text)
             logprobs = request.logprobs[len(request.logprobs) - len(tokens) :]
             error = event_error(event)
+            first = len(request.output) == len(tokens) and not error
             update = Update(
                 tuple(tokens),
                 text,
                 tuple(logprobs),
                 None if error else reason,
                 request.num_cached_tokens,
+                tuple(request.prompt_logprobs) if first else (),
             )
             outputs.append((state, update, error))
         if outputs:  # prefill chunks emit none

@@ -534,12 +534,16 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
         """Return the number of choices in the response."""
         return self.n or 1
 
-    def max_tokens_limit(self, logprobs: int | None) -> int:
-        """Return the largest max_tokens that keeps the response within MAX_RESPONSE_BYTES."""
+    def token_bytes(self, logprobs: int | None) -> int:
+        """Return the estimated size of an output token with its log-probabilities."""
         entries = 0 if logprobs is None else 1 + logprobs
         if self.show_allowed is not None:  # and of the next position
             entries += (1 + self.show_allowed) * (2 if self.stream else 1)
-        return MAX_RESPONSE_BYTES // (self.num_choices * (TOKEN_BYTES + entries * LOGPROB_BYTES))
+        return TOKEN_BYTES + entries * LOGPROB_BYTES
+
+    def max_tokens_limit(self, logprobs: int | None) -> int:
+        """Return the largest max_tokens that keeps the response within MAX_RESPONSE_BYTES."""
+        return MAX_RESPONSE_BYTES // (self.num_choices * self.token_bytes(logprobs))
 
     def to_sampling_params(
         self,
@@ -599,12 +603,6 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
 
-    @model_validator(mode="after")
-    def check_combination(self) -> "CompletionRequest":
-        if self.echo and self.logprobs is not None:
-            raise field_error("logprobs", "is not supported with echo: prompts have none")
-        return self
-
     @property
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts as a list; an absent prompt is one empty string."""
@@ -621,6 +619,17 @@ class CompletionRequest(GenerationRequest):
         if size > MAX_ECHO:
             message = f"echo would repeat {size} bytes of prompts: at most {MAX_ECHO} are allowed"
             raise APIError(400, message, "echo")
+
+    def check_echoed_logprobs(self, prompt_tokens: int, max_new_tokens: int) -> None:
+        """Raise APIError if echoed log-probabilities could exceed MAX_RESPONSE_BYTES.
+
+        prompt_tokens: of all choices.
+        """
+        limit = MAX_RESPONSE_BYTES // self.token_bytes(self.logprobs)
+        tokens = prompt_tokens + self.num_choices * max_new_tokens
+        if tokens > limit:
+            message = f"log-probabilities of {tokens} tokens, prompts included, were requested"
+            raise APIError(400, f"echo: {message}: at most {limit} are allowed", "echo")
 
 
 FunctionName = Annotated[str, Field(max_length=64, pattern="^[A-Za-z0-9_-]+$")]

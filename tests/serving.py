@@ -86,7 +86,7 @@ async def collect(updates) -> dict:
     outputs = {}
     async for step in updates:
         assert step
-        for index, (tokens, text, logprobs, reason, _) in step.items():
+        for index, (tokens, text, logprobs, reason, *_) in step.items():
             known = outputs.get(index, ((), "", ()))
             outputs[index] = (known[0] + tokens, known[1] + text, known[2] + logprobs, reason)
     return outputs
