@@ -2,20 +2,32 @@
 
 import codecs
 import copy
+from collections.abc import Mapping
 
 from text.tokenizer import Encoding
 
 
 class IncrementalDetokenizer:
-    """A streaming detokenizer that emits whole characters. skip_ids: tokens without output."""
+    """A streaming detokenizer that emits whole characters.
 
-    def __init__(self, encoding: Encoding, skip_ids: tuple[int, ...] = ()):
+    skip_ids: tokens without output. texts: other texts for some tokens, by id.
+    """
+
+    def __init__(
+        self,
+        encoding: Encoding,
+        skip_ids: tuple[int, ...] = (),
+        texts: Mapping[int, str] | None = None,
+    ):
         self.encoding = encoding
         self.skip_ids = frozenset(skip_ids)
+        self.texts = texts or {}
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
         """Return the text that this token completes; bytes of an incomplete character wait."""
+        if token in self.texts:
+            return self.decoder.decode(b"", final=True) + self.texts[token]
         if token in self.skip_ids:
             return ""
         try:
@@ -44,8 +56,9 @@ class StopStringDetokenizer(IncrementalDetokenizer):
         skip_ids: tuple[int, ...] = (),
         stop: tuple[str, ...] = (),
         min_tokens: int = 0,
+        texts: Mapping[int, str] | None = None,
     ):
-        super().__init__(encoding, skip_ids)
+        super().__init__(encoding, skip_ids, texts)
         self.stop = stop
         self.min_tokens_left = min_tokens  # number of coming tokens in which no string counts
         self.stop_buffer = ""
