@@ -98,7 +98,7 @@ async def create_response(
 
 
 class ResponsesBuilder(ChatCompletionBuilder):
-    """Builder of a response, whose output items are a message, if any, and function calls.
+    """Builder of a response, whose output items are reasoning, a message and function calls.
 
     responses_request: the response request. The base class answers its equivalent chat request.
     item_store: keeps the output items, unless the client sets store: false.
@@ -112,6 +112,7 @@ class ResponsesBuilder(ChatCompletionBuilder):
         self.item: dict | None = None  # in progress
         self.item_text: list[str] = []  # text or arguments so far, of the item in progress
         self.logprobs: list[dict] = []  # of the tokens of the item in progress
+        self.held_logprobs: list[dict] = []  # of tokens before the message
         self.events_sent = 0
 
     @functools.cached_property
@@ -166,10 +167,22 @@ class ResponsesBuilder(ChatCompletionBuilder):
         """Yield the type and fields of each event for an update of the reply."""
         message = self.parse_message(0, update)
         logprobs = self.logprobs_and_finish_reason(0, update)["logprobs"]
-        entries = logprobs["content"] if logprobs else []
+        entries = self.held_logprobs + (logprobs["content"] if logprobs else [])
+        self.held_logprobs = []
+        if message["content"] is None and "tool_calls" not in message:
+            self.held_logprobs = entries  # a reasoning item cannot have them
+            entries = []
         calls = message.get("tool_calls", ())
+        if reasoning := message.get("reasoning_content"):
+            if not self.item:
+                yield from self.start_item("rs_", type="reasoning", summary=[], content=[])
+            self.item_text.append(reasoning)
+            fields = {"content_index": 0, "delta": reasoning}
+            yield "response.reasoning_text.delta", self.item_location | fields
         last = update.finish_reason and not calls
         if message["content"] or entries or (last and not self.item):
+            if self.item and self.item["type"] == "reasoning":
+                yield from self.finish_item("completed")
             if not self.item:
                 yield from self.start_item("msg_", type="message", role="assistant", content=[])
             self.item_text.append(message["content"] or "")
@@ -206,8 +219,8 @@ class ResponsesBuilder(ChatCompletionBuilder):
         self.logprobs = []
         item_location = {"output_index": len(self.output)}
         yield "response.output_item.added", item_location | {"item": self.item}
-        if self.item["type"] == "message":
-            part = {"content_index": 0, "part": text_part("", [])}
+        if "content" in self.item:
+            part = {"content_index": 0, "part": content_part(self.item["type"], "", [])}
             yield "response.content_part.added", self.item_location | part
 
     def finish_item(self, status: str) -> Iterator[tuple[str, dict]]:
@@ -215,11 +228,11 @@ class ResponsesBuilder(ChatCompletionBuilder):
         if not self.item:
             return
         text = "".join(self.item_text)
-        if self.item["type"] == "message":
-            part = text_part(text, self.logprobs)
+        if "content" in self.item:
+            part = content_part(self.item["type"], text, self.logprobs)
             index = {"content_index": 0}
-            message = {"text": text, "logprobs": self.logprobs}
-            yield "response.output_text.done", self.item_location | index | message
+            message = {name: part[name] for name in ("text", "logprobs") if name in part}
+            yield f"response.{part['type']}.done", self.item_location | index | message
             yield "response.content_part.done", self.item_location | index | {"part": part}
             self.item["content"] = [part]
         else:
@@ -277,6 +290,8 @@ class ResponsesBuilder(ChatCompletionBuilder):
         }
 
 
-def text_part(text: str, logprobs: list[dict]) -> dict:
-    """Return an output_text part of a message's content."""
+def content_part(item_type: str, text: str, logprobs: list[dict]) -> dict:
+    """Return the only part of the content of a message or of reasoning."""
+    if item_type == "reasoning":
+        return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
