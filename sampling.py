@@ -20,6 +20,14 @@ class Constraint(NamedTuple):
     source: str | tuple[str, ...]
 
 
+class Reasoning(NamedTuple):
+    """Reasoning block at the start of a reply, between markers of the chat template."""
+
+    start: str  # marker, such as "<think>"
+    end: str
+    is_open: bool  # whether the prompt ends inside the block
+
+
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters of a request; the defaults are greedy decoding.
@@ -50,6 +58,7 @@ class SamplingParams:
     regex: str | None = None  # regular expression that the whole output matches
     grammar: str | None = None  # llguidance Lark grammar that the output follows
     tool_grammar: str | None = None  # grammar of a reply that may call tools
+    reasoning: Reasoning | None = None  # block that a ReasoningParser separates from the answer
 
     def __post_init__(self):
         if isinstance(self.logit_bias, Mapping):
@@ -151,6 +160,7 @@ LIMITS = {  # field of SamplingParams: type, predicate for valid values, their d
     "regex": source_limit(2**12),
     "grammar": source_limit(2**13),
     "tool_grammar": source_limit(2**18),  # 128 tools
+    "reasoning": (Reasoning | None, lambda v: True, "None or a Reasoning"),
 }
 NOT_FINITE = (
     "the model returned logits that are NaN or infinite: its weights are broken, or its dtype's"

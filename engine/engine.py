@@ -21,6 +21,7 @@ from loading.prefix_files import PrefixFiles, hash_adapters
 from model import Model
 from sampling import NOT_FINITE, SamplingParams, token_logprob
 from text.detokenizer import StopStringDetokenizer
+from text.reasoning import marker_characters
 from text.tokenizer import Encoding
 
 MAX_JUMP_FORWARD = 64  # jump-forward tokens per request and step
@@ -129,8 +130,9 @@ class Engine:
         request.matcher = make_matcher(params, self.encoding, self.model.config)
         if self.encoding is not None:
             skip = request.all_stop_token_ids + params.skip_token_ids
+            markers = marker_characters(params, self.encoding)
             request.stream = StopStringDetokenizer(
-                self.encoding, skip, params.stop, params.min_tokens
+                self.encoding, skip, params.stop, params.min_tokens, markers
             )
         self.scheduler.add(request)
         return request

@@ -15,6 +15,7 @@ from server.answers import ResponseBuilder, with_cancellation, with_ignored_fiel
 from server.backend import GenerateInput, Update
 from server.protocol import ChatRequest
 from server.served import ServedModel
+from text.reasoning import ReasoningParser
 from text.tools import CALL_ID_LENGTH, ToolCallDelta, ToolCallParser, ToolFormat
 
 router = APIRouter()
@@ -49,7 +50,7 @@ async def create_chat_completion(
         max_new_tokens = max(min(window - len(prompt), body.max_tokens_limit(logprobs)), 1)
     skip = served.skip_token_ids(body, chat.tool_format)
     params = body.to_sampling_params(
-        max_new_tokens, logprobs, chat.tool_grammar, skip, served.defaults
+        max_new_tokens, logprobs, chat.tool_grammar, skip, served.defaults, chat.reasoning
     )
     matcher = await served.check_params(
         params[0], "tools" if chat.tool_grammar else body.constraint_field
@@ -83,6 +84,7 @@ class ChatCompletionBuilder(ResponseBuilder):
         super().__init__(body, served, inputs, updates)
         self.tool_format = tool_format
         self.parsers: dict[int, ToolCallParser | None] = {}  # by choice, from its first update on
+        self.reasoning_parsers: dict[int, ReasoningParser] = {}  # by choice
 
     @functools.cached_property
     def ignored(self) -> list[str]:
@@ -110,7 +112,7 @@ class ChatCompletionBuilder(ResponseBuilder):
         # In a chunk of its own: some clients drop a call that begins in the finish reason's chunk.
         finish_events = [{}] if parts and update.finish_reason else []
         if message["content"] is None and not role:
-            message = {}
+            del message["content"]
         first, *others = [message | (parts.pop(0) if parts else {}), *parts, *finish_events]
         deltas = [
             {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -120,18 +122,28 @@ class ChatCompletionBuilder(ResponseBuilder):
         return deltas
 
     def parse_message(self, index: int, update: Update) -> dict:
-        """Return the content and tool call deltas of an update."""
+        """Return the reasoning, content and tool call deltas of an update.
+
+        The content is None, not "", in an update that ends before the answer.
+        """
         if index not in self.parsers:
             self.parsers[index] = ToolCallParser(self.tool_format) if self.tool_format else None
-        parser = self.parsers[index]
-        if parser is None:
-            return {"content": update.text}
-        content, parts = parser.add(update.text)
-        if update.finish_reason:
-            content += parser.end()
-        if not parts:
-            return {"content": content}
-        return {"content": content or None, "tool_calls": list(map(tool_call_delta, parts))}
+            if self.params.reasoning:
+                encoding = self.served.backend.encoding
+                self.reasoning_parsers[index] = ReasoningParser(self.params, encoding)
+        message = {"content": update.text}
+        parts = []
+        if reasoning_parser := self.reasoning_parsers.get(index):
+            is_last = update.finish_reason is not None
+            reasoning, message["content"] = reasoning_parser.add(update.text, is_last)
+            if reasoning and self.body.include_reasoning is not False:
+                message["reasoning_content"] = reasoning
+        if parser := self.parsers[index]:
+            message["content"], parts = parser.add(message["content"])
+            message["content"] += parser.end() if update.finish_reason else ""
+        if parts or (reasoning_parser and not reasoning_parser.in_answer):
+            message["content"] = message["content"] or None
+        return message | ({"tool_calls": list(map(tool_call_delta, parts))} if parts else {})
 
     def logprobs_and_finish_reason(self, index: int, update: Update) -> dict:
         reason = update.finish_reason

@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, to_json
 
 from errors import UserError, check_limits
-from sampling import LIMITS, SamplingParams, is_logit_bias
+from sampling import LIMITS, Reasoning, SamplingParams, is_logit_bias
 from text.chat import RESERVED_VARIABLES
 from text.tools import MAX_TOOLS
 
@@ -552,11 +552,12 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
         tool_grammar: str | None = None,
         skip_token_ids: tuple[int, ...] = (),
         defaults: Mapping[str, float] | None = None,
+        reasoning: Reasoning | None = None,
     ) -> list[SamplingParams]:
         """Return the sampling parameters of each of a prompt's n choices; choice i has seed + i.
 
         tool_grammar: the grammar of a reply that may call tools. skip_token_ids: tokens left out of
-        the text. defaults: fields of SamplingParams that the request does not set.
+        the text. defaults: values of fields that are not set. reasoning: as in SamplingParams.
         Raises APIError if the response could be too long, if min_tokens exceeds max_new_tokens, or
         if the constraint is too large or conflicts with other fields.
         """
@@ -576,6 +577,7 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
         given["logit_bias"] = self.logit_bias or {}
         given["stop_token_ids"] = tuple(self.stop_token_ids or ())
         given |= self.constraint | {"tool_grammar": tool_grammar, "skip_token_ids": skip_token_ids}
+        given["reasoning"] = reasoning
         try:
             params = SamplingParams(
                 max_new_tokens, stop=self.stop_strings, logprobs=logprobs, **given
@@ -826,6 +828,7 @@ class ChatRequest(GenerationRequest):
     # Template variables, where the template reads them.
     enable_thinking: bool | None = None
     reasoning_effort: Annotated[str | None, Field(max_length=64)] = None
+    include_reasoning: bool | None = None  # false: leave reasoning_content out
     think: Annotated[
         bool | Literal[REASONING_EFFORTS] | None,
         must_be(f"true, false or one of {', '.join(REASONING_EFFORTS)}"),

@@ -14,13 +14,14 @@ from constraints.vocabulary import get_vocabulary
 from errors import UserError
 from loading.defaults import read_sampling_defaults
 from loading.load import Source
-from sampling import SamplingParams, check_token_ids
+from sampling import Reasoning, SamplingParams, check_token_ids
 from server.allowed import AllowedTokensTracker
 from server.backend import Backend, MetricsReader, Monitor
 from server.protocol import APIError, ChatRequest, GenerationRequest
 from server.structured_output import TimedMatcher, compile_matcher, run_in_compile_pool
 from text.chat import SYSTEM_ROLE_HINT, Chat
 from text.detokenizer import IncrementalDetokenizer
+from text.reasoning import detect_reasoning
 from text.tools import ToolFormat, build_tool_grammar, check_tools, detect_tool_format
 
 OTHER_MODEL_HINT = (
@@ -66,11 +67,12 @@ def server_defaults(args, source: Source) -> dict[str, float]:
 
 
 class ChatPrompt(NamedTuple):
-    """A conversation as token ids, and the constraint and syntax of its reply's tool calls."""
+    """A conversation as token ids, and the syntax of its reply."""
 
     tokens: list[int]
     tool_grammar: str | None  # None: the reply has no grammar
     tool_format: ToolFormat | None  # None: the reply calls no tools
+    reasoning: Reasoning | None  # None: the reply has no reasoning block
 
 
 class ServedModel:
@@ -243,7 +245,11 @@ class ServedModel:
                 if SYSTEM_ROLE_HINT in str(error):
                     raise UserError(f"{error}, or {OTHER_MODEL_HINT}") from None
                 raise
-        return ChatPrompt(tokens, tool_grammar, None if body.tool_mode == "none" else tool_format)
+        reasoning = None
+        if not tool_grammar and not body.constraint:  # a constraint begins at the first token
+            reasoning = detect_reasoning(chat.template_text, tokens, encoding)
+        tool_format = None if body.tool_mode == "none" else tool_format
+        return ChatPrompt(tokens, tool_grammar, tool_format, reasoning)
 
     def request_tool_grammar(
         self, body: ChatRequest, tools: list[dict], tool_format: ToolFormat

@@ -22,6 +22,7 @@ from chats import (
 from conftest import is_one_line, refused
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from reasoners import QWEN3_PROMPT
 from serving import Script, check_refused, refusal, serving, small_encoding, small_engine
 from transformers import PreTrainedTokenizerFast
 
@@ -188,13 +189,8 @@ THINKING = r"""{%- for message in messages %}
     {%- endif %}
     {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}
 {%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\n\n</think>\n\n' }}
-    {%- endif %}
-{%- endif %}
 """
+THINKING += QWEN3_PROMPT
 ADDED = THINKING.replace("</think>", "[INST]").replace("<think>", "<tool_call>")  # tokens there
 OFF = {"enable_thinking": False}
 PATH = "/v1/chat/completions"
