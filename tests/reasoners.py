@@ -8,6 +8,7 @@ from serving import writing
 from engine.engine import Engine
 from text.tokenizer import load_encoding
 
+LAST = "«<|im_end|>»"  # in `spelled`
 THINK, END = 4102, 4103  # markers that are one token, in `write_thinker`
 
 # The end of Qwen3's template.
@@ -56,6 +57,25 @@ R1 = r"""{{- bos_token }}
 {%- if add_generation_prompt %}{{- '[REPLY]<think>\n' }}{%- endif %}"""
 QWQ = QWEN3.replace("'<|im_start|>assistant\\n' }}", "'<|im_start|>assistant\\n<think>\\n' }}")
 BRACKETS = R1.replace("<think>", "[THINK]").replace("</think>", "[/THINK]")
+COUNTED = [  # template, what comes before the reasoning, the reasoning, what comes after
+    (QWEN3, "\n «<think>»", "\nHe asks. ", f"«</think>»\n\nYes.{LAST}"),
+    (QWEN3, "«<think>»", "a </think>", f"«</think>»«<think>»b«</think>»{LAST}"),
+    (QWEN3, "«<think>»", "He asks", ""),
+    (QWEN3, "Yes", "", f" «<think>»a«</think>»{LAST}"),
+    (R1, "", "\n\nHe", f"«</think>» a{LAST}"),
+    (R1, "", f"He asks{LAST}", ""),
+    (BRACKETS, "", "a [/THI b[", f"[/THINK]b{LAST}"),  # markers that are text
+    (BRACKETS, "", "a ", "[/THIN"),
+]
+CUT = [  # end marker, reasoning in tokens of one byte, how many of them are no part of the marker
+    ("[/THINK]", b"a\xe2", 2),
+    ("[/THINK]", b"[/T\xe2", 4),
+    ("[/THINK]", b"a[/T", 1),
+    ("◁/think▷", b"a\xe2", 1),
+    ("◁/think▷", b"\xe2\x97\xe2", 2),
+    ("◁/think▷", "◁/t€".encode(), 8),
+    ("</think>", b"</th", 4),  # a token, and text where a stop string has it
+]
 
 
 def write_thinker(write_chat, template=QWEN3, special=False):

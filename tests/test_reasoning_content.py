@@ -1,6 +1,8 @@
 """Reasoning apart from the answer. Oracles: transformers, split strings, the openai client."""
 
 import functools
+import pickle
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reasoners import (
     BRACKETS,
+    COUNTED,
+    CUT,
+    LAST,
     QWEN3,
     QWQ,
     R1,
@@ -20,17 +25,17 @@ from reasoners import (
 )
 from serving import official_client, results_of, serving
 
-from sampling import SamplingParams
+from sampling import Reasoning, SamplingParams
 from server.backend import GenerateInput, Update
 from server.chat_completions import ChatCompletionBuilder
 from server.protocol import ChatRequest
 from server.served import ServedModel
 from text.chat import Chat
+from text.reasoning import detect_reasoning
 from text.tokenizer import load_encoding
 
 PATH = "/v1/chat/completions"
 ASKED = {"messages": conversation("Tom"), "max_tokens": 60}
-LAST = "«<|im_end|>»"
 
 
 def write(client, **fields) -> tuple:
@@ -267,3 +272,52 @@ def test_still_the_text_of_the_engine_without_markers(tiny_llama, write_chat):
         (found,) = results_of(engine, [prompt], [SamplingParams(20, **fields)])
         assert choice["message"] == {"role": "assistant", "content": found[1]}
         assert choice["finish_reason"] == found[3] and EOS not in found[1]
+
+
+@pytest.mark.parametrize("template, before, inside, after", COUNTED)
+def test_a_tracker_counts_the_tokens_between_markers(write_chat, template, before, inside, after):
+    from text.reasoning import ReasoningTracker
+
+    directory = write_thinker(write_chat, template)
+    encoding = load_encoding(directory, 4104)
+    prompt = Chat(directory).encode(conversation("Tom"), encoding)
+    params = SamplingParams(reasoning=detect_reasoning(template, prompt, encoding))
+    tracker = ReasoningTracker(params, encoding)
+    for one_by_one in (False, True):
+        parts = [spelled(encoding, text, one_by_one) for text in (before, inside, after)]
+        state = functools.reduce(tracker.advance, sum(parts, []), tracker.start)
+        assert state.num_tokens == len(parts[1])
+
+
+@pytest.mark.parametrize("end, text, count", CUT)
+def test_a_tracker_counts_what_spells_no_marker(write_chat, end, text, count):
+    from text.reasoning import ReasoningTracker
+
+    encoding = load_encoding(write_thinker(write_chat), 4104)
+    bytes_of = {encoding.decode_single_token_bytes(token): token for token in range(4096)}
+    params = SamplingParams(reasoning=Reasoning("<think>", end, True), stop=("</think>.",))
+    tracker = ReasoningTracker(params, encoding)
+    output = [bytes_of[bytes([byte])] for byte in text]
+    rest = end.encode()[len(text) - count :]
+    whole = encoding.added_token_ids.get(end)
+    output += [whole] if whole else [bytes_of[bytes([byte])] for byte in rest]
+    *_, before, state = accumulate(output, tracker.advance, initial=tracker.start)
+    assert state.in_answer and state.num_tokens == count
+    assert before.is_inside and count <= before.num_tokens + len(before.pending)
+    assert tracker.advance(state, output[0]) == state and state.length == len(output)
+
+
+def test_the_states_of_a_long_block_are_small(write_chat):
+    """Also of white space, and of tokens without text within a marker."""
+    from text.reasoning import ReasoningTracker
+
+    encoding = load_encoding(write_thinker(write_chat), 4104)
+    block = Reasoning("[THINK]", "[/THINK]", True)
+    tracker = ReasoningTracker(SamplingParams(reasoning=block, skip_token_ids=(4100,)), encoding)
+    for before, token in ([], encoding.encode(" ")[0]), (spelled(encoding, "[/TH"), 4100):
+        sizes = []
+        for length in (400, 800):
+            output = [*before, *[token] * length]
+            states = accumulate(output, tracker.advance, initial=tracker.start)
+            sizes.append(len(pickle.dumps(list(states))))
+        assert sizes[1] < 2.5 * sizes[0]

@@ -2,9 +2,10 @@
 
 import functools
 import re
+from typing import NamedTuple
 
 from sampling import Reasoning, SamplingParams
-from text.detokenizer import partial_stop_length
+from text.detokenizer import IncrementalDetokenizer, partial_stop_length
 from text.tokenizer import Encoding
 
 # Closing marker, such as </think>, [/THINK], </seed:think> or </thought>.
@@ -50,6 +51,15 @@ def marker_characters(params: SamplingParams, encoding: Encoding) -> dict[int, s
     }
 
 
+def marker_texts(params: SamplingParams, encoding: Encoding) -> dict[int, str]:
+    """Return the texts of markers without a parser, by the code points of MARKER_CHARACTERS."""
+    texts = {}
+    for id, character in marker_characters(params, encoding).items():
+        text = encoding.decode_single_token_bytes(id).decode()
+        texts[ord(character)] = "" if id in params.skip_token_ids else text
+    return texts
+
+
 class ReasoningParser:
     """Streaming parser that splits a reply into its reasoning block and the answer.
 
@@ -65,12 +75,7 @@ class ReasoningParser:
         self.start, self.end = map(characters.get, ids, markers)
         self.section = "opened" if params.reasoning.is_open else "start"
         self.buffer = ""  # unparsed text
-        # A later marker prints as it would without a parser.
-        self.marker_texts = {
-            ord(characters[id]): "" if id in params.skip_token_ids else marker
-            for id, marker in zip(ids, markers)
-            if id in characters
-        }
+        self.marker_texts = marker_texts(params, encoding)  # of later markers
 
     @property
     def in_answer(self) -> bool:
@@ -107,3 +112,70 @@ class ReasoningParser:
             text = text.lstrip()
             self.section = "answer" if text else "closed"
         return reasoning.translate(self.marker_texts), text.translate(self.marker_texts)
+
+
+class ReasoningState(NamedTuple):
+    """Position of a reply relative to its reasoning block, after some of its tokens."""
+
+    section: str  # of ReasoningParser
+    held: str = ""  # unparsed text without white space before it, which may begin a marker
+    undecoded: tuple[bytes, int] = (b"", 0)  # bytes of an incomplete character, and a flag
+    num_tokens: int = 0  # in the block, without those that spell a part of a marker
+    # Numbers of characters of the last tokens, which may spell a part of the end marker.
+    pending: tuple[int, ...] = ()
+    length: int = 0  # output tokens before the answer
+
+    in_answer = ReasoningParser.in_answer
+
+    @property
+    def is_inside(self) -> bool:
+        """Return whether the next token is in the block."""
+        return self.section in ("opened", "reasoning")
+
+    def spelled_bytes(self, marker: str) -> int:
+        """Return the number of bytes of a marker that the reply ends with."""
+        written = self.held.encode() + self.undecoded[0]
+        # A character that another one cuts short becomes U+FFFD, and the marker begins anew.
+        return len(written) if marker.encode("utf-8", "surrogatepass").startswith(written) else 0
+
+
+class ReasoningTracker:
+    """Finder of the reasoning block in the tokens of a reply. start: the state before them."""
+
+    def __init__(self, params: SamplingParams, encoding: Encoding):
+        texts = marker_characters(params, encoding)
+        self.detokenizer = IncrementalDetokenizer(encoding, params.skip_token_ids, texts)
+        self.parser = ReasoningParser(params, encoding)
+        self.start = ReasoningState(self.parser.section)
+
+    def advance(self, state: ReasoningState, token: int) -> ReasoningState:
+        """Return the state after one more token. It no longer changes in the answer."""
+        if state.in_answer:
+            return state
+        parser, decoder = self.parser, self.detokenizer.decoder
+        parser.section, parser.buffer = state.section, state.held
+        decoder.setstate(state.undecoded)
+        text = self.detokenizer.add(token)
+        parser.add(text)
+        undecoded = decoder.getstate()
+        length = 0 if parser.section == "answer" and state.section == "start" else state.length + 1
+        held = parser.buffer.lstrip()
+        new = ReasoningState(parser.section, held, undecoded, state.num_tokens, (), length)
+        if not state.is_inside:
+            return new
+        if not text and undecoded == state.undecoded:  # it has no text, so it spells no marker
+            return new._replace(num_tokens=state.num_tokens + 1, pending=state.pending)
+        # An incomplete character counts as one, of the token that begins it.
+        is_cut = bool(undecoded[0])
+        pending = (*state.pending, len(text) + is_cut - bool(state.undecoded[0]))
+        if new.is_inside:
+            size = len(held) + is_cut if new.spelled_bytes(parser.end) else 0
+        else:
+            found = state.held + text
+            size = len(found) - found.index(parser.end) + is_cut
+        # Tokens before the last `size` characters spell no part of the marker.
+        count = state.num_tokens
+        while pending and sum(pending[1:]) >= size:
+            count += 1
+            pending = pending[1:]
+        return new._replace(num_tokens=count, pending=pending if new.is_inside else ())
