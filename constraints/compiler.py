@@ -6,6 +6,7 @@ import weakref
 from constraints.choices import ChoiceTrie
 from constraints.grammar import Grammar
 from constraints.matcher import Matcher
+from constraints.reasoning import ReasoningMatcher
 from constraints.vocabulary import Vocabulary, get_vocabulary
 from errors import UserError
 from sampling import SamplingParams
@@ -77,4 +78,5 @@ def make_matcher(params: SamplingParams, encoding, config) -> Matcher | None:
     if encoding is None:
         raise UserError(f"{params.constraint.field}: a constraint needs an encoding")
     vocabulary = get_vocabulary(encoding, config.vocab_size, tuple(config.eos_token_ids))
-    return compile_constraint(params, vocabulary).matcher()
+    matcher = compile_constraint(params, vocabulary).matcher()
+    return ReasoningMatcher(params, vocabulary, matcher) if params.reasoning else matcher

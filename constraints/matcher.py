@@ -8,7 +8,12 @@ from errors import UserError
 
 
 class Matcher:
-    """Constraint state of one sequence, and the token masks that follow from it."""
+    """Constraint state of one sequence, and the token masks that follow from it.
+
+    grammar: compiled constraint, for errors and time limits; None: masks take little time.
+    """
+
+    grammar = None
 
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from constraints.grammar import GrammarMatcher
 from constraints.matcher import Matcher
 from engine.engine import Engine
 from engine.request import Event, Request
@@ -298,7 +297,7 @@ class EngineThread:
                 request = self.engine.add(
                     prompt, params, cache_salt=inputs.cache_salt, adapter=inputs.adapter
                 )
-                if isinstance(request.matcher, GrammarMatcher):
+                if request.matcher and request.matcher.grammar:
                     request.matcher = TimedMatcher(request.matcher, budget)
                 generation.requests.append(request)
                 state = RequestState(generation, index, next(self.request_numbers))

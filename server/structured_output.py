@@ -202,5 +202,5 @@ class TimedMatcher(Matcher):
     @property
     def field(self) -> str:
         """Return the prefix of an error: the request field of the constraint."""
-        grammar = getattr(self.matcher, "grammar", None)
+        grammar = self.matcher.grammar
         return f"{grammar.field}: " if grammar else ""

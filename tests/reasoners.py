@@ -6,6 +6,7 @@ import re
 from serving import writing
 
 from engine.engine import Engine
+from infer import generate
 from text.tokenizer import load_encoding
 
 LAST = "«<|im_end|>»"  # in `spelled`
@@ -127,3 +128,10 @@ def said(events: list[dict]) -> dict[int, dict]:
             whole["logprobs"] += len((choice["logprobs"] or {"content": ()})["content"])
             whole["finish_reason"] = choice["finish_reason"]
     return choices
+
+
+def rows_of(model, encoding, prompts, params, **options) -> list[list[int]]:
+    """Return the tokens that `generate` writes for each prompt."""
+    steps = list(generate(model, prompts, params, encoding=encoding, **options))
+    rows = range(len(prompts))
+    return [[step[row] for step in steps if step[row] is not None] for row in rows]

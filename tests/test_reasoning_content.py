@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from chats import CHATML, EOS, conversation, theirs
+from constrained import PIECES, SPECIAL, letters
 from hypothesis import given
 from hypothesis import strategies as st
 from reasoners import (
@@ -18,6 +19,7 @@ from reasoners import (
     QWQ,
     R1,
     playing,
+    rows_of,
     said,
     spelled,
     thinker_engine,
@@ -25,6 +27,8 @@ from reasoners import (
 )
 from serving import official_client, results_of, serving
 
+from constraints.compiler import make_matcher
+from constraints.vocabulary import Vocabulary
 from sampling import Reasoning, SamplingParams
 from server.backend import GenerateInput, Update
 from server.chat_completions import ChatCompletionBuilder
@@ -321,3 +325,60 @@ def test_the_states_of_a_long_block_are_small(write_chat):
             states = accumulate(output, tracker.advance, initial=tracker.start)
             sizes.append(len(pickle.dumps(list(states))))
         assert sizes[1] < 2.5 * sizes[0]
+
+
+BLOCKS = [  # markers, whether the block is open, choices
+    ("x", "ab", True, ("c", "cc")),
+    ("ca", "ab", False, ("cc", "b", "")),
+    ("ca", "abab", False, ("b", "bb")),
+    ("b", "bc", False, ("bb", "a")),
+]
+
+
+@pytest.mark.parametrize("start, end, is_open, choices", BLOCKS)
+def test_a_constraint_holds_after_a_block_or_at_once(tiny, start, end, is_open, choices):
+    """Whatever tokens spell markers that are text, and however tokens cut them."""
+    model = tiny(vocab_size=8, eos_token_id=7, block_size=64)
+    texts = dict(enumerate(PIECES)) | SPECIAL | {7: ""}
+    fields = {"reasoning": Reasoning(start, end, is_open), "choices": choices}
+    params = [SamplingParams(60, temperature=1.0, seed=seed, **fields) for seed in range(200)]
+    blocks = 0
+    for row in rows_of(model, letters(), [[1, 2]] * 200, params):
+        text = "".join(texts[token] for token in row)
+        if not is_open and not text.startswith(start):
+            assert text in choices
+            continue
+        begin = 0 if is_open else len(start)
+        inside, closed, answer = text[begin:].partition(end)
+        if row[-1] == 7:
+            assert answer in choices
+        else:
+            assert len(row) == 60 and not closed
+        blocks += bool(closed)
+    assert 0 < blocks and (is_open or blocks < 200)
+
+
+def test_no_token_escapes_a_constraint_after_the_block(tiny_llama, write_chat):
+    """Neither a part of a character, a token that ends the marker and more, nor EOS."""
+    engine = thinker_engine(tiny_llama, write_thinker(write_chat))
+    model, encoding = engine.model, engine.encoding
+    byte = Vocabulary(encoding, 4104, (4098,)).ids[b"\xe2"][0]
+    for start, end in (("<think>", "</think>"), ("[THINK]", "[/THINK]")):
+        first = spelled(encoding, "«<think>»" if start == "<think>" else start)[0]
+        fields = {"reasoning": Reasoning(start, end, False), "choices": ("€Yes.", "€No.")}
+        params = SamplingParams(30, logit_bias={byte: 100, first: 90}, **fields)
+        (row,) = rows_of(model, encoding, [[5, 6, 7]], params)
+        assert row[0] == byte and encoding.decode(row[:-1]) in fields["choices"]
+    block = Reasoning("x", "cab", True)  # a token, and text where a stop string has it
+    params = SamplingParams(reasoning=block, choices=("c",), stop=("cabc",))
+    config = SimpleNamespace(vocab_size=8, eos_token_ids=(7,))
+    matcher = make_matcher(params, letters(), config)
+    assert matcher.token_mask([2]).tolist() == [True] * 5 + [False, True, False]
+    for choices in (("Yes.",), ("Yes.", "")):
+        block = Reasoning("<think>", "</think>", True)
+        bias = {4098: 100, 4103: 90}  # EOS, the end marker
+        params = SamplingParams(30, reasoning=block, choices=choices, logit_bias=bias)
+        (row,) = rows_of(model, encoding, [[5, 6, 7]], params)
+        assert row[-1] == 4098 and encoding.decode(row[1:-1]) == choices[-1]
+        config = SimpleNamespace(vocab_size=4104, eos_token_ids=(4098,))
+        assert make_matcher(params, encoding, config).is_accepting(row)

@@ -64,7 +64,8 @@ class ReasoningParser:
     """Streaming parser that splits a reply into its reasoning block and the answer.
 
     The text has `marker_characters` for markers. Only white space may precede the block, and later
-    markers belong to the answer. White space around the block and the reasoning is stripped.
+    markers belong to the answer. White space around the block and the reasoning is stripped, but
+    not at the start of an answer that a constraint other than a tool grammar determines.
     section: "start", "opened", "reasoning", "closed" or "answer".
     """
 
@@ -74,6 +75,7 @@ class ReasoningParser:
         ids = [encoding.added_token_ids.get(marker) for marker in markers]
         self.start, self.end = map(characters.get, ids, markers)
         self.section = "opened" if params.reasoning.is_open else "start"
+        self.strips_answer = params.constraint is None or params.tool_grammar is not None
         self.buffer = ""  # unparsed text
         self.marker_texts = marker_texts(params, encoding)  # of later markers
 
@@ -109,7 +111,7 @@ class ReasoningParser:
             self.section = "closed" if found else "reasoning"
             self.buffer = "" if found else inside[len(reasoning) :]
         if self.section == "closed":
-            text = text.lstrip()
+            text = text.lstrip() if self.strips_answer else text
             self.section = "answer" if text else "closed"
         return reasoning.translate(self.marker_texts), text.translate(self.marker_texts)
 
