@@ -23,6 +23,7 @@ from command_line.chat import (
     check_chat_options,
     load_chat,
     print_sampling_defaults,
+    with_reasoning,
     with_tool_calls,
 )
 from command_line.models import load_models, pick_device
@@ -338,6 +339,7 @@ def run(args) -> None:
     with contextlib.closing(prefix_files) if prefix_files else contextlib.nullcontext():
         for prompt_ids, echoed in conversation:
             warn_long_prompts(prompt_ids, model.config.block_size, args.stride)
+            params = with_reasoning(params, chat, prompt_ids[0], encoding, model.config)
             output = OutputWriter(echoed, encoding, skip, seed if params.temperature else None)
             if args.num_beams is not None:
                 print_beams(args, model, prompt_ids, output)

@@ -16,6 +16,7 @@ from command_line.chat import (
     is_interactive,
     load_chat,
     print_sampling_defaults,
+    with_reasoning,
     with_tool_calls,
 )
 from command_line.models import pick_device
@@ -46,6 +47,7 @@ from engine.request import Request
 from errors import UserError
 from loading.load import resolve_source
 from parallel.ranks import TensorParallelGroup
+from text.reasoning import marker_texts
 
 
 def main(argv=None) -> None:
@@ -117,6 +119,7 @@ def write_all(args, tp_group: TensorParallelGroup | None) -> None:
         for prompt_ids, echoed in conversation:
             if params.prompt_logprobs is None:  # else the engine refuses long prompts
                 warn_long_prompts(prompt_ids, engine.model.config.block_size, args.stride)
+            params = with_reasoning(params, chat, prompt_ids[0], encoding, engine.model.config)
             # Each prompt without an adapter, then with each one.
             texts = [text for text in echoed for _ in adapters]
             output = OutputWriter(texts, encoding, seed=seed if params.temperature else None)
@@ -137,12 +140,14 @@ def run_engine(engine: Engine, request_args: list[tuple], output: OutputWriter) 
     with output:
         requests = [engine.add(*each) for each in request_args]
         rows = {request: row for row, request in enumerate(requests)}
+        markers = marker_texts(requests[0].params, engine.encoding) if requests else {}
         try:
             while engine.busy:
                 events = engine.step()
                 for event in events:
                     row = rows[event.request]
-                    output.replace(row, echoed[row] + event.request.text, len(event.tokens))
+                    text = event.request.text.translate(markers)
+                    output.replace(row, echoed[row] + text, len(event.tokens))
                     if event.error:
                         errors.append(f"sequence {row + 1}: {event.error}")
                 # Skip prefill chunks, which would count as the first token.
@@ -152,7 +157,8 @@ def run_engine(engine: Engine, request_args: list[tuple], output: OutputWriter) 
                 raise UserError("; ".join(errors))
         finally:  # after Ctrl-C some text is held back or came without an event
             for row, request in enumerate(requests):
-                output.texts[row] = echoed[row] + request.text + request.stream.end()
+                text = request.text + request.stream.end()
+                output.texts[row] = echoed[row] + text.translate(markers)
     hits = engine.scheduler.prefix_cache_hits
     computed = (
         f"{engine.steps} steps, {engine.num_computed_tokens} positions computed, {hits} shared"

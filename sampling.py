@@ -59,6 +59,7 @@ class SamplingParams:
     grammar: str | None = None  # llguidance Lark grammar that the output follows
     tool_grammar: str | None = None  # grammar of a reply that may call tools
     reasoning: Reasoning | None = None  # block that a ReasoningParser separates from the answer
+    thinking_token_budget: int | None = None  # maximum number of tokens in it; None: no limit
 
     def __post_init__(self):
         if isinstance(self.logit_bias, Mapping):
@@ -83,6 +84,12 @@ class SamplingParams:
             conflict = f"{given[0].field} conflicts with {given[1].field}"
             raise UserError(f"{conflict}: only one constraint is allowed")
         return given[0] if given else None
+
+    @property
+    def needs_matcher(self) -> bool:
+        """Return whether token masks apply, of a constraint or of a thinking budget."""
+        has_budget = self.reasoning is not None and self.thinking_token_budget is not None
+        return has_budget or self.constraint is not None
 
 
 MAX_FLOAT = sys.float_info.max
@@ -161,6 +168,7 @@ LIMITS = {  # field of SamplingParams: type, predicate for valid values, their d
     "grammar": source_limit(2**13),
     "tool_grammar": source_limit(2**18),  # 128 tools
     "reasoning": (Reasoning | None, lambda v: True, "None or a Reasoning"),
+    "thinking_token_budget": (int | None, lambda v: v is None or v >= 0, "None or an integer >= 0"),
 }
 NOT_FINITE = (
     "the model returned logits that are NaN or infinite: its weights are broken, or its dtype's"

@@ -20,7 +20,12 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from command_line.chat import add_defaults_option, add_template_option, print_sampling_defaults
+from command_line.chat import (
+    add_budget_option,
+    add_defaults_option,
+    add_template_option,
+    print_sampling_defaults,
+)
 from command_line.models import pick_device
 from command_line.options import (
     MODEL_HELP,
@@ -46,7 +51,7 @@ from server.engine_thread import EngineThread
 from server.live import EngineMonitor
 from server.memory import freeze, trim
 from server.metrics import Metrics
-from server.served import ServedModel, find_chat, served_name, server_defaults
+from server.served import ServedModel, budget_defaults, find_chat, served_name, server_defaults
 
 EXIT_SECONDS = 2  # for the process to end after the drain
 MAX_PIPELINED = 2**20  # bytes sent after a request, before its response is complete
@@ -110,6 +115,7 @@ def add_server_options(parser: Parser) -> None:
     queue.add_argument(
         "--max-waiting-tokens", metavar="N", type=int, default=2**20, help=tokens_help
     )
+    add_budget_option(parser, ", where a request sets none")
     add_template_option(parser)
     add_defaults_option(parser)
     add_engine_options(parser)
@@ -405,7 +411,7 @@ async def serve(
         source.label,
         find_chat(source, args.chat_template),
         parse_adapters(args.lora_modules),
-        defaults,
+        defaults | budget_defaults(args, source),
         Metrics(thread, name),
         EngineMonitor(thread, name),
     )

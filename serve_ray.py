@@ -25,7 +25,7 @@ from loading.load import empty_model, load_config, resolve_source
 from loading.lora import read_adapter
 from serve import add_server_options, check_server_options, listen, server_url
 from server.replicas import Ingress, Replica
-from server.served import find_chat, served_name, server_defaults
+from server.served import budget_defaults, find_chat, served_name, server_defaults
 from text.tokenizer import load_encoding
 
 SECONDS = (int | float, lambda value: 1 <= value < 1e6, "a number from 1 to below 1000000")
@@ -150,6 +150,7 @@ def check_options(args) -> None:
     load_encoding(source, config.vocab_size)
     find_chat(source, args.chat_template)
     server_defaults(args, source)
+    budget_defaults(args, source)
     read_adapter(args.adapter, empty_model(config))
     load_adapters(empty_model(config), parse_adapters(args.lora_modules))
     if source.type != "random":

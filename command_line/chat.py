@@ -8,11 +8,13 @@ from pathlib import Path
 from command_line.options import check_utf8, text_file
 from command_line.output import warn_dropped_bytes
 from command_line.parser import Parser
+from constraints.compiler import make_matcher
 from constraints.vocabulary import get_vocabulary
 from errors import UserError
 from loading.load import Source
 from sampling import SamplingParams
 from text.chat import Chat
+from text.reasoning import detect_reasoning
 from text.tokenizer import Encoding
 from text.tools import build_tool_grammar, detect_tool_format, read_tools
 
@@ -25,10 +27,24 @@ def add_chat_options(parser: Parser) -> None:
     group.add_argument("--system", metavar="TEXT", help="system message, for --chat")
     thinking_help = "disable reasoning of models such as Qwen3, for --chat"
     group.add_argument("--no-thinking", action="store_true", help=thinking_help)
+    add_budget_option(parser, ", for --chat")
     add_template_option(parser, ", for --chat")
     add_defaults_option(parser, ", for --chat")
     tools_help = "JSON file with tools that a reply may call, in OpenAI's format, for --chat"
     group.add_argument("--tools", metavar="FILE", type=text_file, help=tools_help)
+
+
+def add_budget_option(parser: Parser, where: str = "") -> None:
+    """Add --thinking-budget. where: when it applies, for the help."""
+    budget_help = f"maximum number of reasoning tokens in a reply{where}"
+    options = {"dest": "thinking_token_budget", "metavar": "N", "type": int, "help": budget_help}
+    parser.group("chat").add_argument("--thinking-budget", **options)
+
+
+def check_budget_option(budget: int) -> None:
+    """Raise UserError for a --thinking-budget out of range."""
+    if budget < 0:
+        raise UserError(f"--thinking-budget {budget}: must be an integer >= 0")
 
 
 def add_defaults_option(parser: Parser, where: str = "") -> None:
@@ -51,6 +67,10 @@ def check_chat_options(args) -> None:
         raise UserError("--system requires --chat")
     if args.no_thinking and not args.chat:
         raise UserError("--no-thinking requires --chat")
+    if args.thinking_token_budget is not None:
+        if not args.chat:
+            raise UserError("--thinking-budget requires --chat")
+        check_budget_option(args.thinking_token_budget)
     if args.chat_template and not args.chat:
         raise UserError("--chat-template requires --chat")
     if args.generation_config != "auto" and not args.chat:
@@ -117,6 +137,31 @@ def with_tool_calls(
     return dataclasses.replace(
         params, tool_grammar=build_tool_grammar(tool_format, chat.tools, vocabulary)
     )
+
+
+def with_reasoning(
+    params: SamplingParams, chat: Chat | None, prompt: list[int], encoding: Encoding, config
+) -> SamplingParams:
+    """Return parameters for replies to a prompt of the chat, which may reason first.
+
+    Raises UserError for a thinking budget if these replies have no reasoning block, or if
+    `make_matcher` does.
+    """
+    if chat is None:
+        return params
+    reasoning = detect_reasoning(chat.template_text, prompt, encoding)
+    params = dataclasses.replace(params, reasoning=reasoning)
+    if params.thinking_token_budget is not None:
+        if reasoning is None:
+            raise UserError(f"--thinking-budget: {chat.file}: replies have no reasoning block")
+        unconstrained = dict.fromkeys(("json_schema", "regex", "grammar", "tool_grammar"))
+        try:
+            budget_only = dataclasses.replace(params, choices=(), **unconstrained)
+            make_matcher(budget_only, encoding, config)
+        except UserError as error:
+            message = str(error).replace("thinking_token_budget", "--thinking-budget")
+            raise UserError(message) from None
+    return params
 
 
 def is_interactive(args) -> bool:

@@ -26,7 +26,11 @@ DTYPES = {
 }
 CACHE_DTYPES = {"auto": None, "float16": torch.float16, "int8": torch.int8}
 # SamplingParams fields whose option is not named after the field.
-OPTION_NAMES = {"choices": "--choice", "stop_token_ids": "--stop-token-id"}
+OPTION_NAMES = {
+    "choices": "--choice",
+    "stop_token_ids": "--stop-token-id",
+    "thinking_token_budget": "--thinking-budget",
+}
 
 
 def parse_logit_bias(text: str) -> tuple[int, float]:

@@ -68,15 +68,19 @@ def compile_constraint(
 
 
 def make_matcher(params: SamplingParams, encoding, config) -> Matcher | None:
-    """Return a matcher for a sequence with these parameters; None if unconstrained.
+    """Return a matcher for a sequence with these parameters; None if all tokens are allowed.
 
     config: the model's configuration. Raises UserError as `compile_constraint` does, and if
     encoding is None.
     """
-    if params.constraint is None:
+    if not params.needs_matcher:
         return None
+    field = params.constraint.field if params.constraint else "thinking_token_budget"
     if encoding is None:
-        raise UserError(f"{params.constraint.field}: a constraint needs an encoding")
+        raise UserError(f"{field}: a token mask needs an encoding")
+    if params.constraint is None and not config.eos_token_ids:
+        raise UserError(f"{field}: needs a model with an EOS token")
     vocabulary = get_vocabulary(encoding, config.vocab_size, tuple(config.eos_token_ids))
-    matcher = compile_constraint(params, vocabulary).matcher()
+    constraint = compile_constraint(params, vocabulary)
+    matcher = constraint.matcher() if constraint else None
     return ReasoningMatcher(params, vocabulary, matcher) if params.reasoning else matcher

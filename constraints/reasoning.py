@@ -1,4 +1,4 @@
-"""Reasoning before a constrained answer."""
+"""Reasoning before a constrained answer, and its token budget."""
 
 import functools
 
@@ -7,36 +7,44 @@ import torch
 from cache import common_prefix_length
 from constraints.matcher import Matcher
 from constraints.vocabulary import Vocabulary
-from sampling import SamplingParams
+from errors import UserError
+from sampling import SamplingParams, all_stop_token_ids
 from text.reasoning import ReasoningState, ReasoningTracker
 
 
 class ReasoningMatcher(Matcher):
-    """Matcher of a constrained answer that a reasoning block precedes or may precede.
+    """Matcher of a reply that has or may begin with a reasoning block.
 
-    In the block all tokens are allowed, EOS only if the answer may be empty. The answer follows
-    `matcher`. A reply that is not in the block yet must open it, or follow `matcher` from its first
-    token on.
+    The answer follows `matcher`; None: it is unconstrained. A reply that is not in the block yet
+    must open it, or follow `matcher` from its first token on. In the block all tokens are allowed,
+    EOS only if the answer may be empty. Once the block has params.thinking_token_budget tokens,
+    only the end marker is allowed. Raises UserError if a budget cannot force this marker.
     """
 
-    def __init__(self, params: SamplingParams, vocabulary: Vocabulary, matcher: Matcher):
+    def __init__(self, params: SamplingParams, vocabulary: Vocabulary, matcher: Matcher | None):
         super().__init__(vocabulary)
         self.matcher = matcher
-        self.grammar = matcher.grammar
+        self.grammar = matcher.grammar if matcher else None
         self.start, self.end, _ = params.reasoning
+        self.budget = params.thinking_token_budget
         self.opening = next_marker_tokens(vocabulary, self.start)
+        self.closing = next_marker_tokens(vocabulary, self.end)
+        if self.budget is not None:
+            check_forced_tokens(params, vocabulary, self.closing)
         self.tracker = ReasoningTracker(params, vocabulary.encoding)
         # A constraint begins with a token, not within one.
         is_text = self.tracker.parser.end == self.end
-        self.overlapping = overlapping_token_ids(vocabulary, self.end) if is_text else None
+        self.overlapping = None
+        if matcher and is_text:
+            self.overlapping = overlapping_token_ids(vocabulary, self.end)
         # Before the first token, and after each: the state, and whether `matcher` allows the text
         # before the block.
         self.states = [(self.tracker.start, True)]
 
     @functools.cached_property
     def may_be_empty(self) -> bool:
-        """Return whether `matcher` allows an empty answer."""
-        return self.matcher.is_accepting([])
+        """Return whether an empty answer is allowed."""
+        return self.matcher is None or self.matcher.is_accepting([])
 
     def advance(self, output: list[int]) -> tuple[ReasoningState, bool]:
         """Return the entry of `states` after an output."""
@@ -45,7 +53,7 @@ class ReasoningMatcher(Matcher):
         del self.states[known + 1 :]
         for token in output[known:]:
             state, fits = self.states[-1]
-            if fits and state.section == "start":
+            if self.matcher and fits and state.section == "start":
                 fits = self.matcher.token_mask(self.tokens)[token].item()
             self.states.append((self.tracker.advance(state, token), fits))
             self.tokens.append(token)
@@ -54,9 +62,12 @@ class ReasoningMatcher(Matcher):
     def token_mask(self, output: list[int]) -> torch.Tensor:
         state, fits = self.advance(output)
         token_mask = self.vocabulary.token_mask
-        if state.in_answer:
+        if state.is_inside and self.budget is not None:
+            if state.num_tokens + len(state.pending) >= self.budget:
+                return token_mask(self.closing[state.spelled_bytes(self.end)])
+        if self.matcher and state.in_answer:
             return self.matcher.token_mask(output[state.length :])
-        if state.section == "start":
+        if self.matcher and state.section == "start":
             written = state.spelled_bytes(self.start)
             # After a cut character, such as a byte of the answer, no marker opens the block.
             is_cut = bool(state.undecoded[0]) and not written
@@ -65,7 +76,7 @@ class ReasoningMatcher(Matcher):
         allowed = token_mask(slice(None))
         if self.overlapping:
             allowed[self.overlapping[state.spelled_bytes(self.end)]] = False
-        if not self.may_be_empty:
+        if state.is_inside and not self.may_be_empty:
             allowed[self.vocabulary.eos_token_ids] = False
         return allowed
 
@@ -76,7 +87,23 @@ class ReasoningMatcher(Matcher):
         return super().is_accepting(output)
 
     def reason(self) -> str:
-        return self.matcher.reason()
+        return self.matcher.reason() if self.matcher else super().reason()
+
+
+def check_forced_tokens(
+    params: SamplingParams, vocabulary: Vocabulary, closing: list[list[int]]
+) -> None:
+    """Raise UserError if a marker cannot be forced, or if min_tokens may ban a token of it.
+
+    closing: `next_marker_tokens` of the end marker.
+    """
+    if not all(closing):
+        reason = f"the vocabulary cannot spell {params.reasoning.end}"
+        raise UserError(f"thinking_token_budget: {reason}, which ends the reasoning")
+    stops = all_stop_token_ids(params, tuple(vocabulary.eos_token_ids))
+    if params.min_tokens and any([token] in closing for token in stops):
+        reason = f"a token of {params.reasoning.end} ends the output"
+        raise UserError(f"thinking_token_budget conflicts with min_tokens: {reason}")
 
 
 @functools.lru_cache(64)

@@ -15,7 +15,7 @@ from server.answers import ResponseBuilder, with_cancellation, with_ignored_fiel
 from server.backend import GenerateInput, Update
 from server.protocol import ChatRequest
 from server.served import ServedModel
-from text.reasoning import ReasoningParser
+from text.reasoning import ReasoningParser, ReasoningState, ReasoningTracker
 from text.tools import CALL_ID_LENGTH, ToolCallDelta, ToolCallParser, ToolFormat
 
 router = APIRouter()
@@ -85,10 +85,29 @@ class ChatCompletionBuilder(ResponseBuilder):
         self.tool_format = tool_format
         self.parsers: dict[int, ToolCallParser | None] = {}  # by choice, from its first update on
         self.reasoning_parsers: dict[int, ReasoningParser] = {}  # by choice
+        self.reasoning_states: dict[int, ReasoningState] = {}  # by choice
+        self.reasoning_tokens = 0
+        self.tracker: ReasoningTracker | None = None
+        if self.params.reasoning:
+            self.tracker = ReasoningTracker(self.params, served.backend.encoding)
 
     @functools.cached_property
     def ignored(self) -> list[str]:
-        return self.served.variables(self.body)[1]
+        names = self.served.variables(self.body)[1]
+        has_effect = self.body.thinking_token_budget is None or self.params.reasoning
+        return names if has_effect else [*names, "thinking_token_budget"]
+
+    def count(self, index: int, update: Update) -> None:
+        super().count(index, update)
+        if self.tracker:
+            before = self.reasoning_states.get(index, self.tracker.start)
+            state = functools.reduce(self.tracker.advance, update.tokens, before)
+            self.reasoning_tokens += state.num_tokens - before.num_tokens
+            self.reasoning_states[index] = state
+
+    def usage(self) -> dict:
+        details = {"reasoning_tokens": self.reasoning_tokens}
+        return super().usage() | {"completion_tokens_details": details}
 
     def choice(self, index: int, update: Update) -> dict:
         message = self.parse_message(index, update)

@@ -22,8 +22,7 @@ from server.structured_output import (
     MaskTimeBudget,
     QueueFull,
     TimedMatcher,
-    compile_matcher,
-    run_in_compile_pool,
+    make_matcher_in_thread,
     stall_reason,
 )
 from text.tokenizer import Encoding
@@ -204,10 +203,10 @@ class EngineThread:
         generation = Generation(inputs, matcher)
         self.generations.add(generation)
         try:
-            if matcher is None and inputs.params and inputs.params[0].constraint:
+            if matcher is None and inputs.params:
                 # Not in the engine's thread, where compiling would block all requests.
-                generation.matcher = await run_in_compile_pool(
-                    compile_matcher, inputs.params[0], self.encoding, self.config
+                generation.matcher = await make_matcher_in_thread(
+                    inputs.params[0], self.encoding, self.config
                 )
             self.commands.put(functools.partial(self.add, generation, inputs))
             while generation.num_unfinished or generation.updates:

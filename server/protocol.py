@@ -572,6 +572,7 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
             message = f"min_tokens {self.min_tokens}: must be at most max_tokens ({max_new_tokens})"
             raise APIError(400, message, "min_tokens")
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        given["thinking_token_budget"] = getattr(self, "thinking_token_budget", None)
         given = {name: value for name, value in given.items() if value is not None}
         given = {"temperature": 1.0} | dict(defaults or {}) | given
         given["logit_bias"] = self.logit_bias or {}
@@ -829,6 +830,7 @@ class ChatRequest(GenerationRequest):
     enable_thinking: bool | None = None
     reasoning_effort: Annotated[str | None, Field(max_length=64)] = None
     include_reasoning: bool | None = None  # false: leave reasoning_content out
+    thinking_token_budget: Annotated[int | None, Field(ge=0)] = None  # of the reasoning block
     think: Annotated[
         bool | Literal[REASONING_EFFORTS] | None,
         must_be(f"true, false or one of {', '.join(REASONING_EFFORTS)}"),

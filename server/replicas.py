@@ -18,7 +18,7 @@ from server.backend import EngineDead, GenerateInput, Update
 from server.engine_thread import EngineThread
 from server.memory import freeze
 from server.metrics import Metrics
-from server.served import ServedModel, find_chat, served_name, server_defaults
+from server.served import ServedModel, budget_defaults, find_chat, served_name, server_defaults
 from server.structured_output import stall_reason
 from text.tokenizer import load_encoding
 
@@ -149,7 +149,7 @@ class Ingress:
             source.label,
             find_chat(source, self.args.chat_template),
             parse_adapters(self.args.lora_modules),
-            server_defaults(self.args, source),
+            server_defaults(self.args, source) | budget_defaults(self.args, source),
             metrics=AggregatedMetrics(self.replicas),
         )
         freeze()

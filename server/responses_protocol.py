@@ -62,6 +62,7 @@ CHAT_FIELDS = (
     "stop",
     "stop_token_ids",
     "structured_outputs",
+    "thinking_token_budget",
     "top_k",
     *sorted(IGNORED_FIELDS.keys() - {"reasoning_effort", "verbosity"}),  # renamed here
 )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from command_line.chat import check_budget_option
 from constraints.compiler import make_matcher
 from constraints.matcher import Matcher
 from constraints.vocabulary import get_vocabulary
@@ -18,10 +19,10 @@ from sampling import Reasoning, SamplingParams, check_token_ids
 from server.allowed import AllowedTokensTracker
 from server.backend import Backend, MetricsReader, Monitor
 from server.protocol import APIError, ChatRequest, GenerationRequest
-from server.structured_output import TimedMatcher, compile_matcher, run_in_compile_pool
+from server.structured_output import TimedMatcher, make_matcher_in_thread
 from text.chat import SYSTEM_ROLE_HINT, Chat
 from text.detokenizer import IncrementalDetokenizer
-from text.reasoning import detect_reasoning
+from text.reasoning import detect_reasoning, find_end_marker
 from text.tools import ToolFormat, build_tool_grammar, check_tools, detect_tool_format
 
 OTHER_MODEL_HINT = (
@@ -64,6 +65,20 @@ def server_defaults(args, source: Source) -> dict[str, float]:
     """
     chats = isinstance(find_chat(source, args.chat_template), Chat)
     return read_sampling_defaults(source) if chats and args.generation_config == "auto" else {}
+
+
+def budget_defaults(args, source: Source) -> dict[str, int]:
+    """Return --thinking-budget as a default sampling parameter; none without this option.
+
+    Raises UserError if it is out of range, or if the template has no reasoning block.
+    """
+    budget = args.thinking_token_budget
+    if budget is None:
+        return {}
+    check_budget_option(budget)
+    if not find_end_marker(getattr(find_chat(source, args.chat_template), "template_text", "")):
+        raise UserError("--thinking-budget: the chat template has no reasoning block")
+    return {"thinking_token_budget": budget}
 
 
 class ChatPrompt(NamedTuple):
@@ -174,12 +189,8 @@ class ServedModel:
             check_token_ids(params, self.backend.config)
         except UserError as error:
             raise APIError(400, str(error), str(error).partition(" ")[0]) from None
-        if params.constraint is None:
-            return None
-        with self.as_api_error(constraint_field):
-            return await run_in_compile_pool(
-                compile_matcher, params, self.backend.encoding, self.backend.config
-            )
+        with self.as_api_error(constraint_field if params.constraint else "thinking_token_budget"):
+            return await make_matcher_in_thread(params, self.backend.encoding, self.backend.config)
 
     def check_dropped(self, field: str, dropped: str) -> None:
         """Raise UserError if the tokenizer dropped bytes of a field. No warning reaches clients."""
@@ -245,9 +256,7 @@ class ServedModel:
                 if SYSTEM_ROLE_HINT in str(error):
                     raise UserError(f"{error}, or {OTHER_MODEL_HINT}") from None
                 raise
-        reasoning = None
-        if not tool_grammar and not body.constraint:  # a constraint begins at the first token
-            reasoning = detect_reasoning(chat.template_text, tokens, encoding)
+        reasoning = detect_reasoning(chat.template_text, tokens, encoding)
         tool_format = None if body.tool_mode == "none" else tool_format
         return ChatPrompt(tokens, tool_grammar, tool_format, reasoning)
 

@@ -123,6 +123,7 @@ def stall_reason() -> str | None:
 def compile_matcher(params: SamplingParams, encoding, config) -> Matcher | None:
     """Return a matcher as `make_matcher` does, which keeps the compiled constraint alive.
 
+    Return None without a constraint.
     Raises UserError as `make_matcher` does, and after COMPILE_SECONDS; QueueFull if constraints in
     use exceed MAX_BYTES or too many abandoned calls run.
     """
@@ -150,6 +151,18 @@ async def run_in_compile_pool(function: Callable, *args):
     return await asyncio.get_running_loop().run_in_executor(
         compile_pool(os.getpid()), function, *args
     )
+
+
+async def make_matcher_in_thread(params: SamplingParams, encoding, config) -> Matcher | None:
+    """Return a matcher as `compile_matcher` does, or one of a thinking budget without a constraint.
+
+    The latter compiles nothing, so it waits for no constraint of another request.
+    """
+    if not params.needs_matcher:
+        return None
+    if params.constraint is None:
+        return await asyncio.to_thread(make_matcher, params, encoding, config)
+    return await run_in_compile_pool(compile_matcher, params, encoding, config)
 
 
 @dataclass

@@ -64,7 +64,7 @@ HERMES = r"""{{- '<|im_start|>system\n' }}
 {%- for message in messages %}
     {%- if message.role == 'assistant' %}{{- '<|im_start|>assistant' }}
         {%- if message.content or not message.tool_calls %}
-            {{- '\n' + message.content.split('</think>')[-1] }}
+            {{- '\n' + message.content }}
         {%- endif %}
         {%- for call in message.tool_calls or [] %}
             {{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}

@@ -163,7 +163,7 @@ def token_counts(usage: dict) -> dict:
     details = usage["prompt_tokens_details"]
     assert details.keys() == {"cached_tokens"}
     assert 0 <= details["cached_tokens"] < usage["prompt_tokens"]
-    return {name: count for name, count in usage.items() if name != "prompt_tokens_details"}
+    return {name: count for name, count in usage.items() if not name.endswith("_details")}
 
 
 def metric_families(client) -> list:

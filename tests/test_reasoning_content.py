@@ -256,10 +256,11 @@ def test_official_clients_read_it(tiny_llama, write_chat):
 
 def test_still_the_text_of_the_engine_without_markers(tiny_llama, write_chat):
     """Also with a constraint, and where the template writes an empty block."""
+    choice = {"structured_outputs": {"choice": ["Yes.", "No."]}}
     for template, fields in (
         (CHATML, {}),
         (QWEN3, {"enable_thinking": False}),
-        (R1, {"structured_outputs": {"choice": ["Yes.", "No."]}}),
+        (QWEN3, {"enable_thinking": False} | choice),
     ):
         directory = write_thinker(write_chat, template)
         body = ASKED | {"seed": 3, "max_tokens": 20, "temperature": 1.0} | fields
@@ -335,12 +336,14 @@ BLOCKS = [  # markers, whether the block is open, choices
 ]
 
 
+@pytest.mark.parametrize("budget", [None, 0, 1, 4])
 @pytest.mark.parametrize("start, end, is_open, choices", BLOCKS)
-def test_a_constraint_holds_after_a_block_or_at_once(tiny, start, end, is_open, choices):
+def test_a_constraint_holds_after_a_block_or_at_once(tiny, start, end, is_open, choices, budget):
     """Whatever tokens spell markers that are text, and however tokens cut them."""
     model = tiny(vocab_size=8, eos_token_id=7, block_size=64)
     texts = dict(enumerate(PIECES)) | SPECIAL | {7: ""}
     fields = {"reasoning": Reasoning(start, end, is_open), "choices": choices}
+    fields["thinking_token_budget"] = budget
     params = [SamplingParams(60, temperature=1.0, seed=seed, **fields) for seed in range(200)]
     blocks = 0
     for row in rows_of(model, letters(), [[1, 2]] * 200, params):
@@ -353,7 +356,11 @@ def test_a_constraint_holds_after_a_block_or_at_once(tiny, start, end, is_open, 
         if row[-1] == 7:
             assert answer in choices
         else:
-            assert len(row) == 60 and not closed
+            assert len(row) == 60 and not closed and budget is None
+        ends = list(accumulate((len(texts[token]) for token in row[:-1]), initial=0))
+        last = begin + len(inside)
+        count = sum(begin <= a and b <= last for a, b in zip(ends, ends[1:]))
+        assert budget is None or count <= budget
         blocks += bool(closed)
     assert 0 < blocks and (is_open or blocks < 200)
 
