@@ -296,21 +296,26 @@ class Llama(Model):
         tokens: torch.Tensor,
         positions: torch.Tensor,
         attend: Attend,
-        length: int | None = None,
+        tables: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Return the last block's output, (..., C); arguments as in `GPT.hidden`."""
-        length = int(positions.max()) + 1 if length is None else length
-        local = local_rope_layers(self.config)
-        angles = {}
-        for is_local in set(local):
-            tables = rotary_embedding(self.config, self.dtype, self.device, is_local).cos_sin(
-                length
-            )
-            angles[is_local] = [table[positions] for table in tables]
+        tables = self.rope_tables(int(positions.max()) + 1) if tables is None else tables
+        angles = [table[positions] for table in tables]
         x = self.embed(tokens)
-        for layer, block in enumerate(self.layers):
-            x = block(x, *angles[local[layer]], functools.partial(attend, layer))
+        for layer, (block, is_local) in enumerate(zip(self.layers, local_rope_layers(self.config))):
+            cos_sin = angles[2:] if is_local else angles[:2]
+            x = block(x, *cos_sin, functools.partial(attend, layer))
         return x
+
+    def rope_tables(self, length: int) -> list[torch.Tensor]:
+        """Return cosines and sines, each (length, 1, head_dim), then the same for local layers."""
+        kinds = [False, True] if any(local_rope_layers(self.config)) else [False]
+        arguments = self.config, self.dtype, self.device
+        return [
+            table
+            for is_local in kinds
+            for table in rotary_embedding(*arguments, is_local).cos_sin(length)
+        ]
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the first block's input: (...) to (..., C)."""

@@ -201,6 +201,10 @@ class Model(nn.Module):
                 setattr(head, name, tensor)
         return self
 
+    def rope_tables(self, length: int) -> list[torch.Tensor]:
+        """Return the tables that `hidden` needs for positions below `length`; here none."""
+        return []
+
     @property
     def n_kv_head(self) -> int:
         """Return the number of key-value heads in this process."""
@@ -332,7 +336,7 @@ class GPT(Model):
         tokens: torch.Tensor,
         positions: torch.Tensor,
         attend: Attend,
-        length: int | None = None,
+        tables: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Return the last block's output at each position, (..., C).
 
@@ -340,7 +344,7 @@ class GPT(Model):
         sequence, 0 to block_size - 1, broadcastable to the shape of tokens. attend(layer, q, k, v):
         maps queries, keys and values of these positions, (..., heads, head_dim), to the attention
         output, of the shape of q. Only `attend` knows the KV cache, and which positions see
-        which. length: a bound on the positions; None: read them, which waits for a GPU.
+        which. tables: `rope_tables`; None: for these positions, which waits for a GPU.
         """
         x = self.wte(tokens) + self.wpe(positions)  # (..., C)
         for layer, block in enumerate(self.h):

@@ -49,7 +49,8 @@ class DeviceRunner(TorchRunner):
         tokens, positions = cache.bind(plan, pass_parts)
         pairs = list(zip(adapters, adapter_rows))
         with model.adapters.activate(pairs) if pairs else use_adapters(model, names):
-            x = model.hidden(tokens, positions, cache.attend, plan.length)  # (N, C)
+            tables = model.rope_tables(plan.length)
+            x = model.hidden(tokens, positions, cache.attend, tables)  # (N, C)
         logits = model.head(x[kept]).float()
         finite = finite_rows(logits)
         logits = torch.where(finite[:, None], logits, 0)
