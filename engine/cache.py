@@ -117,16 +117,20 @@ class PagedCache:
         return PassPlan(parts, shapes, ends, max(positions) + 1)
 
     def page_columns(
-        self, starts: list[int], tables: list[list[int]], sliding_window: int | None
+        self,
+        starts: list[int],
+        tables: list[list[int]],
+        sliding_window: int | None,
+        width: int | None = None,
     ) -> tuple[list[int], list[int]]:
         """Return the number of skipped pages of each of G sequences, and the pages that it reads.
 
-        The pages are (G, width), flattened.
+        The pages are (G, width), flattened. width: None: as wide as the longest table.
         """
         size = self.storage.shape[4]
         skipped_pages = [first_visible_position(start, sliding_window) // size for start in starts]
         tables = [table[skipped:] for table, skipped in zip(tables, skipped_pages)]
-        width = max(map(len, tables))
+        width = width or max(map(len, tables))
         # Pad with the sequence's own last page, because a page of another one could hold NaN.
         tables = [table + table[-1:] * (width - len(table)) for table in tables]
         return skipped_pages, [page for table in tables for page in table]

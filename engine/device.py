@@ -51,9 +51,7 @@ class DeviceRunner(TorchRunner):
         with model.adapters.activate(pairs) if pairs else use_adapters(model, names):
             tables = model.rope_tables(plan.length)
             x = model.hidden(tokens, positions, cache.attend, tables)  # (N, C)
-        logits = model.head(x[kept]).float()
-        finite = finite_rows(logits)
-        logits = torch.where(finite[:, None], logits, 0)
+        logits, finite = finite_logits(model, x[kept])
         tokens = sampling.sample(logits[rows], sampling_parts)
         results = torch.cat([tokens, finite]).tolist()  # the host waits here, and only here
         return StepOutput(results[: len(tokens)], list(map(bool, results[len(tokens) :])), logits)
@@ -70,10 +68,11 @@ class DeviceRunner(TorchRunner):
         return sampling.sample(logits, upload(sampling.parts, logits.device)).tolist()
 
 
-def use_device_runner(model: Model) -> None:
-    """Let a model on a GPU step without waiting; MPS keeps its runner, as it has no float64."""
-    if type(model.runner) is TorchRunner and model.device.type not in ("cpu", "mps"):
-        model.runner = DeviceRunner()
+def finite_logits(model: Model, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return float32 logits, and whether each row is finite; other rows are zeros."""
+    logits = model.head(x).float()
+    finite = finite_rows(logits)
+    return torch.where(finite[:, None], logits, 0), finite
 
 
 LIMITS = torch.finfo(torch.float32)

@@ -11,10 +11,10 @@ from cache import ContextWindow, Span, common_prefix_length
 from drafts import check_vocabularies, prompt_lookup
 from engine.cache import PagedCache
 from engine.config import LIMITS
-from engine.device import use_device_runner
 from engine.pages import PagePool, page_count
 from engine.request import Request
 from engine.scheduler import ScheduledRequest
+from engine.static import use_device_runner
 from errors import check_limits
 from model import Model
 

@@ -11,11 +11,11 @@ from cache import ContextWindow, common_prefix_length, layer_sliding_windows
 from constraints.compiler import make_matcher
 from engine.cache import PagedCache
 from engine.config import EngineConfig
-from engine.device import use_device_runner
 from engine.drafter import AdaptiveSpeculation, Drafter
 from engine.pages import PagePool, salt_with_adapter, sliding_page_count
 from engine.request import Event, Request, make_request
 from engine.scheduler import ScheduledRequest, Scheduler
+from engine.static import use_device_runner
 from errors import UserError, catch_out_of_memory, is_out_of_memory
 from loading.prefix_files import PrefixFiles, hash_adapters
 from model import Model

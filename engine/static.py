@@ -1,0 +1,141 @@
+"""Decode steps of fixed shapes: the same operations each time, on other numbers."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from cache import Span, cached_attention, to_cache_dtype
+from engine.cache import PagedCache
+from engine.device import BatchSampling, DeviceRunner, finite_logits
+from engine.pages import page_count
+from engine.upload import upload
+from model import Model, StepOutput, TorchRunner
+from sampling import Sequence
+
+
+class StepShape(NamedTuple):
+    """Shape of a decode step, from which the sizes of all its tensors follow."""
+
+    num_seqs: int  # a power of two
+    num_pages: int  # of each page table, a power of two
+
+
+def round_up(count: int) -> int:
+    """Return the smallest power of two >= count."""
+    return 1 << (count - 1).bit_length()
+
+
+def plan_step(cache: PagedCache, spans: list[Span]) -> tuple[StepShape, list[list[int]]]:
+    """Plan a decode step on the host: return its shape, and what `StaticPass` needs.
+
+    spans: of one token each. The last one is repeated to fill the shape, which writes the same keys
+    and values again.
+    """
+    size = round_up(len(spans))
+    spans = spans + spans[-1:] * (size - len(spans))
+    page_size = cache.storage.shape[4]
+    starts = [span.start for span in spans]
+    counts = [page_count(start + 1, page_size) for start in starts]
+    groups = [
+        [table[:count] for table, count in zip(tables, counts)]
+        for tables in zip(*((span.pages, span.sliding_pages) for span in spans))
+    ]
+    parts = [[token for span in spans for token in span.tokens], starts]
+    parts += [[table[-1] for table in tables] for tables in groups[: len(cache.storages)]]
+    pages = round_up(max(counts))
+    for sliding_window, group_id in cache.views:
+        width = pages
+        if sliding_window is not None:  # its positions lie in no more pages
+            width = min(pages, (sliding_window + 2 * page_size - 2) // page_size)
+        parts += cache.page_columns(starts, groups[group_id], sliding_window, width)
+    return StepShape(size, pages), parts
+
+
+class StaticPass:
+    """Attention of a decode step over a paged cache, with no shape that depends on a value.
+
+    parts: of `plan_step`, on the device.
+    """
+
+    def __init__(self, cache: PagedCache, parts: Iterable[torch.Tensor]):
+        self.cache = cache
+        parts = iter(parts)
+        self.tokens, self.positions = next(parts), next(parts)
+        self.offsets = self.positions % cache.storage.shape[4]
+        self.pages = [next(parts) for _ in cache.storages]
+        is_first = (self.offsets == 0).view(-1, 1, 1, 1)
+        for storage, pages in zip(cache.storages, self.pages):
+            # As in `PagedCache.bind`: a reused page may hold NaN.
+            used = storage.index_select(2, pages).masked_fill(is_first, 0)
+            storage.index_copy_(2, pages, used)
+        self.kv_views = {
+            sliding_window: cache.kv_view(
+                self.positions, next(parts), next(parts), 1, sliding_window
+            )
+            for sliding_window, _ in cache.views
+        }
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Write keys and values, and return causal attention over the cached ones.
+
+        q, k, v and the result are (B, heads, head_dim).
+        """
+        cache = self.cache
+        pages = self.pages[cache.group_ids[layer]]
+        for stored, new in zip(cache.layers[layer], (k, v)):
+            stored[pages, :, self.offsets] = to_cache_dtype(new, stored.dtype)
+        head_pages, mask = self.kv_views[cache.sliding_windows[layer]]
+        shape = len(q), -1, mask.shape[3], cache.storage.shape[5]  # (B, heads, S, width)
+        keys, values = (
+            stored.index_select(0, head_pages).view(shape) for stored in cache.head_pages[layer]
+        )
+        return cached_attention(q[:, :, None], keys, values, mask)[:, :, 0]
+
+
+class StaticRunner(DeviceRunner):
+    """The torch backend with decode steps of fixed shapes, so that a graph can replay them.
+
+    A pass with several tokens of a sequence, an adapter or a mixture of experts runs as in
+    `DeviceRunner`.
+    """
+
+    def step(
+        self,
+        model,
+        cache,
+        spans: list[Span],
+        keep: list[int],
+        sequences: list[Sequence],
+        rows: list[int],
+    ) -> StepOutput:
+        count = len(spans)
+        if not has_fixed_shapes(model, spans) or rows != list(range(count)):
+            return super().step(model, cache, spans, keep, sequences, rows)
+        shape, pass_parts = plan_step(cache, spans)
+        sampling = BatchSampling(sequences + sequences[-1:] * (shape.num_seqs - count))
+        parts = upload(pass_parts + sampling.parts, model.device)
+        attention = StaticPass(cache, parts)
+        tables = model.rope_tables(shape.num_pages * cache.storage.shape[4])
+        x = model.hidden(attention.tokens, attention.positions, attention.attend, tables)
+        logits, finite = finite_logits(model, x)
+        tokens = sampling.sample(logits, parts[len(pass_parts) :])
+        tokens, finite = torch.stack([tokens, finite.long()])[:, :count].tolist()
+        return StepOutput(tokens, list(map(bool, finite)), logits[:count])
+
+
+def has_experts(model: Model) -> bool:
+    """Return whether shapes depend on values, because each expert has its own number of rows."""
+    return getattr(model.config, "experts", None) is not None
+
+
+def has_fixed_shapes(model: Model, spans: list[Span]) -> bool:
+    """Return whether a pass can have fixed shapes: one token of each sequence, no adapter."""
+    fixed = all(len(span.tokens) == 1 and not span.adapter for span in spans)
+    return fixed and not has_experts(model)
+
+
+def use_device_runner(model: Model) -> None:
+    """Let a model step without waiting on a GPU; MPS keeps its runner, as it has no float64."""
+    if type(model.runner) is TorchRunner and model.device.type not in ("cpu", "mps"):
+        model.runner = StaticRunner()
