@@ -7,6 +7,7 @@ import torch
 
 from command_line.options import DTYPES, check_utf8
 from errors import UserError
+from graphs import GraphRunner, eager_step
 from loading.load import Source, load_model
 from model import Model
 from native import BuildError, kernel, use_native
@@ -59,6 +60,9 @@ def load_models(names: list, args, device: str, load_first: Callable | None = No
     check_utf8("--adapter", args.adapter or "")
     models = [(load_first or load_model)(first, dtype, device, args.adapter)]
     models += [load_model(name, dtype, device) for name in others]
+    if device == "cuda" and getattr(args, "enforce_eager", False):
+        for model in models:
+            model.runner = GraphRunner(eager_step)
     if native and args.backend != "torch":
         use_native_backend(models, is_explicit=args.backend == "native")
     return models

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_BYTES = 2**32  # bytes of all files
 # Code that computes pages, or decides which tokens they hold. An edit discards saved prefixes.
 CODE = (
-    *("adapters.py", "cache.py", "gemma.py", "infer.py", "llama.py", "model.py"),
+    *("adapters.py", "cache.py", "gemma.py", "graphs.py", "infer.py", "llama.py", "model.py"),
     *("engine/*.py", "loading/prefix_files.py", "native/*.[pch]*", "quantisation/*.py"),
 )
 AT_LEAST_1 = (int, lambda value: value >= 1, "an integer >= 1")

@@ -72,6 +72,7 @@ class PagedCache:
         self.layers = [next(parts[group_id]) for group_id in self.group_ids]
         self.head_pages = [layer.flatten(3).flatten(1, 2) for layer in self.layers]
         self.scratch = self.storage.new_empty(2, 0, self.head_pages[0].shape[2])
+        self.steps = {}  # decode steps over these storages, by shape: see `GraphRunner`
 
     def prepare(self, spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """Plan a pass and return its tokens and positions, both (N,), and the spans' ends.

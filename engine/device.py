@@ -82,13 +82,15 @@ class BatchSampling:
     """The sampling of a batch in one pass over the vocabulary, each row by its own parameters.
 
     It draws the tokens of `sample_batch`, up to rounding, from the same random numbers. sequences:
-    B, greedy or with a seed. parts: what `sample` needs on the device, as `upload` takes it.
+    B, greedy or with a seed. parts: what `sample` needs on the device, as `upload` takes it:
+    fixed_parts, whose sizes depend on B only, and edits of logits, if any.
     """
 
     def __init__(self, sequences: list[Sequence]):
         params = [sequence.params for sequence in sequences]
         self.is_greedy = all(each.temperature == 0 for each in params)
-        self.is_filtered = any(each.top_k or each.top_p < 1 or each.min_p for each in params)
+        filtered = any(each.top_k or each.top_p < 1 or each.min_p for each in params)
+        self.is_filtered = filtered and not self.is_greedy
         numbers = []
         biases = []
         seen = []
@@ -116,10 +118,12 @@ class BatchSampling:
                 masks.append((row, padded.view(torch.int64)))
         numbers = torch.tensor(numbers, dtype=torch.float64).clamp(LIMITS.min, LIMITS.max)
         bias_values = torch.tensor([bias for _, _, bias in biases], dtype=torch.float64)
-        self.parts = [
+        self.fixed_parts = [
             numbers.T.reshape(-1).view(torch.int64),
             rng_states([(each.params.seed or 0, len(each.tokens)) for each in sequences]),
             [each.top_k or 2**31 for each in params],
+        ]
+        edits = [
             *columns(biases, 2),
             bias_values.view(torch.int64),
             *columns(seen, 3),
@@ -127,13 +131,16 @@ class BatchSampling:
             *columns(masks, 1),
             torch.cat([mask for _, mask in masks]) if masks else [],
         ]
+        self.edits = edits if any(map(len, edits)) else []
+        self.parts = self.fixed_parts + self.edits
 
     def sample(self, logits: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
         """Return the next token of each row, (B,). logits: (B, vocab_size), float32, finite."""
         numbers, states, top_k, *edits = parts
         numbers = numbers.view(torch.float64).to(logits.dtype).view(6, -1, 1)
         temperature, top_p, threshold = numbers[:3]
-        logits = self.process(logits, numbers[3:, :, 0], edits)
+        if edits:
+            logits = self.process(logits, numbers[3:, :, 0], edits)
         best = logits.argmax(dim=-1)
         if self.is_greedy:
             return best

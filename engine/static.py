@@ -9,7 +9,7 @@ from cache import Span, cached_attention, to_cache_dtype
 from engine.cache import PagedCache
 from engine.device import BatchSampling, DeviceRunner, finite_logits
 from engine.pages import page_count
-from engine.upload import upload
+from graphs import CapturedStep, GraphRunner, eager_step, pack
 from model import Model, StepOutput, TorchRunner
 from sampling import Sequence
 
@@ -93,8 +93,8 @@ class StaticPass:
         return cached_attention(q[:, :, None], keys, values, mask)[:, :, 0]
 
 
-class StaticRunner(DeviceRunner):
-    """The torch backend with decode steps of fixed shapes, so that a graph can replay them.
+class StaticRunner(GraphRunner, DeviceRunner):
+    """The torch backend with decode steps of fixed shapes, each made once by `make_step`.
 
     A pass with several tokens of a sequence, an adapter or a mixture of experts runs as in
     `DeviceRunner`.
@@ -114,14 +114,44 @@ class StaticRunner(DeviceRunner):
             return super().step(model, cache, spans, keep, sequences, rows)
         shape, pass_parts = plan_step(cache, spans)
         sampling = BatchSampling(sequences + sequences[-1:] * (shape.num_seqs - count))
-        parts = upload(pass_parts + sampling.parts, model.device)
-        attention = StaticPass(cache, parts)
-        tables = model.rope_tables(shape.num_pages * cache.storage.shape[4])
-        x = model.hidden(attention.tokens, attention.positions, attention.attend, tables)
-        logits, finite = finite_logits(model, x)
-        tokens = sampling.sample(logits, parts[len(pass_parts) :])
-        tokens, finite = torch.stack([tokens, finite.long()])[:, :count].tolist()
+        fixed_parts = pass_parts + sampling.fixed_parts
+        sizes = [len(part) for part in fixed_parts]
+        packed = pack(fixed_parts + sampling.edits, model.device)
+        sampler = None if sampling.edits else sampling
+        if sampling.edits:  # their sizes vary, so the sampler runs after the step
+            packed = packed.to(model.device, non_blocking=True)
+        key = shape, sampler and (sampler.is_greedy, sampler.is_filtered)
+        length = shape.num_pages * cache.storage.shape[4]
+        inputs = packed[: sum(sizes)]
+        logits, results = self.replay(
+            model, cache, key, length, inputs, decode_step, sizes, sampler
+        )
+        if sampling.edits:
+            parts = packed.split([*sizes, *map(len, sampling.edits)])
+            results = torch.cat([sampling.sample(logits, parts[len(pass_parts) :]), results])
+        tokens, finite = results.view(2, -1)[:, :count].tolist()
         return StepOutput(tokens, list(map(bool, finite)), logits[:count])
+
+
+def decode_step(
+    model: Model,
+    cache: PagedCache,
+    tables: list[torch.Tensor],
+    sizes: list[int],
+    sampling: BatchSampling | None,
+    packed: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a decode step: return logits, (B, vocab_size), and tokens, then finite flags, (2 * B,).
+
+    tables: of RoPE. packed: the parts of `plan_step`, then `BatchSampling.fixed_parts`. sizes:
+    their lengths. sampling: how to sample; None: return the flags only, (B,).
+    """
+    parts = packed.split(sizes)
+    attention = StaticPass(cache, parts)
+    x = model.hidden(attention.tokens, attention.positions, attention.attend, tables)
+    logits, finite = finite_logits(model, x)
+    tokens = [sampling.sample(logits, parts[-3:])] if sampling else []
+    return logits, torch.cat([*tokens, finite.long()])
 
 
 def has_experts(model: Model) -> bool:
@@ -137,5 +167,7 @@ def has_fixed_shapes(model: Model, spans: list[Span]) -> bool:
 
 def use_device_runner(model: Model) -> None:
     """Let a model step without waiting on a GPU; MPS keeps its runner, as it has no float64."""
-    if type(model.runner) is TorchRunner and model.device.type not in ("cpu", "mps"):
-        model.runner = StaticRunner()
+    if type(model.runner) is GraphRunner:
+        model.runner = StaticRunner(model.runner.make_step)
+    elif type(model.runner) is TorchRunner and model.device.type not in ("cpu", "mps"):
+        model.runner = StaticRunner(CapturedStep if model.device.type == "cuda" else eager_step)

@@ -20,8 +20,9 @@ def run(engine, prompts=PROMPTS, params=MIXED, adapters=None) -> list[list[int]]
 def static(model):
     """A model whose decode steps have fixed shapes, on any device."""
     from engine.static import StaticRunner
+    from graphs import eager_step
 
-    model.runner = StaticRunner()
+    model.runner = StaticRunner(eager_step)
     return model
 
 
