@@ -188,6 +188,17 @@ def to_cache_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([F.pad(values, (0, -x.shape[-1] % 4)), scale[..., None].view(dtype)], dim=-1)
 
 
+def write_slots(storage: torch.Tensor, index: int, slots: torch.Tensor, new: torch.Tensor) -> None:
+    """Write new keys or values, (B, heads, head_dim), into a cache's storage.
+
+    index: of the keys or values of a layer, among (n_layer, 2). slots: positions in these, (B,
+    heads). The storage is written as one flat tensor. Through views of its layers, which share
+    memory, torch.compile would copy each layer in each step.
+    """
+    first = index * storage.shape[2:5].numel()
+    storage.view(-1, storage.shape[5])[slots + first] = to_cache_dtype(new, storage.dtype)
+
+
 def cached_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Decode steps that are captured once for each shape, and replayed with new inputs."""
+"""Decode steps that are captured or compiled once for each shape, and replayed with new inputs."""
 
 import copy
 import functools
@@ -6,7 +6,8 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from model import TorchRunner
+from cache import Span
+from model import Model, TorchRunner
 
 # packed inputs of a step, (n,), int64 -> its outputs, on the device
 Step = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
@@ -63,6 +64,31 @@ class CapturedStep:
         self.packed.copy_(packed, non_blocking=True)
         self.graph.replay()
         return self.outputs
+
+
+MAX_COMPILED_STEPS = 2**16  # in a process; at torch's limits of 8 and 256 an engine would fail
+
+
+def compile_step(function: Step, packed: torch.Tensor, device: torch.device) -> Step:
+    """Return a step that torch.compile compiles in its first call; on a GPU it is captured, too.
+
+    Arguments as in MakeStep. Caches with equal shapes share the compiled code.
+    """
+    torch._dynamo.config.accumulated_recompile_limit = MAX_COMPILED_STEPS
+    options = {"fullgraph": True, "dynamic": False, "recompile_limit": MAX_COMPILED_STEPS}
+    compiled = torch.compile(function, **options)
+    return CapturedStep(compiled, packed, device) if device.type == "cuda" else compiled
+
+
+def has_experts(model: Model) -> bool:
+    """Return whether shapes depend on values, because each expert has its own number of rows."""
+    return getattr(model.config, "experts", None) is not None
+
+
+def has_fixed_shapes(model: Model, spans: list[Span]) -> bool:
+    """Return whether a pass can have fixed shapes: one token of each sequence, no adapter."""
+    fixed = all(len(span.tokens) == 1 and not span.adapter for span in spans)
+    return fixed and not has_experts(model)
 
 
 class GraphRunner(TorchRunner):

@@ -6,8 +6,9 @@ from collections.abc import Callable
 import torch
 
 from command_line.options import DTYPES, check_utf8
+from command_line.parser import is_distributed
 from errors import UserError
-from graphs import GraphRunner, eager_step
+from graphs import GraphRunner, MakeStep, compile_step, eager_step, has_experts
 from loading.load import Source, load_model
 from model import Model
 from native import BuildError, kernel, use_native
@@ -43,6 +44,35 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
     return dtype
 
 
+def check_compiler(device: str) -> None:
+    """Raise UserError if torch.compile does not work here, such as without a C++ compiler."""
+    try:
+        torch.compile(torch.sin)(torch.ones(8, device=device))
+    except Exception as error:  # torch has many, some of them private
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"--compile: torch.compile fails here: {reason}") from None
+
+
+def pick_step(args, device: str) -> MakeStep | None:
+    """Return the MakeStep that the options select; None: the default of the device.
+
+    Raises UserError for options that conflict, or if torch cannot compile here.
+    """
+    enforce_eager = getattr(args, "enforce_eager", False)
+    if getattr(args, "compile", False):
+        for option, conflicts in {
+            "--enforce-eager": enforce_eager,
+            "--backend native": args.backend == "native",
+            "several processes": is_distributed(),
+            f"--device {device}": device not in ("cpu", "cuda"),
+        }.items():
+            if conflicts:
+                raise UserError(f"--compile conflicts with {option}")
+        check_compiler(device)
+        return compile_step
+    return eager_step if enforce_eager and device == "cuda" else None
+
+
 def load_models(names: list, args, device: str, load_first: Callable | None = None) -> list[Model]:
     """Load models with the dtype and backend of the options, the first with the adapter.
 
@@ -53,17 +83,19 @@ def load_models(names: list, args, device: str, load_first: Callable | None = No
     for name in names:
         check_utf8("the model", str(name.name if isinstance(name, Source) else name))
     dtype = pick_dtype(args.dtype, device)
-    native = device == "cpu"
-    if args.backend == "native" and not native:
+    if args.backend == "native" and device != "cpu":
         raise UserError(f"--backend native requires --device cpu, not {device}")
+    make_step = pick_step(args, device)
     first, *others = names
     check_utf8("--adapter", args.adapter or "")
     models = [(load_first or load_model)(first, dtype, device, args.adapter)]
     models += [load_model(name, dtype, device) for name in others]
-    if device == "cuda" and getattr(args, "enforce_eager", False):
+    if make_step:
         for model in models:
-            model.runner = GraphRunner(eager_step)
-    if native and args.backend != "torch":
+            if make_step is compile_step and has_experts(model):
+                raise UserError("--compile: a mixture of experts has no steps of fixed shapes")
+            model.runner = GraphRunner(make_step)
+    elif device == "cpu" and args.backend != "torch":
         use_native_backend(models, is_explicit=args.backend == "native")
     return models
 

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import torch
 
-from cache import Span, cached_attention, to_cache_dtype
+from cache import Span, cached_attention, write_slots
 from engine.cache import PagedCache
 from engine.device import BatchSampling, DeviceRunner, finite_logits
 from engine.pages import page_count
-from graphs import CapturedStep, GraphRunner, eager_step, pack
+from graphs import CapturedStep, GraphRunner, eager_step, has_fixed_shapes, pack
 from model import Model, StepOutput, TorchRunner
 from sampling import Sequence
 
@@ -62,13 +62,17 @@ class StaticPass:
         self.cache = cache
         parts = iter(parts)
         self.tokens, self.positions = next(parts), next(parts)
-        self.offsets = self.positions % cache.storage.shape[4]
-        self.pages = [next(parts) for _ in cache.storages]
-        is_first = (self.offsets == 0).view(-1, 1, 1, 1)
-        for storage, pages in zip(cache.storages, self.pages):
+        heads, page_size = cache.storage.shape[3:5]
+        offsets = self.positions % page_size
+        is_first = (offsets == 0).view(-1, 1, 1, 1)
+        self.slots = []  # of each group, (B, heads): where a new key lies in a layer's keys
+        for storage in cache.storages:
+            pages = next(parts)
             # As in `PagedCache.bind`: a reused page may hold NaN.
             used = storage.index_select(2, pages).masked_fill(is_first, 0)
             storage.index_copy_(2, pages, used)
+            head_pages = pages[:, None] * heads + torch.arange(heads, device=pages.device)
+            self.slots.append(head_pages * page_size + offsets[:, None])
         self.kv_views = {
             sliding_window: cache.kv_view(
                 self.positions, next(parts), next(parts), 1, sliding_window
@@ -81,16 +85,18 @@ class StaticPass:
 
         q, k, v and the result are (B, heads, head_dim).
         """
-        cache = self.cache
-        pages = self.pages[cache.group_ids[layer]]
-        for stored, new in zip(cache.layers[layer], (k, v)):
-            stored[pages, :, self.offsets] = to_cache_dtype(new, stored.dtype)
-        head_pages, mask = self.kv_views[cache.sliding_windows[layer]]
-        shape = len(q), -1, mask.shape[3], cache.storage.shape[5]  # (B, heads, S, width)
-        keys, values = (
-            stored.index_select(0, head_pages).view(shape) for stored in cache.head_pages[layer]
-        )
-        return cached_attention(q[:, :, None], keys, values, mask)[:, :, 0]
+        group_ids = self.cache.group_ids
+        group_id = group_ids[layer]
+        storage = self.cache.storages[group_id]
+        num_pages, heads, page_size, width = storage.shape[2:]
+        pages = storage.view(-1, page_size * width)  # flat, as in `write_slots`
+        head_pages, mask = self.kv_views[self.cache.sliding_windows[layer]]
+        read = []
+        for index, new in enumerate((k, v), 2 * group_ids[:layer].count(group_id)):
+            write_slots(storage, index, self.slots[group_id], new)
+            own = pages.index_select(0, head_pages + index * num_pages * heads)
+            read.append(own.view(len(q), heads, mask.shape[3], width))
+        return cached_attention(q[:, :, None], *read, mask)[:, :, 0]
 
 
 class StaticRunner(GraphRunner, DeviceRunner):
@@ -152,17 +158,6 @@ def decode_step(
     logits, finite = finite_logits(model, x)
     tokens = [sampling.sample(logits, parts[-3:])] if sampling else []
     return logits, torch.cat([*tokens, finite.long()])
-
-
-def has_experts(model: Model) -> bool:
-    """Return whether shapes depend on values, because each expert has its own number of rows."""
-    return getattr(model.config, "experts", None) is not None
-
-
-def has_fixed_shapes(model: Model, spans: list[Span]) -> bool:
-    """Return whether a pass can have fixed shapes: one token of each sequence, no adapter."""
-    fixed = all(len(span.tokens) == 1 and not span.adapter for span in spans)
-    return fixed and not has_experts(model)
 
 
 def use_device_runner(model: Model) -> None:
