@@ -58,6 +58,7 @@ class KVCache:
             raise UserError(f"a cache of {count} does not fit in memory: {factors}") from None
         self.tokens = [[] for _ in range(batch_size)]
         self.sliding_windows = layer_sliding_windows(config)
+        self.steps = {}  # decode steps over this storage, by shape: see `GraphRunner`
 
     @property
     def storages(self) -> list[torch.Tensor]:
@@ -72,6 +73,7 @@ class KVCache:
         moved = [row for row, source in enumerate(rows) if row != source]
         if len(rows) != len(self.tokens):
             self.storage = self.storage[:, :, rows]
+            self.steps.clear()  # they write the old one
         elif moved:
             # In place and only used positions, because a whole copy costs more than a decode step.
             used = self.storage[..., : max(len(cached) for cached in self.tokens), :]

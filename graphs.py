@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from cache import Span
+from cache import KVCache, Span, cached_attention, make_causal_mask, write_slots
 from model import Model, TorchRunner
 
 # packed inputs of a step, (n,), int64 -> its outputs, on the device
@@ -80,6 +80,14 @@ def compile_step(function: Step, packed: torch.Tensor, device: torch.device) -> 
     return CapturedStep(compiled, packed, device) if device.type == "cuda" else compiled
 
 
+MIN_LENGTH = 64  # positions of the smallest step in `generate`
+
+
+def round_up(count: int) -> int:
+    """Return the smallest power of two >= count."""
+    return 1 << (count - 1).bit_length()
+
+
 def has_experts(model: Model) -> bool:
     """Return whether shapes depend on values, because each expert has its own number of rows."""
     return getattr(model.config, "experts", None) is not None
@@ -94,7 +102,8 @@ def has_fixed_shapes(model: Model, spans: list[Span]) -> bool:
 class GraphRunner(TorchRunner):
     """The torch backend with decode steps of fixed shapes, each made once by make_step.
 
-    A cache keeps its steps, because they read and write its memory.
+    A cache keeps its steps, because they read and write its memory. Here steps over a whole
+    KVCache have fixed shapes; `StaticRunner` adds those over pages.
     """
 
     def __init__(self, make_step: MakeStep):
@@ -114,3 +123,59 @@ class GraphRunner(TorchRunner):
             step = functools.partial(function, model, view, model.rope_tables(length), *args)
             cache.steps[key] = self.make_step(step, packed, model.device)
         return cache.steps[key](packed)
+
+    def logits(self, model, cache, spans: list[Span], keep: list[int]) -> torch.Tensor:
+        fixed = isinstance(cache, KVCache) and has_fixed_shapes(model, spans)
+        if not fixed or [span.pages[0] for span in spans] != list(range(len(cache.tokens))):
+            return super().logits(model, cache, spans, keep)
+        tokens = [token for span in spans for token in span.tokens]
+        starts = [span.start for span in spans]
+        length = min(max(round_up(max(starts) + 1), MIN_LENGTH), cache.storage.shape[4])
+        packed = pack([tokens, starts], model.device)
+        (logits,) = self.replay(model, cache, length, length, packed, batch_logits, length)
+        return logits.clone()  # the next step may overwrite them
+
+
+def batch_logits(
+    model: Model, cache: KVCache, tables: list[torch.Tensor], length: int, packed: torch.Tensor
+) -> tuple[torch.Tensor]:
+    """Run a decode step over a KVCache, and return its logits, (B, vocab_size), float32.
+
+    packed: a token of each sequence, then their positions, below length. tables: of RoPE.
+    """
+    tokens, positions = packed.view(2, -1)
+    attention = StaticBatch(cache, positions, length)
+    return (model.head(model.hidden(tokens, positions, attention.attend, tables)).float(),)
+
+
+class StaticBatch:
+    """Attention of a decode step over the first `length` positions of a KVCache.
+
+    positions: of each sequence's token, (B,).
+    """
+
+    def __init__(self, cache: KVCache, positions: torch.Tensor, length: int):
+        self.cache = cache
+        self.length = length
+        heads, max_len = cache.storage.shape[3:5]
+        device = positions.device
+        rows = torch.arange(len(positions) * heads, device=device).view(-1, heads)
+        self.slots = rows * max_len + positions[:, None]  # of new keys, in a layer's keys
+        keys = torch.arange(length, device=device)
+        queries = positions.view(-1, 1, 1, 1)
+        self.masks = {
+            sliding_window: make_causal_mask(queries, keys, sliding_window)
+            for sliding_window in set(cache.sliding_windows)
+        }
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Write keys and values, and return causal attention over the cached ones.
+
+        q, k, v and the result are (B, heads, head_dim).
+        """
+        storage = self.cache.storage
+        for index, new in enumerate((k, v), 2 * layer):
+            write_slots(storage, index, self.slots, new)
+        keys, values = storage[layer, ..., : self.length, :]
+        mask = self.masks[self.cache.sliding_windows[layer]]
+        return cached_attention(q[:, :, None], keys, values, mask)[:, :, 0]

@@ -316,6 +316,8 @@ def run(args) -> None:
     check_chat_options(args)
     if args.no_cache and CACHE_DTYPES[args.cache_dtype]:
         raise UserError("--cache-dtype conflicts with --no-cache")
+    if args.no_cache and args.compile:
+        raise UserError("--compile conflicts with --no-cache")
     check_prefix_cache_options(args)
     if args.prefix_cache is not None and (args.no_cache or args.num_beams is not None):
         other = "--no-cache" if args.no_cache else "--num-beams"

@@ -8,7 +8,7 @@ import torch
 from command_line.options import DTYPES, check_utf8
 from command_line.parser import is_distributed
 from errors import UserError
-from graphs import GraphRunner, MakeStep, compile_step, eager_step, has_experts
+from graphs import CapturedStep, GraphRunner, MakeStep, compile_step, eager_step, has_experts
 from loading.load import Source, load_model
 from model import Model
 from native import BuildError, kernel, use_native
@@ -54,14 +54,13 @@ def check_compiler(device: str) -> None:
 
 
 def pick_step(args, device: str) -> MakeStep | None:
-    """Return the MakeStep that the options select; None: the default of the device.
+    """Return the MakeStep that the options select; None: steps vary in shape.
 
     Raises UserError for options that conflict, or if torch cannot compile here.
     """
-    enforce_eager = getattr(args, "enforce_eager", False)
-    if getattr(args, "compile", False):
+    if args.compile:
         for option, conflicts in {
-            "--enforce-eager": enforce_eager,
+            "--enforce-eager": args.enforce_eager,
             "--backend native": args.backend == "native",
             "several processes": is_distributed(),
             f"--device {device}": device not in ("cpu", "cuda"),
@@ -70,7 +69,9 @@ def pick_step(args, device: str) -> MakeStep | None:
                 raise UserError(f"--compile conflicts with {option}")
         check_compiler(device)
         return compile_step
-    return eager_step if enforce_eager and device == "cuda" else None
+    if device == "cuda":
+        return eager_step if args.enforce_eager else CapturedStep
+    return None
 
 
 def load_models(names: list, args, device: str, load_first: Callable | None = None) -> list[Model]:

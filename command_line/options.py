@@ -74,6 +74,10 @@ def add_model_options(parser: Parser) -> None:
     backend_help = "compute backend: native (C compiled for this CPU) or torch; auto prefers native"
     backends = ("auto", "torch", "native")
     group.add_argument("--backend", default="auto", choices=backends, help=backend_help)
+    eager_help = "on a GPU, launch the kernels of a decode step one by one, without a CUDA graph"
+    group.add_argument("--enforce-eager", action="store_true", help=eager_help)
+    compile_help = "compile decode steps with torch.compile, which takes a minute for each shape"
+    group.add_argument("--compile", action="store_true", help=compile_help)
 
 
 def add_sampling_options(parser: Parser) -> None:

@@ -40,10 +40,6 @@ def add_engine_options(parser: Parser) -> None:
     )
     join_help = "collective of tensor parallelism: all-gather is bit-exact, all-reduce sends less"
     group.add_argument("--join", default="gather", choices=PARALLEL_MODES, help=join_help)
-    eager_help = "on a GPU, launch the kernels of a decode step one by one, without a CUDA graph"
-    group.add_argument("--enforce-eager", action="store_true", help=eager_help)
-    compile_help = "compile decode steps with torch.compile, which takes a minute for each shape"
-    group.add_argument("--compile", action="store_true", help=compile_help)
     adapters_help = "LoRA adapters that requests may select by name; repeatable"
     options = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME=DIR"}
     group.add_argument("--lora-modules", **options, help=adapters_help)

@@ -9,7 +9,7 @@ from cache import Span, cached_attention, write_slots
 from engine.cache import PagedCache
 from engine.device import BatchSampling, DeviceRunner, finite_logits
 from engine.pages import page_count
-from graphs import CapturedStep, GraphRunner, eager_step, has_fixed_shapes, pack
+from graphs import CapturedStep, GraphRunner, eager_step, has_fixed_shapes, pack, round_up
 from model import Model, StepOutput, TorchRunner
 from sampling import Sequence
 
@@ -19,11 +19,6 @@ class StepShape(NamedTuple):
 
     num_seqs: int  # a power of two
     num_pages: int  # of each page table, a power of two
-
-
-def round_up(count: int) -> int:
-    """Return the smallest power of two >= count."""
-    return 1 << (count - 1).bit_length()
 
 
 def plan_step(cache: PagedCache, spans: list[Span]) -> tuple[StepShape, list[list[int]]]:
