@@ -32,6 +32,7 @@ from command_line.options import (
     STORIES,
     add_model_options,
     add_stride_option,
+    check_option_limits,
     check_utf8,
 )
 from command_line.parser import AppendToTuple, Parser, is_worker, run_script, write_stdout
@@ -43,7 +44,7 @@ from engine.options import (
     parse_adapters,
     run_worker,
 )
-from errors import UserError, check_limits
+from errors import UserError
 from loading.load import Source, find_package_file, resolve_source
 from parallel.ranks import RankError, TensorParallelGroup
 from server.app import allowed_hosts, make_app
@@ -59,6 +60,11 @@ RESERVED_DESCRIPTORS = 64  # file descriptors for uses other than connections
 LLAMA = STORIES.with_name("stories-llama")
 AT_LEAST_0 = (int, lambda value: value >= 0, "an integer >= 0")
 SECONDS = (int | float, lambda value: 0 <= value < 1e6, "a number from 0 to below 1000000")
+LIMITS = {
+    "--drain-seconds": SECONDS,
+    "--max-waiting": AT_LEAST_0,
+    "--max-waiting-tokens": AT_LEAST_0,
+}
 
 
 def main(argv=None) -> None:
@@ -155,9 +161,7 @@ def check_server_options(args) -> None:
     for name in args.allowed_host:
         if not re.fullmatch(r"\*|[\w.-]+", name):
             raise UserError(f"--allowed-host {name}: must be a host name without a port")
-    check_limits({"drain_seconds": SECONDS}, drain_seconds=args.drain_seconds)
-    for name in ("max_waiting", "max_waiting_tokens"):
-        check_limits({name: AT_LEAST_0}, **{name: getattr(args, name)})
+    check_option_limits(args, LIMITS)
 
 
 class Protocol(H11Protocol):

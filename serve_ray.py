@@ -18,9 +18,10 @@ import torch
 from cache import ContextWindow
 from command_line.chat import print_sampling_defaults
 from command_line.models import pick_device
+from command_line.options import check_option_limits
 from command_line.parser import Parser, run_script, write_stdout
 from engine.options import engine_config, load_adapters, parse_adapters
-from errors import UserError, check_limits
+from errors import UserError
 from loading.load import empty_model, load_config, resolve_source
 from loading.lora import read_adapter
 from serve import add_server_options, check_server_options, listen, server_url
@@ -31,8 +32,9 @@ from text.tokenizer import load_encoding
 SECONDS = (int | float, lambda value: 1 <= value < 1e6, "a number from 1 to below 1000000")
 CPUS = (int | float, lambda value: 1e-4 <= value < 1e6, "a number from 0.0001 to below 1000000")
 LIMITS = {
-    "replicas": (int, lambda value: value >= 1, "an integer >= 1"),
-    "cpus": CPUS,  # Ray's minimum is 0.0001
+    "--replicas": (int, lambda value: value >= 1, "an integer >= 1"),
+    "--cpus": CPUS,  # Ray's minimum is 0.0001
+    "--scale-seconds": SECONDS,
 }
 MAX_ONGOING_REQUESTS = 2**20  # concurrent requests; an engine enforces its own limit
 RAY_ENVIRONMENT = {  # Ray reads these at import
@@ -138,8 +140,7 @@ def drain() -> None:
 def check_options(args) -> None:
     """Raise UserError for options that would otherwise fail later, in other processes."""
     check_server_options(args)
-    check_limits(LIMITS, replicas=args.replicas, cpus=args.cpus)
-    check_limits({"scale_seconds": SECONDS}, scale_seconds=args.scale_seconds)
+    check_option_limits(args, LIMITS)
     if max_replicas(args) < args.replicas:
         raise UserError(
             f"--max-replicas {max_replicas(args)}: must be at least --replicas ({args.replicas})"

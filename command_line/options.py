@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from command_line.parser import AppendToTuple, HelpFormatter, Parser, StoreExplicit
-from errors import UserError
+from errors import UserError, check_limits
 from sampling import SamplingParams
 
 STORIES = Path(__file__).resolve().parents[1] / "checkpoints" / "stories"
@@ -198,6 +198,15 @@ def read_prompts(args) -> list[str]:
         requested = f"{len(prompts)} prompts x --num-samples {args.num_samples}"
         raise UserError(f"{requested}: at most {MAX_SEQUENCES} sequences are allowed")
     return [prompt for prompt in prompts for _ in range(args.num_samples)]
+
+
+def check_option_limits(args, limits: dict[str, tuple]) -> None:
+    """Raise UserError for the first option that is out of range.
+
+    limits: option, such as "--max-waiting" -> as in `check_limits`.
+    """
+    names = {option: option.removeprefix("--").replace("-", "_") for option in limits}
+    check_limits(limits, **{option: getattr(args, name) for option, name in names.items()})
 
 
 def check_utf8(name: str, text: str) -> None:

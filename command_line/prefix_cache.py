@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from command_line.options import check_utf8
+from command_line.options import check_option_limits, check_utf8
 from command_line.parser import Parser
-from errors import UserError, check_limits
+from errors import UserError
 from loading.prefix_files import PrefixFiles, check_directory, hash_tensors
 from model import Model
 from native.step import NativeSampler
@@ -19,7 +19,7 @@ CODE = (
     *("adapters.py", "cache.py", "gemma.py", "graphs.py", "infer.py", "llama.py", "model.py"),
     *("engine/*.py", "loading/prefix_files.py", "native/*.[pch]*", "quantisation/*.py"),
 )
-AT_LEAST_1 = (int, lambda value: value >= 1, "an integer >= 1")
+LIMITS = {"--prefix-cache-bytes": (int, lambda value: value >= 1, "an integer >= 1")}
 
 
 def add_prefix_cache_options(parser: Parser) -> None:
@@ -41,8 +41,7 @@ def check_prefix_cache_options(args) -> None:
     if not args.prefix_cache:
         raise UserError("--prefix-cache is empty: must be a directory")
     if args.prefix_cache_bytes is not None:
-        name = "--prefix-cache-bytes"
-        check_limits({name: AT_LEAST_1}, **{name: args.prefix_cache_bytes})
+        check_option_limits(args, LIMITS)
     check_directory(Path(args.prefix_cache))
 
 
