@@ -42,6 +42,7 @@ from lessons import Lesson, LessonError, git  # noqa: E402
 TEMPLATES = Path(__file__).with_name("book")
 LIMIT = 350_000  # maximum size of a page in bytes; larger pages move sections out
 LONG = 120  # changed lines of code from which a diff counts as long
+MAX_SHOWN = 10_000  # changed lines of a commit between lessons whose diff is shown
 NOTE = 300  # maximum length of a note beside code, in characters
 # Written into each page, so that `check_output` recognizes an older book.
 MARK = '<meta name="generator" content="lessons.py book">'
@@ -119,7 +120,7 @@ SECTIONS = (
 
 @dataclass
 class Section:
-    """A folded section of a lesson's page, moved to a page of its own if the page is too large."""
+    """A folded part of a lesson's page, moved to a page of its own if the page is too large."""
 
     name: str  # of its own page, without .html
     summary: str
@@ -149,19 +150,21 @@ def lesson_pages(
     # A long diff opens only the definitions that Read names.
     added = sum(change.count("+") + change.count("-") for change in changes if change.is_code)
     long = added > LONG and any(anchors.values())
-    files = []
+    files, movable = [], []
     for change in changes:
         found = anchors.get(change.path, {})
         closed = not change.is_code or context["previous"] is None or (long and not found)
         line_notes = {line: notes[id] for line, id in found.items() if id in notes}
-        files.append(
-            file_diff(change, change.is_code, closed, found, line_notes, long and not closed)
-        )
+        name = f"{lesson.id}.code-{len(files) + 1}"
+        body = file_diff(change, change.is_code, closed, found, line_notes, long and not closed)
+        files.append(Section(name, change.path, body))
+        if closed and not found:
+            movable.append(files[-1])
     preparing = [
         diff_section(f"{lesson.id}.before-{number}", each) for number, each in enumerate(before, 1)
     ]
     tests = test_section(lesson, [change for change in commit.changes if change.is_test])
-    sections = preparing + tests
+    sections = preparing + tests + movable
     link_words = glossary.link_first_uses(lesson.id, ids)
     problem, idea = split_problem(parts[""])
     interface, error_texts = course.split_implement(parts.get("Implement", ""))
@@ -293,11 +296,13 @@ LEFT_OUT_PATHS = ("answers/", "pictures/", "tools/", "course/", "tests/book_page
 def diff_section(name: str, commit: diffs.Commit) -> Section:
     """Return the section of a commit between two lessons: its message and its diff.
 
-    Diffs of data and of the book's own code are left out.
+    Diffs of data, of the book's own code and of more than MAX_SHOWN lines are left out.
     """
     body = prose.to_html(commit.body)
+    is_huge = sum(change.count("+") + change.count("-") for change in commit.changes) > MAX_SHOWN
     for change in commit.changes:
-        if Path(change.path).suffix in (".csv", ".json") or change.path.startswith(LEFT_OUT_PATHS):
+        is_data = Path(change.path).suffix in (".csv", ".json")
+        if is_huge or is_data or change.path.startswith(LEFT_OUT_PATHS):
             path = f"<code>{html.escape(change.path)}</code>"
             body += f"<p>{path}: {change.count('+')} new lines, left out here.</p>"
         else:

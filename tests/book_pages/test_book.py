@@ -87,7 +87,8 @@ def files_of(pages, name) -> list:
 
 
 def lesson_files(pages, lesson) -> list:
-    names = [name for name in (f"{lesson.id}.html", f"{lesson.id}.tests.html") if name in pages]
+    starts = f"{lesson.id}.html", f"{lesson.id}.tests.html", f"{lesson.id}.code-"
+    names = [name for name in pages if name.startswith(starts)]
     return [found for name in names for found in files_of(pages, name)]
 
 
@@ -539,6 +540,32 @@ def test_a_diff_names_functions_and_folds_the_rest(pages):
     assert "It & nothing." in text_of(fold) and lines_of(fold, "ins") == ["door = 1"]
     assert "course/book/door.py: 9 new lines, left out here." in text_of(fold)
     assert "a door" not in pages["02-mul.html"] and "Before it" not in pages["02-mul.html"]
+
+
+def test_files_of_a_large_lesson_move(here, pages, monkeypatch):
+    """Those that are closed and that Read does not name, such as all of the first lesson."""
+    size = len(pages["00-init.html"].encode())
+    fit_page = make_book.fit_page
+
+    def fit_smaller(render, sections, name):
+        with monkeypatch.context() as patch:
+            patch.setattr(make_book, "LIMIT", size - 1 if name == "00-init" else 10 * size)
+            return fit_page(render, sections, name)
+
+    monkeypatch.setattr(make_book, "fit_page", fit_smaller)
+    found = make_book.make_pages(*course.read_main(), FIGURES, SCRIPTS)
+    (moved,) = [name for name in found if name.startswith("00-init.code-")]
+    (link,) = [each for each in parse(found["00-init.html"]).iter("a") if each.get("href") == moved]
+    assert text_of(link) == "infer.py" and "def " in text_of(parse(found[moved]))
+    assert not any(name.startswith("00-init.code-") for name in pages)
+
+
+def test_a_commit_of_thousands_of_lines_is_named_only(here, monkeypatch):
+    monkeypatch.setattr(make_book, "MAX_SHOWN", 9)
+    found = make_book.make_pages(*course.read_main(), FIGURES, SCRIPTS)
+    folds = parse(found["01-add.html"]).iter("details")
+    (fold,) = [each for each in folds if "a door" in text_of(each.find("summary"))]
+    assert "infer.py: 1 new lines, left out here." in text_of(fold)
 
 
 def test_prose(pages):
