@@ -363,6 +363,11 @@ PLOTS = {
         "a time, static batches and transformers; the longest ITL while a long prompt arrives; "
         "the cost of sampling and the gain of drafts",
     ),
+    "graphs": (
+        ("compiled-step",),
+        "Decode steps of the engine in torch, static, compiled and in C: speed-up over torch's "
+        "steps, for one and eight sequences, greedy and sampled; the seconds to compile them",
+    ),
     "progress": (
         ("kv-cache-dynamic", "variable-batching", "native-backend", "native-greedy"),
         "Tokens/s of each lesson's own script at its tag, for one sequence and for 32: bars by "
@@ -386,6 +391,7 @@ PLOTS = {
     ),
 }
 VARIANTS = {  # suffix of a plot's file name -> addition to its text
+    "_bfloat16": ", in bfloat16",
     "_gpt2": ", with a model of GPT-2's shape",
     "_llama": ", with a Llama of 134.5 million parameters",
     "_batches": ", in batches of 1, 8 and 32 sequences, in float32 and bfloat16",
