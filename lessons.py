@@ -49,6 +49,7 @@ PARTS = {  # slug of a part's first lesson -> the part's title
     "tokenizers-library": "Part IX: the models people have",
     "kl-divergence": "Part X: bits, and what they cost",
     "min-p": "Part XI: answers that programs can read",
+    "gpu-sampling": "Part XII: seen from outside",
 }
 
 
