@@ -147,7 +147,7 @@ def test_a_rank_has_its_shards_and_draws_in_c(compiled):
     assert rows.min() > 0
 
 
-SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 256, "vocab_size": 24000, "block_size": 16}
+SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 256, "vocab_size": 48000, "block_size": 16}
 
 
 def peak(action) -> int:
@@ -166,7 +166,7 @@ def peak(action) -> int:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts it")
 @pytest.mark.parametrize("parallel_mode", ["gather", "reduce"])
 def test_no_rank_holds_the_whole_model(tiny, tmp_path, parallel_mode):
-    save_model(tiny(dtype=torch.float32, **SHAPE), tmp_path)  # 37 MB
+    save_model(tiny(dtype=torch.float32, **SHAPE), tmp_path)  # 62 MB
     save_model(tiny(dtype=torch.float32, n_head=4), tmp_path / "small")
 
     def action():
