@@ -14,14 +14,16 @@ from conftest import ROOT
 from transformers import AutoModelForCausalLM
 
 import lessons as course
+from infer import generate
 from loading.load import save_model
 from model import causal_attention
+from sampling import SamplingParams
 
 sys.path.insert(0, str(ROOT / "course"))
 import draw_picture  # noqa: E402
 
 import pictures  # noqa: E402
-from pictures import calls, gemmas, render, runs, scene  # noqa: E402
+from pictures import calls, gemmas, gpu_steps, render, runs, scene  # noqa: E402
 from pictures.scene import Cells, Lanes, Player, Tokens  # noqa: E402
 
 LLAMA = "stories-llama"
@@ -95,6 +97,13 @@ CAPTIONS = {  # slug -> the numbers and tokens of the caption, which are those o
     "kv-cache-groups": "After 168 tokens it holds 11 and 3. A sliding-window layer has 25 %",
     "gemma": "Layer 5 sees 11 tokens, the others 4, ... 1,000,000 instead of 10,000. ... to 1.00",
     "tool-calls": "of 61 tokens jump-forward writes 59, ... decides 2 ... in 2 passes. ... 40",
+    "prefix-lru": "30 pages are written, and 22 files stay. ... last 8 pages, ... 32 positions",
+    "thinking-budget": "After 8 tokens ... `</think>` ... 16 tokens in 9 passes, as 7 are forced. "
+    "... 24 of 24 tokens",
+    "static-shapes": "5 sequences launch 583 to 718 ... 472 ... 8 sequences and 4 or 8 pages "
+    "... In step 26 it reads 64 pages; ... 17.",
+    "captured-step": "8 requests has 460 launches, 2 uploads and 4 syncs ... 484 ... 1 upload "
+    "and 1 sync. ... 1 launch.",
     "sliding-window-pages": "After 168 tokens it holds 5.",
     "sliding-window-attention": "leaves 38 of 66 scores. ... the last 7 tokens. ... on all 11",
 }
@@ -503,6 +512,127 @@ def test_a_round_of_a_tool_call(monkeypatch):
     lines, message = (form.lines for form in forms(shown, Tokens))
     assert [text_of(line) for line in lines[1::3]] == [text, "".join(runs.token_texts(tokens))]
     assert json.loads(text_of(message[2])) == record.arguments
+
+
+def test_the_last_pages_of_the_least_recently_used_prompt_are_removed():
+    record, shown = drawn("prefix-lru")
+    before, after = (stage.order for stage in record.stages[2:])
+    last_first = {name: [(name, index) for index in reversed(range(10))] for name in "ABC"}
+    assert before == last_first["B"] + last_first["A"]
+    assert after == last_first["B"][8:] + last_first["A"] + last_first["C"]
+    found = [(each.name, each.cached) for each in record.stages + record.restarts]
+    assert found[:4] == [("A", 0), ("B", 0), ("A", 160), ("C", 0)]
+    assert found[4:] == [("C", 160), ("A", 160), ("B", 32)]
+    for grid, order in zip(forms(shown, Cells), (before, after)):
+        drawn_pages = {
+            (row.name, index): int(cell.text)
+            for row in grid.rows
+            for index, cell in enumerate(row.cells)
+            if cell.text
+        }
+        assert sorted(drawn_pages, key=drawn_pages.get) == order
+        assert sorted(drawn_pages.values()) == list(range(1, len(order) + 1))
+    grid, _ = forms(shown, Cells)
+    removed = [cell.text for row in grid.rows for cell in row.cells if cell.kind == "bad"]
+    assert removed == list("87654321")
+
+
+def test_a_budget_ends_the_reasoning_and_a_constraint_makes_the_answer():
+    record, shown = drawn("thinking-budget")
+    *limited, free = record.replies
+    assert free.ids == runs.generate_tokens(record.prompt, LLAMA, max_new_tokens=24)
+    assert {token.part for token in free.tokens} == {"reasoning"} and free.passes == 24
+    forced = runs.encode("</think>", 10)
+    for reply in limited:
+        before = free.ids[: reply.budget] + forced
+        prompt = record.prompt + before
+        params = SamplingParams(10, choices=("Yes.", "No."))
+        steps = generate(runs.load(LLAMA), [prompt], params, encoding=runs.encoding())
+        answer = [id for (id,) in steps]
+        assert reply.ids == before + answer and reply.reasoning_tokens == reply.budget
+        assert reply.passes == sum(token.allowed > 1 for token in reply.tokens)
+        text = runs.encoding().decode(reply.ids)
+        thought, end, said = text.removesuffix("<|endoftext|>").partition("</think>")
+        assert end and "".join(reply.message.reasoning) == thought.strip()
+        assert "".join(reply.message.content) == said and said in ("Yes.", "No.")
+        assert (reply.finish_reason, free.finish_reason) == ("stop", "length")
+    lines, message = (form.lines for form in forms(shown, Tokens))
+    replies = [runs.encoding().decode(reply.ids) for reply in record.replies]
+    assert [text_of(line) for line in lines[1:]] == replies
+    for line, reply in zip(lines[1:], record.replies):
+        kinds = [token.kind for token in line.tokens]
+        answer = ["second" if token.allowed == 1 else "third" for token in reply.tokens]
+        count = reply.reasoning_tokens
+        assert kinds == ["good"] * count + answer[count:]
+    assert text_of(message[2]) == "8"
+
+
+SAMPLED = {"temperature": 0.8, "ignore_eos": True}
+
+
+def test_static_steps_have_one_batch_and_the_pages_of_varying_ones():
+    record, shown = drawn("static-shapes")
+    for seed, prompt in enumerate(record.prompts):
+        tokens = runs.generate_tokens(prompt, LLAMA, max_new_tokens=30, seed=seed, **SAMPLED)
+        assert record.varying_outputs[seed] == record.static_outputs[seed] == tokens
+    assert len(record.varying) == len(record.static) == 29
+    launches = {}
+    for at, (varying, static) in enumerate(zip(record.varying, record.static)):
+        lengths = [len(prompt) + at + 1 for prompt in record.prompts]
+        counts = [-(-length // 16) for length in lengths]
+        own = [table[:count] for table, count in zip(static.tables, counts)]
+        pages = sum(own, [])
+        assert len(set(pages)) == len(pages)
+        assert static.numbers == [0, 1, 2, 3, 4, 4, 4, 4]
+        assert static.shape == (8, 4 if max(counts) in (3, 4) else 8)
+        assert varying.new_pages == [
+            table[-1] for table, length in zip(own, lengths) if length % 16 == 1
+        ]
+        alike = [{counts[number].bit_length() for number in b.numbers} for b in varying.batches]
+        assert [len(each) for each in alike] == [1] * len(set().union(*alike))
+        assert sorted(sum((b.numbers for b in varying.batches), [])) == [0, 1, 2, 3, 4]
+        for batch, width in [(static, static.shape.num_pages)] + [
+            (batch, max(counts[number] for number in batch.numbers)) for batch in varying.batches
+        ]:
+            for number, table in zip(batch.numbers, batch.tables):
+                assert table == own[number] + own[number][-1:] * (width - counts[number])
+        launches.setdefault(len(varying.batches), set()).add(varying.launches)
+    assert len({step.launches for step in record.static}) == 1
+    assert set(launches) == {2, 3} and min(launches[3]) > max(launches[2])
+    left, right = forms(shown, Cells)
+    assert [[int(cell.text) for cell in row.cells] for row in right.rows] == record.static[
+        25
+    ].tables
+    tables = [b.tables for at in (9, 25) for b in record.varying[at].batches]
+    cells = [[int(cell.text) for cell in row.cells if cell.text] for row in left.rows if row.name]
+    assert cells == sum(tables, [])
+    new = [row.cells[-1].text or row.cells[-2].text for row in (left.rows[4], left.rows[-1])]
+    assert [int(text) for text in new] == [
+        page for at in (9, 25) for page in record.varying[at].new_pages
+    ]
+
+
+def test_operations_of_a_step():
+    """A graph runs the kernels of the eager step, and the tokens are those of `generate`."""
+    records, shown = drawn("captured-step")
+    prompt = runs.encode(pictures.PICTURES["captured-step"].prompt, 12)
+    for record in records:
+        for seed, output in enumerate(record.outputs):
+            params = SAMPLED | {"max_new_tokens": 4, "seed": seed, "top_p": 0.9}
+            assert output == runs.generate_tokens(prompt, LLAMA, **params)
+        counted = {name: record.operations.count(name) for name in gpu_steps.COUNTERS}
+        assert counted == record.counts
+    _, one_upload, eager, replayed = records
+    for record in (one_upload, eager, replayed):
+        assert record.operations[0] == "uploads" and record.operations[-1] == "syncs"
+        assert len(set(record.operations[1:-1])) == 1
+    assert replayed.captured == eager.counts["launches"] and not eager.captured
+    lanes, large = forms(shown, Lanes)
+    for lane, record in zip(lanes.lanes, records):
+        for name, kind in gpu_steps.KINDS.items():
+            spans = [span for span in lane.spans if span.kind == kind]
+            assert sum(max(span.end - span.start, 1) for span in spans) == record.counts[name]
+    assert [span.text for span in large.lanes[0].spans] == ["upload", "replay", "sync"]
 
 
 # Engine, server and ranks.
