@@ -8,37 +8,30 @@
 typedef uint8_t ByteVector __attribute__((vector_size(4 * WIDTH), aligned(1), may_alias));
 typedef int32_t IntVector __attribute__((vector_size(4 * WIDTH)));
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#ifdef DPBUSD  // VNNI
 enum { WEIGHT_ZERO_POINT = 128 };
 INLINE Sums dot_add_q4(Sums sums, int32_t x, ByteVector w) {
-  return _mm512_dpbusd_epi32(sums, (__m512i)w, _mm512_set1_epi32(x));
+  return DPBUSD(sums, (Sums)w, SPLAT(x));
 }
 INLINE Sums dot_add_q8(Sums sums, int32_t x, ByteVector w) { return dot_add_q4(sums, x, w ^ 128); }
 INLINE Sums widen_q4_sums(Sums sums) { return sums; }
 #elif defined(__AVX512F__) && defined(__AVX512BW__)
-// maddubs sums two products |w| * (x with w's sign), at most 2 * 128 * 127, which fits in 16 bits.
 enum { WEIGHT_ZERO_POINT = 0 };
 INLINE Sums widen_q4_sums(Sums sums) { return _mm512_madd_epi16(sums, _mm512_set1_epi16(1)); }
 INLINE Sums dot_add_q8(Sums sums, int32_t x, ByteVector w) {
-  __m512i x4 = _mm512_set1_epi32(x);
-  __mmask64 negative = _mm512_movepi8_mask((__m512i)w);
-  __m512i signs = _mm512_mask_sub_epi8(x4, negative, _mm512_setzero_si512(), x4);
-  __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8((__m512i)w), signs);
-  return _mm512_add_epi32(sums, widen_q4_sums(pairs));
+  return dot_add_int8(sums, x, (const int8_t *)&w);
 }
 INLINE Sums dot_add_q4(Sums sums, int32_t x, ByteVector w) {
-  return _mm512_add_epi16(sums, _mm512_maddubs_epi16((__m512i)w, _mm512_set1_epi32(x)));
+  return _mm512_add_epi16(sums, _mm512_maddubs_epi16((__m512i)w, SPLAT(x)));
 }
 #elif defined(__AVX2__) && defined(__FMA__)
 enum { WEIGHT_ZERO_POINT = 0 };
 INLINE Sums widen_q4_sums(Sums sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
 INLINE Sums dot_add_q8(Sums sums, int32_t x, ByteVector w) {
-  __m256i signs = _mm256_sign_epi8(_mm256_set1_epi32(x), (__m256i)w);
-  __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)w), signs);
-  return _mm256_add_epi32(sums, widen_q4_sums(pairs));
+  return dot_add_int8(sums, x, (const int8_t *)&w);
 }
 INLINE Sums dot_add_q4(Sums sums, int32_t x, ByteVector w) {
-  return _mm256_add_epi16(sums, _mm256_maddubs_epi16((__m256i)w, _mm256_set1_epi32(x)));
+  return _mm256_add_epi16(sums, _mm256_maddubs_epi16((__m256i)w, SPLAT(x)));
 }
 #elif defined(__ARM_FEATURE_DOTPROD)
 enum { WEIGHT_ZERO_POINT = 0 };

@@ -30,39 +30,59 @@
 enum { WIDTH = 16 };
 #define LANES LANES_16
 typedef __m512i Sums;
+#define SPLAT(x) _mm512_set1_epi32(x)
 #define MULADD(a, b, c) (Vector)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c))
 #define FROM_FLOAT16(h) (Vector)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)(h)))
 #ifdef __AVX512VNNI__
 const char kernel[64] = "AVX-512 VNNI" THREADS;
 enum { GROUP = 4, ZERO_POINT = 128 };
 typedef uint8_t Quant;
+#define DPBUSD(sums, bytes, weights) _mm512_dpbusd_epi32(sums, bytes, weights)
 INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
-  return _mm512_dpbusd_epi32(sums, _mm512_set1_epi32(values), _mm512_loadu_si512(w));
+  return DPBUSD(sums, SPLAT(values), _mm512_loadu_si512(w));
 }
 #else
 const char kernel[64] = "AVX-512" THREADS;
-enum { GROUP = 2, ZERO_POINT = 0 };
-typedef int16_t Quant;
+enum { GROUP = 4, ZERO_POINT = 0 };
+typedef int8_t Quant;
+// maddubs sums two products |w| * (x with w's sign), at most 2 * 128 * 127, which fits in 16 bits.
 INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
-  __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)w));
-  return _mm512_add_epi32(sums, _mm512_madd_epi16(_mm512_set1_epi32(values), wide));
+  __m512i x4 = SPLAT(values), w4 = _mm512_loadu_si512(w);
+  __m512i signs = _mm512_mask_sub_epi8(x4, _mm512_movepi8_mask(w4), _mm512_setzero_si512(), x4);
+  __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(w4), signs);
+  return _mm512_add_epi32(sums, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
 }
 #endif
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
-const char kernel[64] = "AVX2" THREADS;
-enum { WIDTH = 8, GROUP = 2, ZERO_POINT = 0 };
+enum { WIDTH = 8 };
 #define LANES LANES_8
 typedef __m256i Sums;
-typedef int16_t Quant;
+#define SPLAT(x) _mm256_set1_epi32(x)
 #define MULADD(a, b, c) (Vector)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
 #ifdef __F16C__
 #define FROM_FLOAT16(h) (Vector)_mm256_cvtph_ps(_mm_loadu_si128((const void *)(h)))
 #endif
+#ifdef __AVXVNNI__
+const char kernel[64] = "AVX-VNNI" THREADS;
+enum { GROUP = 4, ZERO_POINT = 128 };
+typedef uint8_t Quant;
+#define DPBUSD(sums, bytes, weights) _mm256_dpbusd_avx_epi32(sums, bytes, weights)
 INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
-  __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)w));
-  return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_set1_epi32(values), wide));
+  return DPBUSD(sums, SPLAT(values), _mm256_loadu_si256((const void *)w));
 }
+#else
+const char kernel[64] = "AVX2" THREADS;
+enum { GROUP = 4, ZERO_POINT = 0 };
+typedef int8_t Quant;
+// As with AVX-512.
+INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
+  __m256i w4 = _mm256_loadu_si256((const void *)w);
+  __m256i signs = _mm256_sign_epi8(SPLAT(values), w4);
+  __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w4), signs);
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+#endif
 #elif defined(__ARM_FEATURE_DOTPROD)
 #include <arm_neon.h>
 const char kernel[64] = "NEON" THREADS;

@@ -14,7 +14,7 @@ from natives import alive, files, hanging_compiler, native, script, start, wait_
 
 from native import build
 
-KERNELS = ("AVX-512 VNNI", "AVX-512", "AVX2", "NEON", "plain C")
+KERNELS = ("AVX-512 VNNI", "AVX-512", "AVX-VNNI", "AVX2", "NEON", "plain C")
 ONCE = "note: gpt.c is compiled for this processor, once\n"
 EACH_RUN = "note: gpt.c is compiled in each run: "
 
