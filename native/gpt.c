@@ -19,7 +19,8 @@
 
 // instruction sets --------------------------------------------------------------------------------
 //
-// Vectors hold WIDTH floats or int32 sums. MULADD is a * b + c in float32. dot_add_int8 adds to
+// Vectors hold WIDTH floats or int32 sums. MULADD is a * b + c in float32. FLOAT_TILE tokens keep
+// two vectors of sums each in registers, of which AVX-512 has 32 and AVX2 16. dot_add_int8 adds to
 // each int32 sum the dot product of GROUP Quants, packed into the 4 bytes of `values`, and GROUP
 // int8 weights. A Quant is an activation rounded to an integer, plus ZERO_POINT, because VNNI takes
 // unsigned bytes. FROM_FLOAT16 converts WIDTH float16 values to float32. It is defined where the
@@ -27,7 +28,7 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #include <immintrin.h>
-enum { WIDTH = 16 };
+enum { WIDTH = 16, FLOAT_TILE = 12 };
 #define LANES LANES_16
 typedef __m512i Sums;
 #define SPLAT(x) _mm512_set1_epi32(x)
@@ -55,7 +56,7 @@ INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
 #endif
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
-enum { WIDTH = 8 };
+enum { WIDTH = 8, FLOAT_TILE = 6 };
 #define LANES LANES_8
 typedef __m256i Sums;
 #define SPLAT(x) _mm256_set1_epi32(x)
@@ -86,7 +87,7 @@ INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
 #elif defined(__ARM_FEATURE_DOTPROD)
 #include <arm_neon.h>
 const char kernel[64] = "NEON" THREADS;
-enum { WIDTH = 4, GROUP = 4, ZERO_POINT = 0 };
+enum { WIDTH = 4, FLOAT_TILE = 6, GROUP = 4, ZERO_POINT = 0 };
 #define LANES LANES_4
 typedef int32x4_t Sums;
 typedef int8_t Quant;
@@ -98,7 +99,7 @@ INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
 #elif defined(__wasm_simd128__)
 #include <wasm_simd128.h>
 const char kernel[64] = "WebAssembly" THREADS;
-enum { WIDTH = 4, GROUP = 2, ZERO_POINT = 0 };
+enum { WIDTH = 4, FLOAT_TILE = 6, GROUP = 2, ZERO_POINT = 0 };
 #define LANES LANES_4
 typedef v128_t Sums;
 typedef int16_t Quant;
@@ -109,7 +110,7 @@ INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
 }
 #else
 const char kernel[64] = "plain C" THREADS;
-enum { WIDTH = 4, GROUP = 2, ZERO_POINT = 0 };
+enum { WIDTH = 4, FLOAT_TILE = 6, GROUP = 2, ZERO_POINT = 0 };
 #define LANES LANES_4
 typedef int32_t Sums __attribute__((vector_size(16)));
 typedef int16_t Quant;
@@ -163,11 +164,11 @@ typedef int32_t Lanes __attribute__((vector_size(4 * WIDTH)));
 //
 // A weight (out, in) is packed into panels of PANEL outputs. A panel holds the weights of its
 // outputs for the first input (or GROUP inputs), then for the next, so one vector load reads the
-// weights of adjacent outputs. Each tile of TILE tokens reads the panel once and keeps its sums in
+// weights of adjacent outputs. Each tile of tokens reads the panel once and keeps its sums in
 // registers. Products are added in the order of the inputs, whatever the number of tokens, so a
 // token's outputs do not depend on its batch.
 
-enum { VECTORS = 2, PANEL = VECTORS * WIDTH, TILE = 6, BLOCK = 32 };
+enum { VECTORS = 2, PANEL = VECTORS * WIDTH, INT_TILE = 6, BLOCK = 32 };
 const int panel_width = PANEL, int8_group = GROUP, activation_zero_point = ZERO_POINT;
 
 // A LoRA adapter's weights for one layer: b^T (a x) is added to its outputs.
@@ -352,12 +353,14 @@ static void gemm(const Linear *l, int64_t T, Input in, float *y, int add) {
   case n:                                                                \
     panel_gemm(n, l, o, input_at(l, in, t), y + t * l->row_stride, add); \
     break;
+  const int64_t size = l->quant_type < INT8 ? FLOAT_TILE : INT_TILE;
 #pragma omp for schedule(static) collapse(2) nowait
   for (int64_t o = 0; o < l->out; o += PANEL)
-    for (int64_t tile = 0; tile < T; tile += TILE)
-      for (int64_t t = tile, n; t < T && t < tile + TILE; t += n) {
-        n = T - t >= TILE ? TILE : T - t >= 4 ? 4 : T - t >= 2 ? 2 : 1;
-        switch (n) { CASE(1) CASE(2) CASE(4) CASE(TILE) }
+    for (int64_t tile = 0; tile < T; tile += size)
+      for (int64_t t = tile, n; t < T && t < tile + size; t += n) {
+        n = T - t < size ? T - t : size;
+        n = n == 12 ? 12 : n >= 8 ? 8 : n >= 6 ? 6 : n >= 4 ? 4 : n >= 2 ? 2 : 1;
+        switch (n) { CASE(1) CASE(2) CASE(4) CASE(6) CASE(8) CASE(12) }
       }
 }
 
