@@ -3,6 +3,7 @@
 import torch
 
 from native.build import BuildError, kernel, load
+from native.huge_pages import use_huge_pages
 from native.linear import replace_with_native_linear
 from native.step import NativeRunner, NativeSampler
 
@@ -22,3 +23,4 @@ def use_native(model: torch.nn.Module) -> None:
         model.runner = model.runner.with_local_runner(NativeSampler(library))
     else:
         model.runner = NativeRunner(model)
+    use_huge_pages(list(model.state_dict().values()))
