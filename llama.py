@@ -21,10 +21,24 @@ from model import Attend, Model
 class RopeScaling:
     """The RoPE scaling of Llama 3.1 and later, which extends the original context window."""
 
+    rope_type = "llama3"
     factor: float  # by which low frequencies are divided
     low_freq_factor: float  # fewer rotations in the original window: scaled fully
     high_freq_factor: float  # more rotations in the original window: unchanged
     original_max_position_embeddings: float  # the original context window, in tokens
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """The RoPE scaling YaRN (Peng et al. 2023, 2309.00071), as in transformers."""
+
+    rope_type = "yarn"
+    factor: float  # by which low frequencies are divided
+    original_max_position_embeddings: int  # the original context window, in tokens
+    attention_factor: float  # factor of cosines and sines, so its square of attention scores
+    beta_fast: float = 32  # more rotations in the original window: unchanged
+    beta_slow: float = 1  # fewer rotations in the original window: scaled fully
+    truncate: bool = True  # both limits are rounded outwards to whole pairs
 
 
 @dataclass(frozen=True)
@@ -54,7 +68,7 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...] = (4095,)
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0  # about the positions per radian of the slowest rotation
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | YarnScaling | None = None
     rope_freq_factors: tuple[float, ...] | None = None  # one per pair, from GGUF files
     qkv_bias: bool = False  # biases on queries, keys and values: Qwen2
     qk_norm: bool = False  # RMSNorm on each head's query and key before RoPE: Qwen3
@@ -102,10 +116,14 @@ class RotaryEmbedding:
         powers = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         theta = config.rope_local_base_freq if local else config.rope_theta
         self.inv_freq = 1 / theta**powers  # radians per position, one per pair
+        self.scale = 1.0
         if not local:
             self.inv_freq /= config.rope_linear_factor
-        if config.rope_scaling:
+        if isinstance(config.rope_scaling, RopeScaling):
             self.inv_freq = scale_llama3_frequencies(self.inv_freq, config.rope_scaling)
+        elif isinstance(config.rope_scaling, YarnScaling):
+            self.inv_freq = scale_yarn_frequencies(theta, powers, config.rope_scaling)
+            self.scale = config.rope_scaling.attention_factor
         if config.rope_freq_factors:
             self.inv_freq = self.inv_freq / torch.tensor(config.rope_freq_factors)
         self.cos = torch.empty(0, 1, config.head_dim, dtype=dtype, device=device)
@@ -119,8 +137,8 @@ class RotaryEmbedding:
             for start in range(len(self.cos), max(length, 2 * len(self.cos)), TABLE_CHUNK):
                 positions = torch.arange(start, start + TABLE_CHUNK)
                 angles = positions[:, None, None] * self.inv_freq
-                cos = angles.cos()
-                sin = angles.sin()
+                cos = angles.cos() * self.scale
+                sin = angles.sin() * self.scale
                 cosines.append(torch.cat([cos, cos], -1).to(self.cos))
                 sines.append(torch.cat([-sin, sin], -1).to(self.sin))
             self.cos = torch.cat(cosines)
@@ -149,6 +167,43 @@ def scale_llama3_frequencies(inv_freq: torch.Tensor, scaling: RopeScaling) -> to
     periods = scaling.original_max_position_embeddings / (2 * math.pi / inv_freq)
     smooth_factor = ((periods - low) / (high - low)).clamp(0, 1)
     return (1 - smooth_factor) * inv_freq / scaling.factor + smooth_factor * inv_freq
+
+
+def scale_yarn_frequencies(
+    theta: float, powers: torch.Tensor, scaling: YarnScaling
+) -> torch.Tensor:
+    """Return RoPE frequencies scaled by YaRN, (n), in radians per position.
+
+    Between the pairs that rotate `beta_fast` and `beta_slow` times in the original window, old and
+    new frequency are interpolated linearly. powers: (n), exponents of theta.
+    """
+    head_dim = 2 * len(powers)
+
+    def find_pair(rotations: float) -> float:
+        wavelength = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
+        wavelength = min(wavelength, 1e308)  # finite, however small the rotations
+        return head_dim * math.log(wavelength) / (2 * math.log(theta))
+
+    low = find_pair(scaling.beta_fast)
+    high = find_pair(scaling.beta_slow)
+    if scaling.truncate:
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
+    high += 0.001 * (low == high)
+    kept = 1 - ((torch.arange(len(powers)).float() - low) / (high - low)).clamp(0, 1)
+    # The order of operations is transformers', because a rounding error grows with the position.
+    return 1 / (scaling.factor * theta**powers) * (1 - kept) + 1 / theta**powers * kept
+
+
+def yarn_attention_factor(factor: float, mscale: float = 0, mscale_all_dim: float = 0) -> float:
+    """Return the default of `YarnScaling.attention_factor`. mscale: as in config.json; 0: unset."""
+
+    def scale(multiplier: float) -> float:
+        return 0.1 * multiplier * math.log(factor) + 1 if factor > 1 else 1.0
+
+    return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1)
 
 
 def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

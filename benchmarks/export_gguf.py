@@ -10,7 +10,7 @@ import torch
 
 from errors import UserError
 from gemma import GemmaConfig
-from llama import LlamaConfig, RotaryEmbedding
+from llama import LlamaConfig, RotaryEmbedding, YarnScaling
 from loading.byte_level import PATTERNS
 from loading.chat_template import read_chat_template
 from loading.checkpoint import check_nested_values, read_json
@@ -107,6 +107,8 @@ def gguf_architecture(config) -> str:
         raise UserError(
             "the model cannot be exported: llama.cpp supports no RoPE scaling of a Qwen3"
         )
+    if isinstance(config.rope_scaling, YarnScaling):
+        raise UserError("the model cannot be exported: the export supports no YaRN")
     experts = config.experts
     if experts and (experts.mlp_only_layers or not experts.norm_topk_prob):
         only = "experts in all layers, with norm_topk_prob true"

@@ -7,7 +7,7 @@ from pathlib import Path
 from cache import layer_sliding_windows
 from errors import UserError
 from gemma import GemmaConfig
-from llama import ExpertsConfig, LlamaConfig, RopeScaling
+from llama import ExpertsConfig, LlamaConfig, RopeScaling, YarnScaling, yarn_attention_factor
 from loading.checkpoint import check_values, read_json
 from model import GPTConfig
 
@@ -153,6 +153,9 @@ LLAMA_SUPPORTED_VALUES = {  # values that the forward pass supports
 }
 
 
+ROPE_TYPES = ("default", "llama3", "yarn")
+
+
 def read_rope_scaling(file: Path, rope: dict) -> RopeScaling:
     """Return the RopeScaling of a config.json. Raises UserError for invalid values."""
     names = [field.name for field in dataclasses.fields(RopeScaling)]
@@ -162,6 +165,33 @@ def read_rope_scaling(file: Path, rope: dict) -> RopeScaling:
     if low >= high:
         raise UserError(f"{file}: low_freq_factor {low}: must be below high_freq_factor ({high})")
     return scaling
+
+
+def read_yarn_scaling(file: Path, rope: dict, theta: float, block_size: int) -> YarnScaling:
+    """Return the YarnScaling of a config.json, with transformers' defaults.
+
+    rope: rope_parameters. theta: rope_theta. block_size: the original window, if rope has none.
+    Raises UserError for invalid values.
+    """
+    key = "original_max_position_embeddings"
+    limit = LLAMA_SIZES["block_size"][1]
+    original = read_sizes(file, rope, {key: (key, limit)}, {key: block_size})[key]
+    if rope.get("factor", 1) is None:
+        rope = rope | {"factor": block_size / original}
+    check_values(file, rope, {"truncate": (True, False)})
+    rope = {key: value for key, value in rope.items() if value is not None}
+    factor = read_number(file, rope, "factor", None, limit / original)
+    mscales = [key for key in ("mscale", "mscale_all_dim") if rope.get(key, 0) != 0]
+    mscales = {key: read_number(file, rope, key, None, 1e3) for key in mscales}
+    default = yarn_attention_factor(factor, **mscales)
+    attention_factor = read_number(file, rope, "attention_factor", default, 1e3)
+    fast = read_number(file, rope, "beta_fast", 32, 1e9)
+    slow = read_number(file, rope, "beta_slow", 1, 1e9)
+    if fast < slow:
+        raise UserError(f"{file}: beta_fast {fast}: must be at least beta_slow ({slow})")
+    if theta <= 1:
+        raise UserError(f"{file}: rope_theta {theta}: must be above 1 for YaRN")
+    return YarnScaling(factor, original, attention_factor, fast, slow, rope.get("truncate", True))
 
 
 GEMMA_SLIDING_WINDOW_PATTERN = 6  # every sixth layer is global, as hard-coded in llama.cpp
@@ -245,9 +275,19 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
     if not isinstance(rope, dict):
         rope = {"rope_type": rope}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    check_values(f"{file}: {key}", {"rope_type": rope_type}, {"rope_type": ("default", "llama3")})
+    check_values(f"{file}: {key}", {"rope_type": rope_type}, {"rope_type": ROPE_TYPES})
     fields = read_attention_sizes(file, raw, LLAMA_SIZES)
     check_heads(file, fields, LLAMA_SIZES)
+    theta = read_number(file, raw | rope, "rope_theta", 10000.0, 1e12)
+    scaling = None
+    if rope_type == "llama3":
+        scaling = read_rope_scaling(file, rope)
+    elif rope_type == "yarn":
+        key = "original_max_position_embeddings"
+        rope = rope | ({key: raw[key]} if key in raw else {})  # transformers prefers it
+        scaling = read_yarn_scaling(file, rope, theta, fields["block_size"])
+        extended = int(scaling.factor * scaling.original_max_position_embeddings)
+        fields["block_size"] = max(fields["block_size"], extended)
     vocabulary = fields["vocab_size"]
     is_qwen = has_qk_norm or model_type == "qwen2"
     eos = read_token_ids(file, raw, "eos_token_id", vocabulary, None if is_qwen else 2)
@@ -256,8 +296,8 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
         bos_token_id=read_token_ids(file, raw, "bos_token_id", vocabulary, eos[0])[0],
         eos_token_ids=eos,
         norm_eps=read_number(file, raw, "rms_norm_eps", 1e-6, 1),
-        rope_theta=read_number(file, raw | rope, "rope_theta", 10000.0, 1e12),
-        rope_scaling=read_rope_scaling(file, rope) if rope_type == "llama3" else None,
+        rope_theta=theta,
+        rope_scaling=scaling,
         qkv_bias=model_type == "qwen2",
         qk_norm=has_qk_norm,
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
@@ -352,7 +392,7 @@ def llama_to_dict(config: LlamaConfig) -> dict:
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": scaling and {"rope_type": "llama3", **vars(scaling)},
+        "rope_scaling": scaling and {"rope_type": scaling.rope_type, **vars(scaling)},
         "tie_word_embeddings": config.tie_word_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids),

@@ -204,6 +204,19 @@ def native_in_dtype(model, dtype):
     return native(quantised(model, dtype) if rounded else model.to(dtype))
 
 
+def native_as_torch(model, dtype, monkeypatch):
+    """Return a float32 model in C, with weights of dtype, after a check of its logits."""
+    text = torch.tensor([random_tokens(model.config.block_size)])
+    exact = copy.deepcopy(model).double()(text)
+    model = native_in_dtype(model, dtype)
+    monkeypatch.setattr(type(model), "hidden", None)  # the whole pass is in C
+    found = in_pieces(model, text, text.shape[1])
+    if dtype == torch.float32:
+        assert (found - exact).abs().max() < 1e-4
+    assert torch.equal(in_pieces(model, text, 1), found)
+    return model
+
+
 def in_passes(model, texts: list, passes: list[list[int]], page_size: int, seed=0) -> torch.Tensor:
     """The logits at all positions of texts. passes: in each, how many tokens of each text.
 

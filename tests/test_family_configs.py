@@ -74,12 +74,11 @@ REFUSED = [
     ("llama", {"mlp_bias": True}, "mlp_bias is True; supported is False"),
     ("llama", {"is_causal": False}, "is_causal is False; supported is True"),
     ("llama", {"tie_word_embeddings": "yes"}, "is 'yes'; supported is False or True"),
-    ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling: rope_type is 'yarn'; supp"),
     ("llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling: rope_type is 'linear'; support"),
     (
         "llama",
-        {"rope_scaling": "yarn"},
-        "rope_scaling: rope_type is 'yarn'; supported is 'default'",
+        {"rope_scaling": "dynamic"},
+        "rope_scaling: rope_type is 'dynamic'; supported is 'default'",
     ),
     ("llama", {"rope_parameters": ["default"]}, "rope_parameters: rope_type is ['default']"),
     ("llama", {"rope_theta": 0}, "rope_theta 0: must be above 0 and at most"),
@@ -153,7 +152,7 @@ for changes, words in (
     ({"low_freq_factor": "1"}, "low_freq_factor '1'"),
     ({"high_freq_factor": 1.0}, "low_freq_factor 1.0: must be below high_freq_factor (1.0)"),
     ({"original_max_position_embeddings": -1}, "original_max_position_embeddings -1"),
-    ({"rope_type": "dynamic"}, "rope_type is 'dynamic'; supported is 'default' or 'llama3'"),
+    ({"rope_type": "dynamic"}, "rope_type is 'dynamic'; supported is 'default' or 'llama3' or "),
 ):
     REFUSED.append(("llama", {"rope_scaling": LLAMA_3 | changes}, words))
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
