@@ -10,7 +10,7 @@ import torch
 
 from errors import UserError
 from gemma import GemmaConfig
-from llama import LlamaConfig, RotaryEmbedding, YarnScaling
+from llama import LlamaConfig, RopeScaling, RotaryEmbedding, YarnScaling, yarn_attention_factor
 from loading.byte_level import PATTERNS
 from loading.chat_template import read_chat_template
 from loading.checkpoint import check_nested_values, read_json
@@ -67,6 +67,8 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
         writer.add_rope_freq_base(config.rope_theta)
         if architecture == "llama":  # llama.cpp refuses it in other architectures
             writer.add_tensor("rope_freqs.weight", rope_freq_factors(config).numpy())
+        if isinstance(config.rope_scaling, YarnScaling):
+            add_yarn(writer, config.rope_scaling)
     else:
         writer.add_layer_norm_eps(config.norm_eps)
     if architecture == "gemma3":
@@ -103,12 +105,17 @@ def gguf_architecture(config) -> str:
     """Return llama.cpp's architecture name. Raises UserError for a model that it reads wrongly."""
     if not isinstance(config, LlamaConfig):
         return "gpt2"
-    if config.qk_norm and (config.rope_scaling or config.rope_freq_factors):
+    scaling = config.rope_scaling
+    if config.qk_norm and (isinstance(scaling, RopeScaling) or config.rope_freq_factors):
         raise UserError(
-            "the model cannot be exported: llama.cpp supports no RoPE scaling of a Qwen3"
+            "the model cannot be exported: llama.cpp supports no RoPE scaling of a Qwen3 but YaRN"
         )
-    if isinstance(config.rope_scaling, YarnScaling):
-        raise UserError("the model cannot be exported: the export supports no YaRN")
+    if isinstance(scaling, YarnScaling):
+        for name in ("beta_fast", "beta_slow", "truncate"):
+            found, theirs = getattr(scaling, name), getattr(YarnScaling, name)
+            if found != theirs:
+                reason = f"{name} is {found}; llama.cpp supports only {theirs}"
+                raise UserError(f"the model cannot be exported: {reason}")
     experts = config.experts
     if experts and (experts.mlp_only_layers or not experts.norm_topk_prob):
         only = "experts in all layers, with norm_topk_prob true"
@@ -135,6 +142,18 @@ def check_gemma(config: GemmaConfig) -> None:
     if len({*config.sliding_windows} - {None}) > 1:
         windows = f"sliding_windows are {config.sliding_windows}"
         raise UserError(f"the model cannot be exported: {windows}; llama.cpp supports one size")
+
+
+def add_yarn(writer, scaling: YarnScaling) -> None:
+    """Add the keys of YaRN. llama.cpp multiplies its own attention factor by attn_factor."""
+    import gguf
+
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(scaling.factor)
+    writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position_embeddings)
+    multiplier = scaling.attention_factor / yarn_attention_factor(scaling.factor)
+    if multiplier != 1:
+        writer.add_rope_scaling_attn_factors(multiplier)
 
 
 def add_gemma(writer, config: GemmaConfig) -> None:
@@ -219,5 +238,6 @@ def rope_freq_factors(config: LlamaConfig) -> torch.Tensor:
     if config.rope_freq_factors:
         return torch.tensor(config.rope_freq_factors)
     plain = dataclasses.replace(config, rope_scaling=None)
+    scaled = config if isinstance(config.rope_scaling, RopeScaling) else plain
     unslowed = RotaryEmbedding(plain, torch.float32, "cpu").inv_freq
-    return unslowed / RotaryEmbedding(config, torch.float32, "cpu").inv_freq
+    return unslowed / RotaryEmbedding(scaled, torch.float32, "cpu").inv_freq

@@ -167,30 +167,38 @@ def read_rope_scaling(file: Path, rope: dict) -> RopeScaling:
     return scaling
 
 
-def read_yarn_scaling(file: Path, rope: dict, theta: float, block_size: int) -> YarnScaling:
-    """Return the YarnScaling of a config.json, with transformers' defaults.
+YARN_KEYS = ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast")
+YARN_KEYS += ("beta_slow", "mscale", "mscale_all_dim", "rope_theta")
+
+
+def read_yarn_scaling(
+    file: Path, rope: dict, theta: float, block_size: int, names: dict[str, str] | None = None
+) -> YarnScaling:
+    """Return the YarnScaling of a config.json or a GGUF file, with transformers' defaults.
 
     rope: rope_parameters. theta: rope_theta. block_size: the original window, if rope has none.
-    Raises UserError for invalid values.
+    names: keys of a GGUF file. Raises UserError for invalid values.
     """
-    key = "original_max_position_embeddings"
+    keys = dict(zip(YARN_KEYS, YARN_KEYS)) | (names or {})
     limit = LLAMA_SIZES["block_size"][1]
-    original = read_sizes(file, rope, {key: (key, limit)}, {key: block_size})[key]
-    if rope.get("factor", 1) is None:
-        rope = rope | {"factor": block_size / original}
+    sizes = {"window": (keys["original_max_position_embeddings"], limit)}
+    original = read_sizes(file, rope, sizes, {"window": block_size})["window"]
+    if rope.get(keys["factor"], 1) is None:
+        rope = rope | {keys["factor"]: block_size / original}
     check_values(file, rope, {"truncate": (True, False)})
     rope = {key: value for key, value in rope.items() if value is not None}
-    factor = read_number(file, rope, "factor", None, limit / original)
-    mscales = [key for key in ("mscale", "mscale_all_dim") if rope.get(key, 0) != 0]
-    mscales = {key: read_number(file, rope, key, None, 1e3) for key in mscales}
+    factor = read_number(file, rope, keys["factor"], None, limit / original)
+    mscales = [name for name in ("mscale", "mscale_all_dim") if rope.get(keys[name], 0) != 0]
+    mscales = {name: read_number(file, rope, keys[name], None, 1e3) for name in mscales}
     default = yarn_attention_factor(factor, **mscales)
-    attention_factor = read_number(file, rope, "attention_factor", default, 1e3)
-    fast = read_number(file, rope, "beta_fast", 32, 1e9)
-    slow = read_number(file, rope, "beta_slow", 1, 1e9)
+    attention_factor = read_number(file, rope, keys["attention_factor"], default, 1e3)
+    fast = read_number(file, rope, keys["beta_fast"], 32, 1e9)
+    slow = read_number(file, rope, keys["beta_slow"], 1, 1e9)
     if fast < slow:
-        raise UserError(f"{file}: beta_fast {fast}: must be at least beta_slow ({slow})")
+        least = f"at least {keys['beta_slow']} ({slow})"
+        raise UserError(f"{file}: {keys['beta_fast']} {fast}: must be {least}")
     if theta <= 1:
-        raise UserError(f"{file}: rope_theta {theta}: must be above 1 for YaRN")
+        raise UserError(f"{file}: {keys['rope_theta']} {theta}: must be above 1 for YaRN")
     return YarnScaling(factor, original, attention_factor, fast, slow, rope.get("truncate", True))
 
 

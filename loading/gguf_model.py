@@ -12,7 +12,7 @@ import torch
 
 from errors import UserError, warn_once
 from gemma import GemmaConfig
-from llama import ExpertsConfig, LlamaConfig
+from llama import ExpertsConfig, LlamaConfig, YarnScaling
 from loading.checkpoint import check_values, read_bytes
 from loading.config import (
     GEMMA_SLIDING_WINDOW_PATTERN,
@@ -22,6 +22,7 @@ from loading.config import (
     read_number,
     read_sizes,
     read_token_ids,
+    read_yarn_scaling,
     swa_layers,
 )
 from loading.gguf import GGUF, TensorInfo
@@ -96,8 +97,14 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
     head_dim = fields["head_dim"]
     supported = {"attention.value_length": (head_dim,), "rope.dimension_count": (head_dim,)}
     supported["rope.scale_linear"] = (1,)
+    theta = read_number(file, raw, f"{architecture}.rope.freq_base", 10000.0, 1e12)
+    scaling = None
     if architecture != "gemma3":
-        supported |= {"rope.scaling.type": ("none",), "rope.scaling.factor": (1,)}
+        if raw.get(f"{architecture}.rope.scaling.type") == "yarn":
+            scaling = read_gguf_yarn_scaling(gguf, architecture, theta, fields["block_size"])
+        else:
+            supported |= {"rope.scaling.type": ("none", "yarn"), "rope.scaling.factor": (1,)}
+            supported["rope.scaling.attn_factor"] = (1,)
         supported["attention.sliding_window"] = (0,)  # llama.cpp omits a Mistral's
     experts = None
     is_mixtral = architecture == "llama" and raw.get("llama.expert_count", 0) != 0
@@ -114,7 +121,8 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
         **fields,
         bos_token_id=bos[0],
         norm_eps=read_number(file, raw, epsilon, None, 1),
-        rope_theta=read_number(file, raw, f"{architecture}.rope.freq_base", 10000.0, 1e12),
+        rope_theta=theta,
+        rope_scaling=scaling,
         rope_freq_factors=read_rope_freq_factors(gguf, head_dim // 2)
         if has_interleaved_rope(gguf)
         else None,
@@ -123,6 +131,35 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
         tie_word_embeddings="output.weight" not in gguf.tensors,
         experts=experts,
     )
+
+
+YARN_KEYS = {  # field of a config.json's rope_parameters -> its key in a GGUF file
+    "rope_theta": "freq_base",
+    "factor": "scaling.factor",
+    "original_max_position_embeddings": "scaling.original_context_length",
+    "attention_factor": "scaling.yarn_attn_factor",
+    "beta_fast": "scaling.yarn_beta_fast",
+    "beta_slow": "scaling.yarn_beta_slow",
+    "mscale_all_dim": "scaling.yarn_log_multiplier",
+}
+
+
+def read_gguf_yarn_scaling(
+    gguf: GGUF, architecture: str, theta: float, block_size: int
+) -> YarnScaling:
+    """Return the YarnScaling of a file; arguments and errors as in `read_yarn_scaling`.
+
+    Keys that begin with yarn_ mean what they mean in the config.json from which llama.cpp's
+    converter copied them, though llama.cpp itself ignores them in these architectures.
+    """
+    file = gguf.file
+    prefix = f"{architecture}.rope."
+    check_values(file, gguf.metadata, {f"{prefix}scaling.yarn_ext_factor": (1,)})
+    names = {field: prefix + key for field, key in YARN_KEYS.items()}
+    raw = gguf.metadata | {"mscale": 1}  # as llama.cpp assumes
+    scaling = read_yarn_scaling(file, raw, theta, block_size, names)
+    multiplier = read_number(file, raw, f"{prefix}scaling.attn_factor", 1, 1e3)
+    return dataclasses.replace(scaling, attention_factor=scaling.attention_factor * multiplier)
 
 
 def warn_assumed(gguf: GGUF, architecture: str) -> None:
