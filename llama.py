@@ -1,4 +1,4 @@
-"""The forward pass of Llama, Mistral, Mixtral, Qwen2 and Qwen3, with their changes to GPT-2.
+"""The forward pass of Llama, Mistral, Mixtral, Qwen and SmolLM3, with their changes to GPT-2.
 
 Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models" (2302.13971), with the
 grouped-query attention of Llama 2 (2307.09288). Parameters are named as in transformers' Llama, so
@@ -76,6 +76,7 @@ class LlamaConfig:
     experts: ExpertsConfig | None = None
     # Sliding window of each layer in positions, the token included; None: full. (): full in all.
     sliding_windows: tuple[int | None, ...] = ()
+    nope_layers: tuple[int, ...] = ()  # layers that do not rotate queries and keys: SmolLM3
     # Gemma 3: sliding-window layers have their own rope_theta, and the others divide positions.
     rope_local_base_freq: float | None = None
     rope_linear_factor: float = 1.0
@@ -233,8 +234,11 @@ class Attention(nn.Module):
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (..., n_head, head_dim)
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (..., n_kv_head, head_dim)
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        q = apply_rotary_emb(self.q_norm(q), cos, sin)  # statistics per head
-        k = apply_rotary_emb(self.k_norm(k), cos, sin)
+        q = self.q_norm(q)  # statistics per head
+        k = self.k_norm(k)
+        if cos is not None:  # else a NoPE layer
+            q = apply_rotary_emb(q, cos, sin)
+            k = apply_rotary_emb(k, cos, sin)
         return self.o_proj(attend(q, k, v).flatten(-2))
 
 
@@ -359,6 +363,8 @@ class Llama(Model):
         x = self.embed(tokens)
         for layer, (block, is_local) in enumerate(zip(self.layers, local_rope_layers(self.config))):
             cos_sin = angles[2:] if is_local else angles[:2]
+            if layer in self.config.nope_layers:
+                cos_sin = None, None
             x = block(x, *cos_sin, functools.partial(attend, layer))
         return x
 

@@ -14,8 +14,14 @@ from llama import LlamaConfig, RopeScaling, RotaryEmbedding, YarnScaling, yarn_a
 from loading.byte_level import PATTERNS
 from loading.chat_template import read_chat_template
 from loading.checkpoint import check_nested_values, read_json
-from loading.config import GEMMA_SLIDING_WINDOW_PATTERN, swa_layers
-from loading.gguf_model import EOS_KEYS, gguf_name, norm_weight_offset, query_pre_attn_scalar
+from loading.config import GEMMA_SLIDING_WINDOW_PATTERN, NOPE_INTERVAL, every_nth_layer, swa_layers
+from loading.gguf_model import (
+    EOS_KEYS,
+    INTERLEAVED_ROPE,
+    gguf_name,
+    norm_weight_offset,
+    query_pre_attn_scalar,
+)
 from loading.load import resolve_source
 from model import Model
 from text.tokenizer import read_tokenizer_json
@@ -77,7 +83,8 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
         writer.add_expert_count(config.experts.num_experts)
         writer.add_expert_used_count(config.experts.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.experts.n_inner)
-    heads = {"query": config.n_head, "key": config.n_kv_head} if architecture == "llama" else {}
+    interleaved = architecture in INTERLEAVED_ROPE
+    heads = {"query": config.n_head, "key": config.n_kv_head} if interleaved else {}
     q8_0 = gguf.GGMLQuantizationType.Q8_0
     stacks = {}
     for key, weight in model.named_parameters():
@@ -116,6 +123,9 @@ def gguf_architecture(config) -> str:
             if found != theirs:
                 reason = f"{name} is {found}; llama.cpp supports only {theirs}"
                 raise UserError(f"the model cannot be exported: {reason}")
+    if config.nope_layers:
+        check_nope(config)
+        return "smollm3"
     experts = config.experts
     if experts and (experts.mlp_only_layers or not experts.norm_topk_prob):
         only = "experts in all layers, with norm_topk_prob true"
@@ -131,6 +141,20 @@ def gguf_architecture(config) -> str:
             )
         return "qwen3moe" if config.qk_norm else "llama"
     return "qwen3" if config.qk_norm else "llama"
+
+
+def check_nope(config: LlamaConfig) -> None:
+    """Raise UserError for NoPE layers that llama.cpp does not know from the architecture."""
+    theirs = every_nth_layer(NOPE_INTERVAL, config.n_layer)
+    if config.nope_layers != theirs:
+        raise UserError(
+            f"the model cannot be exported: nope_layers are {config.nope_layers}; llama.cpp"
+            f" supports only {theirs}"
+        )
+    scaled = isinstance(config.rope_scaling, RopeScaling) or config.rope_freq_factors
+    if config.qkv_bias or config.qk_norm or config.experts or scaled:
+        features = "no biases, QK-norm, experts or RoPE scaling but YaRN"
+        raise UserError(f"the model cannot be exported: llama.cpp's SmolLM3 supports {features}")
 
 
 def check_gemma(config: GemmaConfig) -> None:

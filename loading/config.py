@@ -141,9 +141,16 @@ LLAMA_DEFAULTS = {  # by model_type, for missing or null keys whose default is n
     "mistral": {"num_key_value_heads": 8},
     "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "qwen3": {"head_dim": 128},
+    "smollm3": {
+        "num_key_value_heads": 4,
+        "rope_theta": 2e6,
+        "tie_word_embeddings": True,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    },
 }
 LLAMA_SUPPORTED_VALUES = {  # values that the forward pass supports
-    "model_type": ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral"),
+    "model_type": ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "smollm3"),
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -311,7 +318,33 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
         experts=read_experts(file, raw, fields) if model_type in MOE_MODEL_TYPES else None,
         sliding_windows=read_sliding_windows(file, original, fields["n_layer"]),
+        nope_layers=read_nope_layers(file, raw, fields["n_layer"])
+        if model_type == "smollm3"
+        else (),
     )
+
+
+NOPE_INTERVAL = 4  # every fourth layer is without RoPE, as hard-coded in llama.cpp
+
+
+def every_nth_layer(interval: int, n_layer: int) -> tuple[int, ...]:
+    """Return the last of each `interval` layers, from 0."""
+    return tuple(range(interval - 1, n_layer, interval))
+
+
+def read_nope_layers(file: Path, raw: dict, n_layer: int) -> tuple[int, ...]:
+    """Return the layers without RoPE of a SmolLM3. Raises UserError for invalid values."""
+    check_values(file, raw, {"use_sliding_window": (False,)})
+    flags = raw.get("no_rope_layers")  # despite the name, true where there is RoPE
+    if flags is None:
+        size = {"interval": ("no_rope_layer_interval", 1000)}
+        interval = read_sizes(file, raw, size, {"interval": NOPE_INTERVAL})["interval"]
+        return every_nth_layer(interval, n_layer)
+    is_list = isinstance(flags, list) and all(flag in (0, 1) for flag in flags)
+    if not is_list or len(flags) < n_layer:
+        allowed = f"a list of at least {n_layer} zeros and ones"
+        raise UserError(f"{file}: no_rope_layers {reprlib.repr(flags)}: must be {allowed}")
+    return tuple(layer for layer in range(n_layer) if not flags[layer])
 
 
 MOE_MODEL_TYPES = ("qwen3_moe", "mixtral")
@@ -373,6 +406,15 @@ def llama_to_dict(config: LlamaConfig) -> dict:
         name = "Gemma3"
     elif config.sliding_windows and name == "Llama":
         name = "Mistral"
+    nope = {}
+    if config.nope_layers:
+        if name != "Llama":
+            raise UserError(f"the model cannot be saved: transformers has no {name} without RoPE")
+        name = "SmolLM3"
+        nope = {
+            "no_rope_layers": [int(n not in config.nope_layers) for n in range(config.n_layer)],
+            "pad_token_id": None,  # transformers' default may be beyond the vocabulary
+        }
     if config.n_embd % config.n_head and name in ("Llama", "Qwen2", "Gemma3"):
         raise UserError(
             f"the model cannot be saved: n_embd is {config.n_embd}; transformers needs a multiple"
@@ -405,6 +447,7 @@ def llama_to_dict(config: LlamaConfig) -> dict:
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids),
         **experts,
+        **nope,
         **sliding_window_fields(config, name),
     }
 

@@ -16,7 +16,9 @@ from llama import ExpertsConfig, LlamaConfig, YarnScaling
 from loading.checkpoint import check_values, read_bytes
 from loading.config import (
     GEMMA_SLIDING_WINDOW_PATTERN,
+    NOPE_INTERVAL,
     check_heads,
+    every_nth_layer,
     read_attention_sizes,
     read_expert_sizes,
     read_number,
@@ -32,7 +34,8 @@ from model import GPTConfig, Model
 from quantisation.blocks import BLOCK_FORMATS, Q8_0, BlockFormat, QuantizedBlocks
 
 CHUNK_BYTES = 2**20  # bytes of a chunk in float32; dequantising is fastest in the CPU's cache
-ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3", "qwen3moe", "gemma3")
+ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3", "qwen3moe", "smollm3", "gemma3")
+INTERLEAVED_ROPE = ("llama", "smollm3")  # architectures with pairs of neighbours
 SIZES = {  # field of a config -> its key after the architecture's name, and the largest value read
     "block_size": ("context_length", 10**7),
     "n_layer": ("block_count", 1000),
@@ -124,8 +127,11 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
         rope_theta=theta,
         rope_scaling=scaling,
         rope_freq_factors=read_rope_freq_factors(gguf, head_dim // 2)
-        if has_interleaved_rope(gguf)
+        if architecture == "llama"
         else None,
+        nope_layers=every_nth_layer(NOPE_INTERVAL, fields["n_layer"])
+        if architecture == "smollm3"
+        else (),
         qkv_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in gguf.tensors,
         qk_norm=architecture in ("qwen3", "qwen3moe", "gemma3"),
         tie_word_embeddings="output.weight" not in gguf.tensors,
@@ -245,7 +251,7 @@ def read_experts(gguf: GGUF, architecture: str, sizes: dict) -> ExpertsConfig:
 
 def has_interleaved_rope(gguf: GGUF) -> bool:
     """Return whether RoPE pairs are interleaved in queries and keys, as in Meta's files."""
-    return gguf.metadata["general.architecture"] == "llama"
+    return gguf.metadata["general.architecture"] in INTERLEAVED_ROPE
 
 
 def get_tensor(gguf: GGUF, name: str) -> TensorInfo:
@@ -302,7 +308,7 @@ def read_gguf_tensors(
     names = {}
     for key, _ in model.named_parameters():
         names.setdefault(gguf_name(model, key), []).append(key)
-    ignored = {ROPE_FREQS} if has_interleaved_rope(gguf) else set()
+    ignored = {ROPE_FREQS} if gguf.metadata["general.architecture"] == "llama" else set()
     if model.config.tie_word_embeddings:
         check_head(gguf)
         ignored.add("output.weight")

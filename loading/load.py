@@ -291,7 +291,7 @@ class Architecture:
 GPT2 = Architecture(GPT, GPTConfig, read_gpt_config, gpt_to_dict)
 LLAMA = Architecture(Llama, LlamaConfig, read_llama_config, llama_to_dict)
 GEMMA3 = Architecture(Gemma, GemmaConfig, read_gemma_config, gemma_to_dict)
-LLAMA_MODEL_TYPES = "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral"
+LLAMA_MODEL_TYPES = "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "smollm3"
 # By the model_type of config.json.
 ARCHITECTURES = {"gpt2": GPT2, "gemma3_text": GEMMA3, "gemma3": GEMMA3} | dict.fromkeys(
     LLAMA_MODEL_TYPES, LLAMA

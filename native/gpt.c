@@ -557,6 +557,7 @@ typedef struct {
   const MLP *experts;      // (n_expert), or NULL
   int64_t sliding_window;  // the number of latest positions that a query attends to
   int64_t local;           // whether RoPE uses local_cos and local_sin
+  int64_t nope;            // whether there is no RoPE, though the model has it
 } Layer;
 
 typedef struct {
@@ -1037,27 +1038,25 @@ static void append_kv(const KVView *kv, int64_t D, float *key, float *value) {
   store_kv_row(kv->dtype, D, value, kv_row(kv, kv->values, last));
 }
 
-// Apply the layer's norm, if it has one, and RoPE to a token's query or key, (D).
-static void norm_and_rope(const Model *m, const Pass *p, int local, const Norm *norm, int64_t t,
-                          float *x) {
-  const float *cos = local ? p->local_cos : p->cos;
-  const float *sin = local ? p->local_sin : p->sin;
+// Apply the layer's norm and RoPE, if it has them, to a token's query or key, (D).
+static void norm_and_rope(const Model *m, const Pass *p, const Layer *layer, const Norm *norm,
+                          int64_t t, float *x) {
+  const float *cos = layer->local ? p->local_cos : p->cos;
+  const float *sin = layer->local ? p->local_sin : p->sin;
   int64_t row = p->positions[t] * m->head_dim;
   if (norm->weight) rms_norm(norm, m->eps, 1, m->head_dim, x, x);
-  if (cos) apply_rotary_emb(cos + row, sin + row, m->head_dim, x);
+  if (cos && !layer->nope) apply_rotary_emb(cos + row, sin + row, m->head_dim, x);
 }
 
 // Prepare queries and keys, append keys and values to the cache, then attend. Each KV head serves
 // H / K query heads. qkv: (T, H + 2 K, D). y: (T, H, D).
 static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, float *scratch,
                       float *y) {
+  const Layer *l = &m->layers[layer];
   int64_t H = m->n_head, K = m->n_kv_head, D = m->head_dim;
   int64_t group_size = H / K;
   int64_t row_stride = (H + 2 * K) * D;
-  int local = m->layers[layer].local;
   int is_rotated = p->cache_dtype == INT8;
-  const Norm *query_norm = &m->layers[layer].query_norm;
-  const Norm *key_norm = &m->layers[layer].key_norm;
 #pragma omp for schedule(static) collapse(2)
   for (int64_t k = 0; k < K; k++)
     for (int64_t t = 0; t < p->T; t++) {
@@ -1065,10 +1064,10 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
       float *token = qkv + t * row_stride;
       float *key = token + (H + k) * D;
       for (int64_t h = k * group_size; h < (k + 1) * group_size; h++) {
-        norm_and_rope(m, p, local, query_norm, t, token + h * D);
+        norm_and_rope(m, p, l, &l->query_norm, t, token + h * D);
         if (is_rotated) unrotate_channels(D, token + h * D);
       }
-      norm_and_rope(m, p, local, key_norm, t, key);
+      norm_and_rope(m, p, l, &l->key_norm, t, key);
       append_kv(&kv, D, key, key + K * D);
     }
   // Split the heads of a group over threads where that is faster. Each thread then reads the keys

@@ -32,6 +32,7 @@ LayerStruct = struct(
     experts=ctypes.POINTER(MLPStruct),
     sliding_window=INT,
     local=INT,
+    nope=INT,
 )
 NO_SLIDING_WINDOW = 2**62  # more positions than any sequence has
 ModelStruct = struct(
@@ -138,6 +139,7 @@ def layer_struct(model, block: int) -> LayerStruct:
         down_norm=norm(model.layer("down_norm", block), C),
         sliding_window=layer_sliding_windows(config)[block] or NO_SLIDING_WINDOW,
         local=isinstance(model, Llama) and local_rope_layers(config)[block],
+        nope=isinstance(model, Llama) and block in config.nope_layers,
     )
 
 

@@ -25,14 +25,18 @@ def family(request, kind: str):
     fixture, own = FAMILIES[kind]
 
     def build(seed=0, **shape):
-        model = request.getfixturevalue(fixture)(seed, **own | shape)
-        generator = torch.Generator().manual_seed(seed)
-        for weight in model.parameters():
-            if weight.dim() == 1:
-                weight.data += 0.3 * torch.randn(weight.shape, generator=generator)
-        return model
+        return randomize_norms(request.getfixturevalue(fixture)(seed, **own | shape), seed)
 
     return build
+
+
+def randomize_norms(model, seed: int):
+    """Return a model whose norms and biases are random too."""
+    generator = torch.Generator().manual_seed(seed)
+    for weight in model.parameters():
+        if weight.dim() == 1:
+            weight.data += 0.3 * torch.randn(weight.shape, generator=generator)
+    return model
 
 
 def random_shape(kind: str, choose) -> dict:
