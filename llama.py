@@ -67,6 +67,7 @@ class LlamaConfig:
     bos_token_id: int = 4095  # an empty prompt starts from it
     eos_token_ids: tuple[int, ...] = (4095,)
     norm_eps: float = 1e-6
+    rotary_dim: int | None = None  # leading elements of a head that RoPE rotates; None: all
     rope_theta: float = 10000.0  # about the positions per radian of the slowest rotation
     rope_scaling: RopeScaling | YarnScaling | None = None
     rope_freq_factors: tuple[float, ...] | None = None  # one per pair, from GGUF files
@@ -114,7 +115,8 @@ class RotaryEmbedding:
     def __init__(
         self, config: LlamaConfig, dtype: torch.dtype, device: torch.device, local: bool = False
     ):
-        powers = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        dim = config.rotary_dim or config.head_dim
+        powers = torch.arange(0, dim, 2, dtype=torch.float32) / dim
         theta = config.rope_local_base_freq if local else config.rope_theta
         self.inv_freq = 1 / theta**powers  # radians per position, one per pair
         self.scale = 1.0
@@ -127,11 +129,11 @@ class RotaryEmbedding:
             self.scale = config.rope_scaling.attention_factor
         if config.rope_freq_factors:
             self.inv_freq = self.inv_freq / torch.tensor(config.rope_freq_factors)
-        self.cos = torch.empty(0, 1, config.head_dim, dtype=dtype, device=device)
-        self.sin = torch.empty(0, 1, config.head_dim, dtype=dtype, device=device)
+        self.cos = torch.empty(0, 1, dim, dtype=dtype, device=device)
+        self.sin = torch.empty(0, 1, dim, dtype=dtype, device=device)
 
     def cos_sin(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the cosines and sines of the first positions, each (length, 1, head_dim)."""
+        """Return the cosines and sines of the first positions, each (length, 1, rotary_dim)."""
         if len(self.cos) < length:
             cosines = [self.cos]
             sines = [self.sin]
@@ -210,10 +212,13 @@ def yarn_attention_factor(factor: float, mscale: float = 0, mscale_all_dim: floa
 def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate queries or keys by the angles of their positions (RoPE, Su et al. 2021, 2104.09864).
 
-    x: (..., heads, head_dim). cos, sin: (..., 1, head_dim). Element i of a head's first half and
-    element i of its second half are one rotated pair, as in transformers. Meta's own files
-    interleave them.
+    x: (..., heads, head_dim). cos, sin: (..., 1, rotary_dim). Element i of the first half of these
+    elements and element i of their second half are one rotated pair, as in transformers. Meta's own
+    files interleave them. Elements from rotary_dim on stay.
     """
+    dim = cos.shape[-1]
+    if dim < x.shape[-1]:
+        return torch.cat([apply_rotary_emb(x[..., :dim], cos, sin), x[..., dim:]], -1)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
@@ -369,7 +374,7 @@ class Llama(Model):
         return x
 
     def rope_tables(self, length: int) -> list[torch.Tensor]:
-        """Return cosines and sines, each (length, 1, head_dim), then the same for local layers."""
+        """Return cosines and sines, (length, 1, rotary_dim) each, then for local layers."""
         kinds = [False, True] if any(local_rope_layers(self.config)) else [False]
         arguments = self.config, self.dtype, self.device
         return [

@@ -123,6 +123,8 @@ def gguf_architecture(config) -> str:
             if found != theirs:
                 reason = f"{name} is {found}; llama.cpp supports only {theirs}"
                 raise UserError(f"the model cannot be exported: {reason}")
+    if config.rotary_dim:
+        raise UserError("the model cannot be exported: the export supports no partial RoPE")
     if config.nope_layers:
         check_nope(config)
         return "smollm3"

@@ -291,6 +291,7 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
         rope = {"rope_type": rope}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     check_values(f"{file}: {key}", {"rope_type": rope_type}, {"rope_type": ROPE_TYPES})
+    check_values(file, raw | rope, {"partial_rotary_factor": (1,)})
     fields = read_attention_sizes(file, raw, LLAMA_SIZES)
     check_heads(file, fields, LLAMA_SIZES)
     theta = read_number(file, raw | rope, "rope_theta", 10000.0, 1e12)
@@ -415,6 +416,9 @@ def llama_to_dict(config: LlamaConfig) -> dict:
             "no_rope_layers": [int(n not in config.nope_layers) for n in range(config.n_layer)],
             "pad_token_id": None,  # transformers' default may be beyond the vocabulary
         }
+    if config.rotary_dim:
+        reason = f"transformers supports no rotary_dim in a {name}"
+        raise UserError(f"the model cannot be saved: {reason}")
     if config.n_embd % config.n_head and name in ("Llama", "Qwen2", "Gemma3"):
         raise UserError(
             f"the model cannot be saved: n_embd is {config.n_embd}; transformers needs a multiple"

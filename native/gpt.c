@@ -561,7 +561,9 @@ typedef struct {
 } Layer;
 
 typedef struct {
-  int64_t n_layer, n_head, n_kv_head, head_dim, n_embd;
+  int64_t n_layer, n_head, n_kv_head, head_dim;
+  int64_t rotary_dim;  // leading elements of a head that RoPE rotates
+  int64_t n_embd;
   int64_t max_width;        // the most floats per token in a buffer
   int64_t n_expert, top_k;  // 0 and 1 without experts
   int64_t norm_topk_prob;   // whether the weights of a token's top_k experts sum to 1
@@ -680,8 +682,8 @@ static void geglu(int64_t T, int64_t n, const float *x, float *y) {
   }
 }
 
-// Apply RoPE: rotate a query or key by the angles of its position. Channels d and d + D / 2 are the
-// coordinates of a point.
+// Apply RoPE: rotate the first D channels of a query or key by the angles of its position. Channels
+// d and d + D / 2 are the coordinates of a point.
 static void apply_rotary_emb(const float *cos, const float *sin, int64_t D, float *x) {
   int64_t half = D / 2;
   for (int64_t d = 0; d < half; d++) {
@@ -1043,9 +1045,9 @@ static void norm_and_rope(const Model *m, const Pass *p, const Layer *layer, con
                           int64_t t, float *x) {
   const float *cos = layer->local ? p->local_cos : p->cos;
   const float *sin = layer->local ? p->local_sin : p->sin;
-  int64_t row = p->positions[t] * m->head_dim;
+  int64_t row = p->positions[t] * m->rotary_dim;
   if (norm->weight) rms_norm(norm, m->eps, 1, m->head_dim, x, x);
-  if (cos && !layer->nope) apply_rotary_emb(cos + row, sin + row, m->head_dim, x);
+  if (cos && !layer->nope) apply_rotary_emb(cos + row, sin + row, m->rotary_dim, x);
 }
 
 // Prepare queries and keys, append keys and values to the cache, then attend. Each KV head serves

@@ -149,7 +149,9 @@ class NativeRunner(NativeSampler):
         )
         groups = tuple(caches), (page_table, sliding_page_table), tuple(num_pages)
         angles = [table for each in self.rotary_embedding for table in each.cos_sin(length)]
-        angles = (address(table, torch.float32, length, 1, config.head_dim) for table in angles)
+        angles = (
+            address(table, torch.float32, length, 1, self.model.rotary_dim) for table in angles
+        )
         sizes = page_size, len(batch.tokens), len(batch.logits_indices)
         struct = PassStruct(*groups, *sizes, *self.layers[separate], *arrays, *angles)
         struct.cache_dtype = CACHE_DTYPES[dtype]

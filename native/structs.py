@@ -37,7 +37,8 @@ LayerStruct = struct(
 NO_SLIDING_WINDOW = 2**62  # more positions than any sequence has
 ModelStruct = struct(
     "ModelStruct",
-    **dict.fromkeys(("n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "max_width"), INT),
+    **dict.fromkeys(("n_layer", "n_head", "n_kv_head", "head_dim", "rotary_dim", "n_embd"), INT),
+    max_width=INT,
     **dict.fromkeys(("n_expert", "top_k", "norm_topk_prob"), INT),
     **dict.fromkeys(("eps", "embedding_scale"), FLOAT),
     gelu_gate=INT,
@@ -78,6 +79,7 @@ def model_struct(model) -> ModelStruct:
         n_head=config.n_head,
         n_kv_head=config.n_kv_head,
         head_dim=config.head_dim,
+        rotary_dim=getattr(config, "rotary_dim", None) or config.head_dim,
         n_embd=C,
         max_width=max(C, layers[0].attn_in[0].row_stride, *mlps, experts.num_experts, rows),
         n_expert=experts.num_experts,
