@@ -341,6 +341,10 @@ class Llama(Model):
         (r"(\.mlp\.experts\.\d+)\.w2\.", r"\1.down_proj."),
         (r"(\.mlp\.experts\.\d+)\.w3\.", r"\1.up_proj."),
     )
+    FUSED_LAYERS = {  # Phi-3's
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+    }
     BLOCK = Block
     NORM = RMSNorm
 

@@ -150,7 +150,7 @@ class Model(nn.Module):
     TRANSPOSED: roles of matrices that these files store as (in, out). IGNORED_SUFFIXES: suffixes of
     tensors in some of these files that nothing reads. KEY_MAPPING: patterns of other names in
     some files, with their replacements. SKIP_PREFIXES: parts of larger models that these files may
-    also hold.
+    also hold. FUSED_LAYERS: layer in some files -> the layers whose rows it holds, in this order.
     """
 
     runner = TorchRunner()  # the backend: passes with a KV cache, and sampling
@@ -162,6 +162,7 @@ class Model(nn.Module):
     IGNORED_SUFFIXES: tuple[str, ...] = ()
     KEY_MAPPING: tuple[tuple[str, str], ...] = ()
     SKIP_PREFIXES: tuple[str, ...] = ()
+    FUSED_LAYERS: dict[str, tuple[str, ...]] = {}
 
     def map_key(self, name: str) -> str | None:
         """Return the canonical name of a tensor in a file; None for a part that is not loaded."""
@@ -170,6 +171,13 @@ class Model(nn.Module):
         for pattern, replacement in self.KEY_MAPPING:
             name = re.sub(pattern, replacement, name)
         return name
+
+    def split_key(self, key: str) -> list[str]:
+        """Return the weights that a file stores in one tensor, mostly only this one."""
+        path, _, suffix = key.rpartition(".")
+        parent, _, leaf = path.rpartition(".")
+        parts = self.FUSED_LAYERS.get(leaf)
+        return [f"{parent}.{part}.{suffix}" for part in parts] if parts else [key]
 
     def path(self, role: str, *numbers: int) -> str:
         """Return the name of the layer with this role. numbers: of its block and expert, if any."""

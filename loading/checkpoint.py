@@ -5,7 +5,7 @@ import math
 import reprlib
 import tempfile
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -173,6 +173,7 @@ def read_tensors(
     transposed: Collection[str] = (),
     shape_source: str = "config.json says",
     map_key: Callable[[str], str | None] = str,
+    split_key: Callable[[str], list[str]] = lambda key: [key],
 ) -> Iterator[tuple[str, slice, torch.Tensor]]:
     """Iterate over tensors of safetensors files in chunks: (name, slice of rows, these rows).
 
@@ -182,10 +183,11 @@ def read_tensors(
     of each name. skip: suffixes of names that may be in the files and are not read. transposed:
     names of tensors stored as (columns, rows), each yielded in one chunk. shape_source: the source
     of shapes, for errors. map_key: maps a name in a file to the canonical one, None if it is not
-    read. Raises UserError, before any tensor is read, if a file is truncated, or a tensor is
-    missing, unexpected, duplicated, of another shape or not floating-point.
+    read. split_key: maps that to the tensors stored in it, one below the other. Raises UserError,
+    before any tensor is read, if a file is truncated, or a tensor is missing, unexpected,
+    duplicated, of another shape or not floating-point.
     """
-    infos = find_tensors(files, shapes, prefix, skip, transposed, shape_source, map_key)
+    infos = find_tensors(files, shapes, prefix, skip, transposed, shape_source, map_key, split_key)
     return read_rows(infos, shapes, transposed)
 
 
@@ -197,15 +199,30 @@ def find_tensors(
     transposed: Collection[str],
     shape_source: str,
     map_key: Callable[[str], str | None],
+    split_key: Callable[[str], list[str]],
 ) -> dict[str, TensorInfo]:
     """Return the location of each tensor, after the checks of `read_tensors`."""
-    infos = {}
-    for file in files:
-        for key, tensor in read_header(file).items():
+
+    def split(tensors: dict[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
+        for key, tensor in tensors.items():
             mapped = map_key(key)
             if mapped is None:
                 continue
             name = mapped.removeprefix(prefix)
+            parts = split_key(name)
+            if len(parts) == 1 or not shapes.keys() >= {*parts}:
+                yield name, tensor
+                continue
+            heights = [shapes[part][0] for part in parts]
+            expected = (sum(heights), *shapes[parts[0]][1:])
+            if tensor.shape != expected:
+                where = f"{tensor.file}: tensor {name}"
+                raise UserError(f"{where} has shape {tensor.shape}; {shape_source} {expected}")
+            yield from zip(parts, split_rows(tensor, heights))
+
+    infos = {}
+    for file in files:
+        for name, tensor in split(read_header(file)):
             if name in infos:
                 other = infos[name].file
                 how = f"also in {other.name}"
@@ -229,6 +246,21 @@ def find_tensors(
         if not dtype or not dtype.is_floating_point:
             raise UserError(f"{where} has dtype {dtype or tensor.dtype}: must be floating-point")
     return {name: infos[name] for name in shapes}
+
+
+def split_rows(tensor, heights: list[int]) -> list:
+    """Return the parts of a tensor with these numbers of rows, each as a tensor in the file.
+
+    tensor: a TensorInfo, which may be of a GGUF file.
+    """
+    width = tensor.nbytes // tensor.shape[0]  # bytes of a row
+    parts = []
+    start = tensor.offset
+    for height in heights:
+        shape = (height, *tensor.shape[1:])
+        parts.append(replace(tensor, shape=shape, offset=start, nbytes=width * height))
+        start += width * height
+    return parts
 
 
 def has_tensors(files: list[Path], prefix: str) -> bool:

@@ -417,9 +417,8 @@ def weights_iterator(source: Source, model: Model, dtype: torch.dtype, device) -
             f"{files[0].parent}: tensors of {parts} are ignored; only text generation is supported"
         )
     skip = model.IGNORED_SUFFIXES
-    return read_tensors(
-        files, shapes, model.BASE_MODEL_PREFIX, skip, transposed, map_key=model.map_key
-    )
+    names = {"map_key": model.map_key, "split_key": model.split_key}
+    return read_tensors(files, shapes, model.BASE_MODEL_PREFIX, skip, transposed, **names)
 
 
 def load_weights(

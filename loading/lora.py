@@ -59,10 +59,12 @@ def read_adapter(directory, model: Model) -> LoRAWeights:
     layers = find_lora_layers(file, model)
     check_target_modules(config, raw, file, layers, model)
     shapes = {}
+    heights = {}
     for path, stem in layers.items():
-        outputs, inputs = model.get_submodule(path).weight.shape
-        shapes |= {f"{stem}.lora_A.weight": (rank, inputs)}
-        shapes |= {f"{stem}.lora_B.weight": (outputs, rank)}
+        weights = [model.get_parameter(name) for name in model.split_key(f"{path}.weight")]
+        heights[path] = [len(weight) for weight in weights]
+        shapes |= {f"{stem}.lora_A.weight": (rank, weights[0].shape[1])}
+        shapes |= {f"{stem}.lora_B.weight": (sum(heights[path]), rank)}
     tensors = {}
     shape_source = f"{config.name} and the model say"
     for name, rows, chunk in read_tensors([file], shapes, shape_source=shape_source):
@@ -73,7 +75,11 @@ def read_adapter(directory, model: Model) -> LoRAWeights:
     lora_weights = {}
     for path, stem in layers.items():
         a, b = (tensors[f"{stem}.lora_{side}.weight"] for side in "AB")
-        lora_weights[f"{path}.weight"] = a, scale * b
+        names = model.split_key(f"{path}.weight")  # of fused layers, which share A
+        if not lora_weights.keys().isdisjoint(names):
+            raise UserError(f"{file}: duplicate {path}, fused and not")
+        for name, rows in zip(names, (scale * b).split(heights[path])):
+            lora_weights[name] = a, rows
     return lora_weights
 
 
@@ -110,8 +116,13 @@ def check_target_modules(
     targets = raw.get("target_modules")
     if not isinstance(targets, list) or isinstance(raw.get("exclude_modules"), str):
         return
+    paths = [path for path, _ in model.named_modules()]
+    for fused, (part, *_) in model.FUSED_LAYERS.items():
+        if any(matches_module(path, fused) for path in layers):
+            stems = [path.removesuffix(part) for path in paths if matches_module(path, part)]
+            paths += [stem + fused for stem in stems]
     for target in targets:
-        for path, _ in model.named_modules():
+        for path in paths:
             if (
                 matches_module(path, target)
                 and path not in layers
@@ -158,7 +169,10 @@ def find_lora_layers(file: Path, model: Model) -> dict[str, str]:
         match = LORA_KEY.fullmatch(key)
         mapped = model.map_key(match[1]) if match else None
         path = mapped.removeprefix(model.BASE_MODEL_PREFIX) if mapped else key
-        if not isinstance(modules.get(path), nn.Linear) or f"{path}.weight" not in weights:
+        names = model.split_key(f"{path}.weight")
+        adapted = [modules.get(name.removesuffix(".weight")) for name in names]
+        is_linear = all(isinstance(layer, nn.Linear) for layer in adapted)
+        if not is_linear or not weights >= {*names}:
             raise UserError(
                 f"{file}: tensor {key!r} is not lora_A or lora_B of a linear layer of this model"
             )

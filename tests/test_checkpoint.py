@@ -325,3 +325,25 @@ def test_imports_are_light(name):
         assert not names & LATE
     allowed = sys.stdlib_module_names | {*light, *LIBRARIES, *FOLDERS}
     assert {name.partition(".")[0] for name in names} <= allowed
+
+
+def test_layers_that_a_file_stores_as_one_are_its_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 24)  # two rows
+    file = tmp_path / "model.safetensors"
+    whole = torch.randn(8, 3).half()
+    save_file({"x.abc": whole, "y": whole.clone()}, file)
+    shapes = {"x.a": (3, 3), "y": (8, 3), "x.b": (1, 3), "x.c": (4, 3)}
+
+    def read(parts=("x.a", "x.b", "x.c")):
+        found = {name: torch.zeros(shape).half() for name, shape in shapes.items()}
+        options = {"split_key": lambda key: parts if key == "x.abc" else [key]}
+        for name, rows, chunk in read_tensors([file], shapes, **options):
+            found[name][rows] = chunk
+        return found
+
+    found = read()
+    assert torch.equal(torch.cat([found["x.a"], found["x.b"], found["x.c"]]), whole)
+    assert torch.equal(found["y"], whole)
+    assert "unexpected tensor x.abc" in refused(read, ("x.a", "x.d"))
+    shapes["x.b"] = (2, 3)
+    assert "tensor x.abc has shape (8, 3); config.json says (9, 3)" in refused(read)
