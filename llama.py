@@ -1,4 +1,4 @@
-"""The forward pass of Llama, Mistral, Mixtral, Qwen and SmolLM3, with their changes to GPT-2.
+"""The forward pass of Llama, Mistral, Phi-3, Qwen and SmolLM3, with their changes to GPT-2.
 
 Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models" (2302.13971), with the
 grouped-query attention of Llama 2 (2307.09288). Parameters are named as in transformers' Llama, so

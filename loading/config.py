@@ -1,6 +1,7 @@
 """Model configurations in Hugging Face's JSON files."""
 
 import dataclasses
+import math
 import reprlib
 from pathlib import Path
 
@@ -141,6 +142,7 @@ LLAMA_DEFAULTS = {  # by model_type, for missing or null keys whose default is n
     "mistral": {"num_key_value_heads": 8},
     "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "qwen3": {"head_dim": 128},
+    "phi3": {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32000},
     "smollm3": {
         "num_key_value_heads": 4,
         "rope_theta": 2e6,
@@ -150,7 +152,9 @@ LLAMA_DEFAULTS = {  # by model_type, for missing or null keys whose default is n
     },
 }
 LLAMA_SUPPORTED_VALUES = {  # values that the forward pass supports
-    "model_type": ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "smollm3"),
+    "model_type": (
+        *("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "phi3", "smollm3"),
+    ),
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -219,26 +223,26 @@ def swa_layers(pattern: int, n_layer: int) -> list[bool]:
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
-UNIFORM_SLIDING = ("Mistral", "Qwen3Moe")  # with the same window in all layers, or in none
+UNIFORM_SLIDING = ("Mistral", "Phi3", "Qwen3Moe")  # with the same window in all layers, or in none
 
 
 def read_sliding_windows(file: Path, raw: dict, n_layer: int) -> tuple[int | None, ...]:
     """Return the sliding window of each layer in a config.json, () if no layer has one.
 
-    A Mistral or Mixtral has it in each layer, a Qwen3-MoE too if use_sliding_window is true.
+    A Mistral, Mixtral or Phi-3 has it in each layer, a Qwen3-MoE too if use_sliding_window is true.
     Another Qwen then has it in the layers that layer_types names, or from layer max_window_layers
     on. A Gemma has it in the layers that layer_types names, or in all but every sixth. Raises
     UserError for other layer types.
     """
     model_type = raw.get("model_type")
     use_sliding_window = raw.get("use_sliding_window")  # Qwen only
-    is_uniform = model_type in ("mistral", "mixtral") or (
+    is_uniform = model_type in ("mistral", "mixtral", "phi3") or (
         model_type == "qwen3_moe" and use_sliding_window
     )
     allowed = (FULL_ATTENTION,)  # layer types that are supported
     defaults = [FULL_ATTENTION] * n_layer
-    # transformers gives a Mixtral no sliding window if the key is missing.
-    if raw.get("sliding_window", None if model_type == "mixtral" else 4096) is not None:
+    # transformers gives these no sliding window if the key is missing.
+    if raw.get("sliding_window", None if model_type in ("mixtral", "phi3") else 4096) is not None:
         if is_uniform:
             allowed = (SLIDING_ATTENTION,)
             defaults = [SLIDING_ATTENTION] * n_layer
@@ -290,8 +294,10 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
     if not isinstance(rope, dict):
         rope = {"rope_type": rope}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    check_values(f"{file}: {key}", {"rope_type": rope_type}, {"rope_type": ROPE_TYPES})
-    check_values(file, raw | rope, {"partial_rotary_factor": (1,)})
+    rope_types = ROPE_TYPES[:1] if model_type == "phi3" else ROPE_TYPES
+    check_values(f"{file}: {key}", {"rope_type": rope_type}, {"rope_type": rope_types})
+    if model_type != "phi3":
+        check_values(file, raw | rope, {"partial_rotary_factor": (1,)})
     fields = read_attention_sizes(file, raw, LLAMA_SIZES)
     check_heads(file, fields, LLAMA_SIZES)
     theta = read_number(file, raw | rope, "rope_theta", 10000.0, 1e12)
@@ -312,6 +318,7 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
         bos_token_id=read_token_ids(file, raw, "bos_token_id", vocabulary, eos[0])[0],
         eos_token_ids=eos,
         norm_eps=read_number(file, raw, "rms_norm_eps", 1e-6, 1),
+        rotary_dim=read_rotary_dim(file, raw | rope, fields["head_dim"]),
         rope_theta=theta,
         rope_scaling=scaling,
         qkv_bias=model_type == "qwen2",
@@ -323,6 +330,17 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
         if model_type == "smollm3"
         else (),
     )
+
+
+def read_rotary_dim(file: Path, raw: dict, head_dim: int) -> int | None:
+    """Return `LlamaConfig.rotary_dim`. Raises UserError unless it is even."""
+    factor = read_number(file, raw, "partial_rotary_factor", 1, 1)
+    dim = int(head_dim * factor)  # rounded down, as in transformers
+    if dim % 2 or not dim:
+        rotated = f"{dim} of {head_dim} elements of a head"
+        allowed = "must rotate an even number of them, above 0"
+        raise UserError(f"{file}: partial_rotary_factor {factor} rotates {rotated}: {allowed}")
+    return dim if dim < head_dim else None
 
 
 NOPE_INTERVAL = 4  # every fourth layer is without RoPE, as hard-coded in llama.cpp
@@ -407,18 +425,24 @@ def llama_to_dict(config: LlamaConfig) -> dict:
         name = "Gemma3"
     elif config.sliding_windows and name == "Llama":
         name = "Mistral"
-    nope = {}
+    own = {}  # keys of one family
     if config.nope_layers:
         if name != "Llama":
             raise UserError(f"the model cannot be saved: transformers has no {name} without RoPE")
         name = "SmolLM3"
-        nope = {
+        own = {
             "no_rope_layers": [int(n not in config.nope_layers) for n in range(config.n_layer)],
             "pad_token_id": None,  # transformers' default may be beyond the vocabulary
         }
     if config.rotary_dim:
-        reason = f"transformers supports no rotary_dim in a {name}"
-        raise UserError(f"the model cannot be saved: {reason}")
+        if name not in ("Llama", "Mistral") or config.rope_scaling:
+            only = "only in a Phi-3 without RoPE scaling"
+            raise UserError(f"the model cannot be saved: transformers supports rotary_dim {only}")
+        name = "Phi3"
+        factor = config.rotary_dim / config.head_dim
+        if int(config.head_dim * factor) < config.rotary_dim:  # as `read_rotary_dim` rounds
+            factor = math.nextafter(factor, 1)
+        own = {"partial_rotary_factor": factor, "pad_token_id": None}
     if config.n_embd % config.n_head and name in ("Llama", "Qwen2", "Gemma3"):
         raise UserError(
             f"the model cannot be saved: n_embd is {config.n_embd}; transformers needs a multiple"
@@ -451,7 +475,7 @@ def llama_to_dict(config: LlamaConfig) -> dict:
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids),
         **experts,
-        **nope,
+        **own,
         **sliding_window_fields(config, name),
     }
 

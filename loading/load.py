@@ -291,7 +291,8 @@ class Architecture:
 GPT2 = Architecture(GPT, GPTConfig, read_gpt_config, gpt_to_dict)
 LLAMA = Architecture(Llama, LlamaConfig, read_llama_config, llama_to_dict)
 GEMMA3 = Architecture(Gemma, GemmaConfig, read_gemma_config, gemma_to_dict)
-LLAMA_MODEL_TYPES = "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "smollm3"
+LLAMA_MODEL_TYPES = "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral"
+LLAMA_MODEL_TYPES += ("phi3", "smollm3")
 # By the model_type of config.json.
 ARCHITECTURES = {"gpt2": GPT2, "gemma3_text": GEMMA3, "gemma3": GEMMA3} | dict.fromkeys(
     LLAMA_MODEL_TYPES, LLAMA
@@ -485,4 +486,18 @@ def save_model(model: Model, directory) -> None:
     for key, weight in model.named_parameters():
         stored = weight.t() if model.is_transposed(key) else weight
         weights[key] = stored.detach().contiguous()
+    if fields["model_type"] == "phi3":
+        weights = fuse_weights(model, weights)
     write_checkpoint(Path(directory), fields, weights)
+
+
+def fuse_weights(model: Model, weights: dict) -> dict:
+    """Return weights with the parts of each fused layer joined, one below the other."""
+    fused = {part: name for name, parts in model.FUSED_LAYERS.items() for part in parts}
+    parts = {}
+    for key, weight in weights.items():
+        path, _, suffix = key.rpartition(".")
+        parent, _, leaf = path.rpartition(".")
+        name = f"{parent}.{fused[leaf]}.{suffix}" if leaf in fused else key
+        parts.setdefault(name, []).append(weight)
+    return {name: torch.cat(each) for name, each in parts.items()}
