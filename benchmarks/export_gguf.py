@@ -18,6 +18,7 @@ from loading.config import GEMMA_SLIDING_WINDOW_PATTERN, NOPE_INTERVAL, every_nt
 from loading.gguf_model import (
     EOS_KEYS,
     INTERLEAVED_ROPE,
+    fused_gguf_name,
     gguf_name,
     norm_weight_offset,
     query_pre_attn_scalar,
@@ -69,7 +70,7 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
         writer.add_layer_norm_rms_eps(config.norm_eps)
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
-        writer.add_rope_dimension_count(config.head_dim)
+        writer.add_rope_dimension_count(config.rotary_dim or config.head_dim)
         writer.add_rope_freq_base(config.rope_theta)
         if architecture == "llama":  # llama.cpp refuses it in other architectures
             writer.add_tensor("rope_freqs.weight", rope_freq_factors(config).numpy())
@@ -87,11 +88,13 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     heads = {"query": config.n_head, "key": config.n_kv_head} if interleaved else {}
     q8_0 = gguf.GGMLQuantizationType.Q8_0
     stacks = {}
+    name_of = fused_gguf_name if architecture == "phi3" else gguf_name
     for key, weight in model.named_parameters():
-        stacks.setdefault((gguf_name(model, key), model.role(key)), []).append(weight.detach())
-    for (name, role), weights in stacks.items():
+        role, weights = stacks.setdefault(name_of(model, key), (model.role(key), []))
+        weights.append(weight.detach())
+    for name, (role, weights) in stacks.items():
         # Experts: (count, out, in).
-        weight = torch.stack(weights) if role.startswith("expert_") else weights[0]
+        weight = torch.stack(weights) if role.startswith("expert_") else torch.cat(weights)
         if role in heads:
             weight = permute(weight, heads[role])
         if base := norm_weight_offset(architecture, role):
@@ -123,11 +126,11 @@ def gguf_architecture(config) -> str:
             if found != theirs:
                 reason = f"{name} is {found}; llama.cpp supports only {theirs}"
                 raise UserError(f"the model cannot be exported: {reason}")
-    if config.rotary_dim:
-        raise UserError("the model cannot be exported: the export supports no partial RoPE")
     if config.nope_layers:
         check_nope(config)
-        return "smollm3"
+    if config.nope_layers or config.rotary_dim:
+        check_plain(config)
+        return "smollm3" if config.nope_layers else "phi3"
     experts = config.experts
     if experts and (experts.mlp_only_layers or not experts.norm_topk_prob):
         only = "experts in all layers, with norm_topk_prob true"
@@ -153,10 +156,19 @@ def check_nope(config: LlamaConfig) -> None:
             f"the model cannot be exported: nope_layers are {config.nope_layers}; llama.cpp"
             f" supports only {theirs}"
         )
+
+
+def check_plain(config: LlamaConfig) -> None:
+    """Raise UserError for features that llama.cpp's SmolLM3 and Phi-3 do not have."""
+    both = config.nope_layers and config.rotary_dim
+    narrow = config.rotary_dim and config.n_head * config.head_dim != config.n_embd
     scaled = isinstance(config.rope_scaling, RopeScaling) or config.rope_freq_factors
-    if config.qkv_bias or config.qk_norm or config.experts or scaled:
+    if config.qkv_bias or config.qk_norm or config.experts or scaled or both or narrow:
+        name = "SmolLM3" if config.nope_layers else "Phi-3"
         features = "no biases, QK-norm, experts or RoPE scaling but YaRN"
-        raise UserError(f"the model cannot be exported: llama.cpp's SmolLM3 supports {features}")
+        if name == "Phi-3":
+            features += f", and needs n_embd {config.n_head * config.head_dim}"
+        raise UserError(f"the model cannot be exported: llama.cpp's {name} supports {features}")
 
 
 def check_gemma(config: GemmaConfig) -> None:

@@ -13,7 +13,7 @@ import torch
 from errors import UserError, warn_once
 from gemma import GemmaConfig
 from llama import ExpertsConfig, LlamaConfig, YarnScaling
-from loading.checkpoint import check_values, read_bytes
+from loading.checkpoint import check_values, read_bytes, split_rows
 from loading.config import (
     GEMMA_SLIDING_WINDOW_PATTERN,
     NOPE_INTERVAL,
@@ -34,7 +34,10 @@ from model import GPTConfig, Model
 from quantisation.blocks import BLOCK_FORMATS, Q8_0, BlockFormat, QuantizedBlocks
 
 CHUNK_BYTES = 2**20  # bytes of a chunk in float32; dequantising is fastest in the CPU's cache
-ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3", "qwen3moe", "smollm3", "gemma3")
+ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3", "qwen3moe", "phi3", "smollm3", "gemma3")
+# Roles of a Phi-3's weights that share a tensor.
+PHI3_FUSED = dict.fromkeys(("query", "key", "value"), "attn_qkv")
+PHI3_FUSED |= dict.fromkeys(("gate", "up"), "ffn_up")
 INTERLEAVED_ROPE = ("llama", "smollm3")  # architectures with pairs of neighbours
 SIZES = {  # field of a config -> its key after the architecture's name, and the largest value read
     "block_size": ("context_length", 10**7),
@@ -98,8 +101,14 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
     raw = gguf.metadata
     check_heads(file, fields, prefixed(SIZES, architecture))
     head_dim = fields["head_dim"]
-    supported = {"attention.value_length": (head_dim,), "rope.dimension_count": (head_dim,)}
-    supported["rope.scale_linear"] = (1,)
+    supported = {"attention.value_length": (head_dim,), "rope.scale_linear": (1,)}
+    sliding_windows = ()
+    rotary_dim = None
+    if architecture == "phi3":
+        rotary_dim = read_rotary_dim(gguf, head_dim)
+        sliding_windows = read_uniform_windows(gguf, architecture, fields["n_layer"])
+    else:
+        supported["rope.dimension_count"] = (head_dim,)
     theta = read_number(file, raw, f"{architecture}.rope.freq_base", 10000.0, 1e12)
     scaling = None
     if architecture != "gemma3":
@@ -108,7 +117,8 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
         else:
             supported |= {"rope.scaling.type": ("none", "yarn"), "rope.scaling.factor": (1,)}
             supported["rope.scaling.attn_factor"] = (1,)
-        supported["attention.sliding_window"] = (0,)  # llama.cpp omits a Mistral's
+        if architecture != "phi3":
+            supported["attention.sliding_window"] = (0,)  # llama.cpp omits a Mistral's
     experts = None
     is_mixtral = architecture == "llama" and raw.get("llama.expert_count", 0) != 0
     if architecture == "qwen3moe" or is_mixtral:
@@ -124,6 +134,7 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
         **fields,
         bos_token_id=bos[0],
         norm_eps=read_number(file, raw, epsilon, None, 1),
+        rotary_dim=rotary_dim,
         rope_theta=theta,
         rope_scaling=scaling,
         rope_freq_factors=read_rope_freq_factors(gguf, head_dim // 2)
@@ -136,7 +147,28 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
         qk_norm=architecture in ("qwen3", "qwen3moe", "gemma3"),
         tie_word_embeddings="output.weight" not in gguf.tensors,
         experts=experts,
+        sliding_windows=sliding_windows,
     )
+
+
+def read_rotary_dim(gguf: GGUF, head_dim: int) -> int | None:
+    """Return `LlamaConfig.rotary_dim` of a Phi-3. Raises UserError for LongRoPE."""
+    if "rope_factors_long.weight" in gguf.tensors:
+        raise UserError(f"{gguf.file}: tensor rope_factors_long.weight: LongRoPE is not supported")
+    key = "phi3.rope.dimension_count"
+    dim = read_sizes(gguf.file, gguf.metadata, {"dim": (key, head_dim)}, {"dim": head_dim})["dim"]
+    if dim % 2:
+        raise UserError(f"{gguf.file}: {key} {dim}: must be even")
+    return dim if dim < head_dim else None
+
+
+def read_uniform_windows(gguf: GGUF, architecture: str, n_layer: int) -> tuple[int | None, ...]:
+    """Return the sliding windows of layers that have the same one, which llama.cpp ignores."""
+    key = f"{architecture}.attention.sliding_window"
+    if gguf.metadata.get(key, 0) == 0:
+        return ()
+    size = read_sizes(gguf.file, gguf.metadata, {"size": (key, 10**7)}, {})["size"]
+    return (size,) * n_layer
 
 
 YARN_KEYS = {  # field of a config.json's rope_parameters -> its key in a GGUF file
@@ -290,8 +322,33 @@ def gguf_name(model: Model, key: str) -> str:
     return f"{name}.{suffix}"
 
 
+def fused_gguf_name(model: Model, key: str) -> str:
+    """Return the GGUF name of the tensor that holds a weight of a Phi-3."""
+    *block, name, suffix = gguf_name(model, key).split(".")
+    return ".".join([*block, PHI3_FUSED.get(model.role(key), name), suffix])
+
+
+def split_fused(gguf: GGUF, model: Model) -> GGUF:
+    """Return a header with a Phi-3's fused tensors as parts; other headers as they are."""
+    if gguf.metadata["general.architecture"] != "phi3":
+        return gguf
+    groups = {}
+    for key, weight in model.named_parameters():
+        groups.setdefault(fused_gguf_name(model, key), {})[gguf_name(model, key)] = weight.shape
+    tensors = dict(gguf.tensors)
+    for name, parts in groups.items():
+        if len(parts) > 1 and name in tensors:
+            if also := tensors.keys() & (parts.keys() - {name}):
+                raise UserError(f"{gguf.file}: tensor {min(also)} is also a part of {name}")
+            heights, widths = zip(*parts.values())
+            check_tensor(gguf, name, (sum(heights), widths[0]))
+            tensors |= zip(parts, split_rows(tensors.pop(name), heights))
+    return dataclasses.replace(gguf, tensors=tensors)
+
+
 def read_block_formats(gguf: GGUF, model: Model) -> dict[str, BlockFormat]:
     """Return the block format of each weight; Q8_0 if its type has no block format here."""
+    gguf = split_fused(gguf, model)
     names = {key: gguf_name(model, key) for key, _ in model.named_parameters()}
     return {key: BLOCK_FORMATS.get(gguf.tensors[name].type, Q8_0) for key, name in names.items()}
 
@@ -305,6 +362,7 @@ def read_gguf_tensors(
     Raises UserError, before any tensor is read, if one is missing, unexpected, of another shape or
     of a type that is not supported.
     """
+    gguf = split_fused(gguf, model)
     names = {}
     for key, _ in model.named_parameters():
         names.setdefault(gguf_name(model, key), []).append(key)
