@@ -42,6 +42,20 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
+class LongRopeScaling:
+    """The RoPE scaling LongRoPE (Ding et al. 2024, 2402.13753), within the original window.
+
+    In longer sequences `long_factor` would divide all frequencies, also for earlier keys.
+    """
+
+    rope_type = "longrope"
+    short_factor: tuple[float, ...]  # divisor of each frequency
+    long_factor: tuple[float, ...]  # only for saving
+    original_max_position_embeddings: int  # the original context window, in tokens
+    attention_factor: float  # as in YarnScaling
+
+
+@dataclass(frozen=True)
 class ExpertsConfig:
     """The configuration of a mixture of experts: Qwen3-MoE and Mixtral."""
 
@@ -69,7 +83,7 @@ class LlamaConfig:
     norm_eps: float = 1e-6
     rotary_dim: int | None = None  # leading elements of a head that RoPE rotates; None: all
     rope_theta: float = 10000.0  # about the positions per radian of the slowest rotation
-    rope_scaling: RopeScaling | YarnScaling | None = None
+    rope_scaling: RopeScaling | YarnScaling | LongRopeScaling | None = None
     rope_freq_factors: tuple[float, ...] | None = None  # one per pair, from GGUF files
     qkv_bias: bool = False  # biases on queries, keys and values: Qwen2
     qk_norm: bool = False  # RMSNorm on each head's query and key before RoPE: Qwen3
@@ -126,6 +140,9 @@ class RotaryEmbedding:
             self.inv_freq = scale_llama3_frequencies(self.inv_freq, config.rope_scaling)
         elif isinstance(config.rope_scaling, YarnScaling):
             self.inv_freq = scale_yarn_frequencies(theta, powers, config.rope_scaling)
+            self.scale = config.rope_scaling.attention_factor
+        elif isinstance(config.rope_scaling, LongRopeScaling):
+            self.inv_freq = 1 / (torch.tensor(config.rope_scaling.short_factor) * theta**powers)
             self.scale = config.rope_scaling.attention_factor
         if config.rope_freq_factors:
             self.inv_freq = self.inv_freq / torch.tensor(config.rope_freq_factors)

@@ -10,7 +10,14 @@ import torch
 
 from errors import UserError
 from gemma import GemmaConfig
-from llama import LlamaConfig, RopeScaling, RotaryEmbedding, YarnScaling, yarn_attention_factor
+from llama import (
+    LlamaConfig,
+    LongRopeScaling,
+    RopeScaling,
+    RotaryEmbedding,
+    YarnScaling,
+    yarn_attention_factor,
+)
 from loading.byte_level import PATTERNS
 from loading.chat_template import read_chat_template
 from loading.checkpoint import check_nested_values, read_json
@@ -120,6 +127,8 @@ def gguf_architecture(config) -> str:
         raise UserError(
             "the model cannot be exported: llama.cpp supports no RoPE scaling of a Qwen3 but YaRN"
         )
+    if isinstance(scaling, LongRopeScaling):
+        raise UserError("the model cannot be exported: the export supports no LongRoPE")
     if isinstance(scaling, YarnScaling):
         for name in ("beta_fast", "beta_slow", "truncate"):
             found, theirs = getattr(scaling, name), getattr(YarnScaling, name)

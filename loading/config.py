@@ -6,9 +6,16 @@ import reprlib
 from pathlib import Path
 
 from cache import layer_sliding_windows
-from errors import UserError
+from errors import UserError, warn_once
 from gemma import GemmaConfig
-from llama import ExpertsConfig, LlamaConfig, RopeScaling, YarnScaling, yarn_attention_factor
+from llama import (
+    ExpertsConfig,
+    LlamaConfig,
+    LongRopeScaling,
+    RopeScaling,
+    YarnScaling,
+    yarn_attention_factor,
+)
 from loading.checkpoint import check_values, read_json
 from model import GPTConfig
 
@@ -294,12 +301,16 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
     if not isinstance(rope, dict):
         rope = {"rope_type": rope}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    rope_types = ROPE_TYPES[:1] if model_type == "phi3" else ROPE_TYPES
+    rope_types = ROPE_TYPES
+    if model_type == "phi3":
+        rope_types = ("default", "longrope")
+        rope_type = "longrope" if rope_type in ("su", "yarn") else rope_type  # as in transformers
     check_values(f"{file}: {key}", {"rope_type": rope_type}, {"rope_type": rope_types})
     if model_type != "phi3":
         check_values(file, raw | rope, {"partial_rotary_factor": (1,)})
     fields = read_attention_sizes(file, raw, LLAMA_SIZES)
     check_heads(file, fields, LLAMA_SIZES)
+    rotary_dim = read_rotary_dim(file, raw | rope, fields["head_dim"])
     theta = read_number(file, raw | rope, "rope_theta", 10000.0, 1e12)
     scaling = None
     if rope_type == "llama3":
@@ -310,6 +321,10 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
         scaling = read_yarn_scaling(file, rope, theta, fields["block_size"])
         extended = int(scaling.factor * scaling.original_max_position_embeddings)
         fields["block_size"] = max(fields["block_size"], extended)
+    elif rope_type == "longrope":
+        pairs = (rotary_dim or fields["head_dim"]) // 2
+        scaling = read_longrope_scaling(file, raw, rope, fields["block_size"], pairs)
+        fields["block_size"] = limit_window(file, fields["block_size"], scaling)
     vocabulary = fields["vocab_size"]
     is_qwen = has_qk_norm or model_type == "qwen2"
     eos = read_token_ids(file, raw, "eos_token_id", vocabulary, None if is_qwen else 2)
@@ -318,7 +333,7 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
         bos_token_id=read_token_ids(file, raw, "bos_token_id", vocabulary, eos[0])[0],
         eos_token_ids=eos,
         norm_eps=read_number(file, raw, "rms_norm_eps", 1e-6, 1),
-        rotary_dim=read_rotary_dim(file, raw | rope, fields["head_dim"]),
+        rotary_dim=rotary_dim,
         rope_theta=theta,
         rope_scaling=scaling,
         qkv_bias=model_type == "qwen2",
@@ -341,6 +356,46 @@ def read_rotary_dim(file: Path, raw: dict, head_dim: int) -> int | None:
         allowed = "must rotate an even number of them, above 0"
         raise UserError(f"{file}: partial_rotary_factor {factor} rotates {rotated}: {allowed}")
     return dim if dim < head_dim else None
+
+
+def read_longrope_scaling(
+    file: Path, raw: dict, rope: dict, block_size: int, pairs: int
+) -> LongRopeScaling:
+    """Return the LongRopeScaling of a Phi-3's config.json, with transformers' defaults.
+
+    rope: its rope_parameters or rope_scaling. block_size: max_position_embeddings. pairs: the
+    number of rotated pairs. Raises UserError for invalid values.
+    """
+    key = "original_max_position_embeddings"  # Phi-3 has it beside rope_parameters
+    original = read_sizes(file, raw, {key: (key, LLAMA_SIZES["block_size"][1])}, {key: 4096})[key]
+    rope = {key: value for key, value in rope.items() if value is not None}
+    factor = read_number(file, rope, "factor", block_size / original, 1e9)
+    default = 1.0
+    if factor > 1 and original > 1:
+        default = math.sqrt(1 + math.log(factor) / math.log(original))
+    factors = {}
+    for key in ("short_factor", "long_factor"):
+        numbers = rope.get(key)
+        if not isinstance(numbers, list) or len(numbers) != pairs:
+            found = reprlib.repr(numbers)
+            raise UserError(f"{file}: {key} {found}: must be a list of {pairs} numbers above 0")
+        named = {f"{key}[{pair}]": number for pair, number in enumerate(numbers)}
+        factors[key] = tuple(read_number(file, named, name, None, 1e9) for name in named)
+    attention_factor = read_number(file, rope, "attention_factor", default, 1e3)
+    return LongRopeScaling(
+        **factors, original_max_position_embeddings=original, attention_factor=attention_factor
+    )
+
+
+def limit_window(file: Path, block_size: int, scaling: LongRopeScaling) -> int:
+    """Return the context window with LongRoPE, and warn if it is less than block_size."""
+    original = scaling.original_max_position_embeddings
+    if original < block_size:
+        warn_once(
+            f"{file}: LongRoPE is supported only in the original context window:"
+            f" using {original} tokens, not {block_size}"
+        )
+    return min(original, block_size)
 
 
 NOPE_INTERVAL = 4  # every fourth layer is without RoPE, as hard-coded in llama.cpp
@@ -434,15 +489,20 @@ def llama_to_dict(config: LlamaConfig) -> dict:
             "no_rope_layers": [int(n not in config.nope_layers) for n in range(config.n_layer)],
             "pad_token_id": None,  # transformers' default may be beyond the vocabulary
         }
-    if config.rotary_dim:
-        if name not in ("Llama", "Mistral") or config.rope_scaling:
-            only = "only in a Phi-3 without RoPE scaling"
+    longrope = isinstance(config.rope_scaling, LongRopeScaling)
+    if config.rotary_dim or longrope:
+        if name not in ("Llama", "Mistral") or (config.rope_scaling and not longrope):
+            only = "only in a Phi-3 without other RoPE scaling"
             raise UserError(f"the model cannot be saved: transformers supports rotary_dim {only}")
         name = "Phi3"
-        factor = config.rotary_dim / config.head_dim
-        if int(config.head_dim * factor) < config.rotary_dim:  # as `read_rotary_dim` rounds
+        rotary_dim = config.rotary_dim or config.head_dim
+        factor = rotary_dim / config.head_dim
+        if int(config.head_dim * factor) < rotary_dim:  # as `read_rotary_dim` rounds
             factor = math.nextafter(factor, 1)
         own = {"partial_rotary_factor": factor, "pad_token_id": None}
+        if longrope:
+            key = "original_max_position_embeddings"
+            own[key] = getattr(config.rope_scaling, key)
     if config.n_embd % config.n_head and name in ("Llama", "Qwen2", "Gemma3"):
         raise UserError(
             f"the model cannot be saved: n_embd is {config.n_embd}; transformers needs a multiple"

@@ -12,13 +12,14 @@ import torch
 
 from errors import UserError, warn_once
 from gemma import GemmaConfig
-from llama import ExpertsConfig, LlamaConfig, YarnScaling
+from llama import ExpertsConfig, LlamaConfig, LongRopeScaling, YarnScaling
 from loading.checkpoint import check_values, read_bytes, split_rows
 from loading.config import (
     GEMMA_SLIDING_WINDOW_PATTERN,
     NOPE_INTERVAL,
     check_heads,
     every_nth_layer,
+    limit_window,
     read_attention_sizes,
     read_expert_sizes,
     read_number,
@@ -104,14 +105,19 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
     supported = {"attention.value_length": (head_dim,), "rope.scale_linear": (1,)}
     sliding_windows = ()
     rotary_dim = None
+    scaling = None
     if architecture == "phi3":
         rotary_dim = read_rotary_dim(gguf, head_dim)
+        scaling = read_gguf_longrope_scaling(gguf, fields["block_size"], rotary_dim or head_dim)
+        if scaling:
+            fields["block_size"] = limit_window(file, fields["block_size"], scaling)
         sliding_windows = read_uniform_windows(gguf, architecture, fields["n_layer"])
     else:
         supported["rope.dimension_count"] = (head_dim,)
     theta = read_number(file, raw, f"{architecture}.rope.freq_base", 10000.0, 1e12)
-    scaling = None
-    if architecture != "gemma3":
+    if scaling:
+        supported |= {"rope.scaling.type": ("longrope", "none"), "rope.scaling.factor": (1,)}
+    elif architecture != "gemma3":
         if raw.get(f"{architecture}.rope.scaling.type") == "yarn":
             scaling = read_gguf_yarn_scaling(gguf, architecture, theta, fields["block_size"])
         else:
@@ -152,14 +158,27 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
 
 
 def read_rotary_dim(gguf: GGUF, head_dim: int) -> int | None:
-    """Return `LlamaConfig.rotary_dim` of a Phi-3. Raises UserError for LongRoPE."""
-    if "rope_factors_long.weight" in gguf.tensors:
-        raise UserError(f"{gguf.file}: tensor rope_factors_long.weight: LongRoPE is not supported")
+    """Return `LlamaConfig.rotary_dim` of a Phi-3. Raises UserError unless it is even."""
     key = "phi3.rope.dimension_count"
     dim = read_sizes(gguf.file, gguf.metadata, {"dim": (key, head_dim)}, {"dim": head_dim})["dim"]
     if dim % 2:
         raise UserError(f"{gguf.file}: {key} {dim}: must be even")
     return dim if dim < head_dim else None
+
+
+LONGROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
+
+
+def read_gguf_longrope_scaling(gguf: GGUF, block_size: int, dim: int) -> LongRopeScaling | None:
+    """Return the LongRopeScaling of a Phi-3. block_size: context_length. dim: rotated elements."""
+    if gguf.tensors.keys().isdisjoint(LONGROPE_FACTORS):
+        return None
+    prefix = "phi3.rope.scaling."
+    size = {"window": (f"{prefix}original_context_length", 10**7)}
+    original = read_sizes(gguf.file, gguf.metadata, size, {"window": block_size})["window"]
+    attention_factor = read_number(gguf.file, gguf.metadata, f"{prefix}attn_factor", 1.0, 1e3)
+    factors = (read_factors(gguf, name, dim // 2) for name in LONGROPE_FACTORS)
+    return LongRopeScaling(*factors, original, attention_factor)
 
 
 def read_uniform_windows(gguf: GGUF, architecture: str, n_layer: int) -> tuple[int | None, ...]:
@@ -297,11 +316,17 @@ def read_rope_freq_factors(gguf: GGUF, count: int) -> tuple[float, ...] | None:
     """Return the divisors of RoPE frequencies, as `LlamaConfig.rope_freq_factors`."""
     if ROPE_FREQS not in gguf.tensors:
         return None
-    check_tensor(gguf, ROPE_FREQS, (count,))
-    factors = tuple(read_rows(gguf, gguf.tensors[ROPE_FREQS], 0, count).tolist())
-    if not all(0 < factor < math.inf for factor in factors):
-        raise UserError(f"{gguf.file}: tensor {ROPE_FREQS}: all numbers must be above 0 and finite")
+    factors = read_factors(gguf, ROPE_FREQS, count)
     return None if set(factors) == {1.0} else factors
+
+
+def read_factors(gguf: GGUF, name: str, count: int) -> tuple[float, ...]:
+    """Return a tensor's numbers. Raises UserError unless all are above 0 and finite."""
+    check_tensor(gguf, name, (count,))
+    factors = tuple(read_rows(gguf, gguf.tensors[name], 0, count).tolist())
+    if not all(0 < factor < math.inf for factor in factors):
+        raise UserError(f"{gguf.file}: tensor {name}: all numbers must be above 0 and finite")
+    return factors
 
 
 def is_stacked(model: Model, key: str) -> bool:
@@ -366,7 +391,8 @@ def read_gguf_tensors(
     names = {}
     for key, _ in model.named_parameters():
         names.setdefault(gguf_name(model, key), []).append(key)
-    ignored = {ROPE_FREQS} if gguf.metadata["general.architecture"] == "llama" else set()
+    read_before = {"llama": [ROPE_FREQS], "phi3": LONGROPE_FACTORS}
+    ignored = {*read_before.get(gguf.metadata["general.architecture"], ())}
     if model.config.tie_word_embeddings:
         check_head(gguf)
         ignored.add("output.weight")

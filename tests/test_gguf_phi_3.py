@@ -108,7 +108,7 @@ def test_separate_queries_keys_and_values_are_read_too(made, tmp_path):
         ({"phi3.rope.dimension_count": 3}, {}, "phi3.rope.dimension_count 3: must be even"),
         ({"phi3.rope.dimension_count": 8}, {}, "dimension_count 8: must be an integer from 1 to 6"),
         ({"phi3.attention.sliding_window": 10**8}, {}, "sliding_window 100000000: must be an"),
-        ({}, {"rope_factors_long.weight": [1, 1]}, "long.weight: LongRoPE is not supported"),
+        ({}, {"rope_factors_long.weight": [1, 1]}, "tensor rope_factors_short.weight is missing"),
         ({}, {"blk.0.ffn_gate.weight": [1.0]}, "blk.0.ffn_gate.weight is also a part of blk.0.ff"),
         (
             {},

@@ -196,8 +196,7 @@ def test_a_saved_factor_gives_the_same_dimension(build_partial, tmp_path, dim):
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5: must be above 0 and at most"),
         ({"partial_rotary_factor": 0.5}, "rotates 3 of 6 elements of a head: must rotate an even"),
         ({"partial_rotary_factor": 0.1}, "rotates 0 of 6 elements"),
-        ({"rope_scaling": {"type": "longrope"}}, "rope_type is 'longrope'; supported is 'default'"),
-        ({"rope_scaling": {"type": "yarn"}}, "rope_type is 'yarn'; supported is 'default'"),
+        ({"rope_scaling": {"type": "dynamic"}}, "rope_type is 'dynamic'; supported is 'default'"),
         ({"model_type": "llama"}, "partial_rotary_factor is 0.666666666"),
     ],
 )
@@ -221,7 +220,7 @@ def test_a_fused_matrix_of_another_height_is_one_line(cli, build_partial, tmp_pa
 
 @pytest.mark.step(n=2)
 def test_other_families_rotate_whole_heads_in_transformers(build_partial, tmp_path):
-    words = "transformers supports rotary_dim only in a Phi-3 without RoPE scaling"
+    words = "transformers supports rotary_dim only in a Phi-3 without other RoPE scaling"
     scaled = {"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 24)}
     for shape in ({"qk_norm": True}, {"qkv_bias": True}, {"nope_layers": (1,)}, scaled):
         assert words in refused(save_model, build_partial(**shape), tmp_path)
