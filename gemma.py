@@ -1,6 +1,7 @@
-"""Gemma 3's forward pass, as changes to a Llama with QK-norm and sliding windows.
+"""The forward pass of Gemma 2 and 3, as changes to a Llama with sliding windows.
 
-Gemma Team 2025 (2503.19786), "Gemma 3 technical report". Parameters are named as in transformers'
+Gemma Team 2024 (2408.00118), "Gemma 2: Improving open language models at a practical size", and
+2025 (2503.19786), "Gemma 3 technical report". Parameters are named as in transformers'
 Gemma3ForCausalLM, so its files load unchanged.
 """
 
@@ -23,6 +24,14 @@ class GemmaConfig(LlamaConfig):
     query_pre_attn_scalar: float = 256  # attention scores are divided by its root
 
 
+@dataclass(frozen=True)
+class Gemma2Config(GemmaConfig):
+    """The configuration of a Gemma 2, which has no QK-norm."""
+
+    qk_norm: bool = False
+    rope_local_base_freq: float | None = None
+
+
 class GemmaNorm(RMSNorm):
     """An RMSNorm that stores weight - 1 and rounds once, at the end."""
 
@@ -42,6 +51,13 @@ class GemmaMLP(MLP):
         return self.down_proj(F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
 
 
+class QueryScale(nn.Module):
+    """The factor of a query without a norm."""
+
+    def forward(self, x):
+        return x * self.output_scale
+
+
 class GemmaBlock(nn.Module):
     """A block that also normalises the outputs of attention and MLP before the residual sum."""
 
@@ -49,6 +65,8 @@ class GemmaBlock(nn.Module):
         super().__init__()
         self.input_layernorm = GemmaNorm(config)
         self.self_attn = Attention(config, GemmaNorm)
+        if not config.qk_norm:
+            self.self_attn.q_norm = QueryScale()
         # Attention divides scores by sqrt(head_dim), so the query norm makes up the difference.
         self.self_attn.q_norm.output_scale = math.sqrt(
             config.head_dim / config.query_pre_attn_scalar

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from errors import UserError
-from gemma import GemmaConfig
+from gemma import Gemma2Config, GemmaConfig
 from llama import (
     LlamaConfig,
     LongRopeScaling,
@@ -127,6 +127,8 @@ def gguf_architecture(config) -> str:
         raise UserError(
             "the model cannot be exported: llama.cpp supports no RoPE scaling of a Qwen3 but YaRN"
         )
+    if isinstance(config, Gemma2Config):
+        raise UserError("the model cannot be exported: the export supports no Gemma 2")
     if isinstance(scaling, LongRopeScaling):
         raise UserError("the model cannot be exported: the export supports no LongRoPE")
     if isinstance(scaling, YarnScaling):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cache import layer_sliding_windows
 from errors import UserError, warn_once
-from gemma import GemmaConfig
+from gemma import Gemma2Config, GemmaConfig
 from llama import (
     ExpertsConfig,
     LlamaConfig,
@@ -221,6 +221,11 @@ def read_yarn_scaling(
 
 
 GEMMA_SLIDING_WINDOW_PATTERN = 6  # every sixth layer is global, as hard-coded in llama.cpp
+GEMMA2_SLIDING_WINDOW_PATTERN = 2
+SLIDING_WINDOW_PATTERNS = {  # by model_type
+    "gemma2": GEMMA2_SLIDING_WINDOW_PATTERN,
+    **dict.fromkeys(("gemma3_text", "gemma3"), GEMMA_SLIDING_WINDOW_PATTERN),
+}
 
 
 def swa_layers(pattern: int, n_layer: int) -> list[bool]:
@@ -238,8 +243,8 @@ def read_sliding_windows(file: Path, raw: dict, n_layer: int) -> tuple[int | Non
 
     A Mistral, Mixtral or Phi-3 has it in each layer, a Qwen3-MoE too if use_sliding_window is true.
     Another Qwen then has it in the layers that layer_types names, or from layer max_window_layers
-    on. A Gemma has it in the layers that layer_types names, or in all but every sixth. Raises
-    UserError for other layer types.
+    on. A Gemma has it in the layers that layer_types names, or in all but every sixth, a Gemma 2 in
+    all but every second. Raises UserError for other layer types.
     """
     model_type = raw.get("model_type")
     use_sliding_window = raw.get("use_sliding_window")  # Qwen only
@@ -264,10 +269,11 @@ def read_sliding_windows(file: Path, raw: dict, n_layer: int) -> tuple[int | Non
                 FULL_ATTENTION if layer < max_window_layers else SLIDING_ATTENTION
                 for layer in range(n_layer)
             ]
-        elif model_type in ("gemma3_text", "gemma3"):
+        elif model_type in SLIDING_WINDOW_PATTERNS:
             allowed = (FULL_ATTENTION, SLIDING_ATTENTION)
             pattern = {"pattern": ("sliding_window_pattern", 1000)}
-            pattern = read_sizes(file, raw, pattern, {"pattern": GEMMA_SLIDING_WINDOW_PATTERN})
+            default = {"pattern": SLIDING_WINDOW_PATTERNS[model_type]}
+            pattern = read_sizes(file, raw, pattern, default)
             defaults = [
                 SLIDING_ATTENTION if slides else FULL_ATTENTION
                 for slides in swa_layers(pattern["pattern"], n_layer)
@@ -477,7 +483,7 @@ def llama_to_dict(config: LlamaConfig) -> dict:
     """
     name = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
     if isinstance(config, GemmaConfig):
-        name = "Gemma3"
+        name = "Gemma2" if isinstance(config, Gemma2Config) else "Gemma3"
     elif config.sliding_windows and name == "Llama":
         name = "Mistral"
     own = {}  # keys of one family
@@ -503,7 +509,7 @@ def llama_to_dict(config: LlamaConfig) -> dict:
         if longrope:
             key = "original_max_position_embeddings"
             own[key] = getattr(config.rope_scaling, key)
-    if config.n_embd % config.n_head and name in ("Llama", "Qwen2", "Gemma3"):
+    if config.n_embd % config.n_head and name in ("Llama", "Qwen2", "Gemma2", "Gemma3"):
         raise UserError(
             f"the model cannot be saved: n_embd is {config.n_embd}; transformers needs a multiple"
             f" of n_head ({config.n_head})"
@@ -655,6 +661,29 @@ def gemma_to_dict(config: GemmaConfig) -> dict:
             for window in layer_sliding_windows(config)
         ],
     }
+
+
+GEMMA2_SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # defaults
+
+
+def read_gemma2_config(file: Path, raw: dict) -> Gemma2Config:
+    """Return the configuration of a Gemma 2. Arguments and errors as in `read_llama_config`."""
+    theta = raw.get("rope_theta")
+    rope = {"rope_theta": 1e4 if theta is None else theta}
+    rope |= read_object(file, raw, "rope_parameters") | read_object(file, raw, "rope_scaling")
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    check_values(file, {"rope_type": rope_type}, {"rope_type": ("default", "linear")})
+    rope_keys = {"rope_parameters": {FULL_ATTENTION: rope}, "rope_scaling": None}  # a Gemma 3's
+    config = read_gemma_config(file, GEMMA2_SOFTCAPS | raw | rope_keys)
+    own = {"qk_norm": False, "rope_local_base_freq": None}
+    return Gemma2Config(**vars(config) | own)
+
+
+def gemma2_to_dict(config: Gemma2Config) -> dict:
+    """Return the config.json of this Gemma 2. Errors as in `llama_to_dict`."""
+    fields = gemma_to_dict(config) | {"model_type": "gemma2"} | dict.fromkeys(GEMMA2_SOFTCAPS)
+    del fields["rope_local_base_freq"]
+    return fields
 
 
 # Special tokens that a file may name, each as NAME_token. A chat template may use them.

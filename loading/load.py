@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from errors import UserError, catch_out_of_memory, warn_once
-from gemma import Gemma, GemmaConfig
+from gemma import Gemma, Gemma2Config, GemmaConfig
 from llama import Llama, LlamaConfig
 from loading.checkpoint import (
     check_values,
@@ -25,9 +25,11 @@ from loading.checkpoint import (
 )
 from loading.config import (
     find_eos_token_id,
+    gemma2_to_dict,
     gemma_to_dict,
     gpt_to_dict,
     llama_to_dict,
+    read_gemma2_config,
     read_gemma_config,
     read_gpt_config,
     read_llama_config,
@@ -290,13 +292,13 @@ class Architecture:
 
 GPT2 = Architecture(GPT, GPTConfig, read_gpt_config, gpt_to_dict)
 LLAMA = Architecture(Llama, LlamaConfig, read_llama_config, llama_to_dict)
+GEMMA2 = Architecture(Gemma, Gemma2Config, read_gemma2_config, gemma2_to_dict)
 GEMMA3 = Architecture(Gemma, GemmaConfig, read_gemma_config, gemma_to_dict)
 LLAMA_MODEL_TYPES = "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral"
 LLAMA_MODEL_TYPES += ("phi3", "smollm3")
 # By the model_type of config.json.
-ARCHITECTURES = {"gpt2": GPT2, "gemma3_text": GEMMA3, "gemma3": GEMMA3} | dict.fromkeys(
-    LLAMA_MODEL_TYPES, LLAMA
-)
+ARCHITECTURES = {"gpt2": GPT2, "gemma2": GEMMA2, "gemma3_text": GEMMA3, "gemma3": GEMMA3}
+ARCHITECTURES |= dict.fromkeys(LLAMA_MODEL_TYPES, LLAMA)
 
 
 def get_architecture(config) -> Architecture:

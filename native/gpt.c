@@ -1046,7 +1046,10 @@ static void norm_and_rope(const Model *m, const Pass *p, const Layer *layer, con
   const float *cos = layer->local ? p->local_cos : p->cos;
   const float *sin = layer->local ? p->local_sin : p->sin;
   int64_t row = p->positions[t] * m->rotary_dim;
-  if (norm->weight) rms_norm(norm, m->eps, 1, m->head_dim, x, x);
+  if (norm->weight)
+    rms_norm(norm, m->eps, 1, m->head_dim, x, x);
+  else if (norm->output_scale != 1)
+    for (int64_t d = 0; d < m->head_dim; d++) x[d] *= norm->output_scale;
   if (cos && !layer->nope) apply_rotary_emb(cos + row, sin + row, m->rotary_dim, x);
 }
 
