@@ -58,6 +58,7 @@ class KVCache:
             raise UserError(f"a cache of {count} does not fit in memory: {factors}") from None
         self.tokens = [[] for _ in range(batch_size)]
         self.sliding_windows = layer_sliding_windows(config)
+        self.softcap = config.attn_logit_softcapping
         self.steps = {}  # decode steps over this storage, by shape: see `GraphRunner`
 
     @property
@@ -168,7 +169,8 @@ class KVCache:
         first, mask = self.kv_views[self.sliding_windows[layer]]
         keys = keys[:, :, first:][self.batch_indices]
         values = values[:, :, first:][self.batch_indices]
-        return cached_attention(q.transpose(1, 2), keys, values, mask).transpose(1, 2)
+        q = q.transpose(1, 2)
+        return cached_attention(q, keys, values, mask, self.softcap).transpose(1, 2)
 
 
 def stored_head_dim(head_dim: int, dtype: torch.dtype) -> int:
@@ -201,13 +203,49 @@ def write_slots(storage: torch.Tensor, index: int, slots: torch.Tensor, new: tor
     storage.view(-1, storage.shape[5])[slots + first] = to_cache_dtype(new, storage.dtype)
 
 
+def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """Return cap * tanh(x / cap), between -cap and cap; float32 for 16-bit x.
+
+    After Bello et al. 2016 (1611.09940), "Neural combinatorial optimization with reinforcement
+    learning".
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return cap * torch.tanh(x / cap)
+
+
+def capped_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    softcap: float,
+) -> torch.Tensor:
+    """Return the attention output with soft-capped scores, which torch's fused kernels lack.
+
+    q and the output are (B, heads, T, head_dim), keys and values (B, n_kv_head, S, head_dim).
+    """
+    B, H, T, D = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)  # near 50, bfloat16 rounds to quarters
+    shared = B, keys.shape[1], -1, D  # queries that share a KV head are rows of one matrix
+    scores = (q.to(wide) / math.sqrt(D)).reshape(shared) @ keys.to(wide).mT
+    scores = soft_cap(scores.view(B, H, T, -1), softcap)
+    if mask is not None:
+        scores = scores.masked_fill_(~mask, -math.inf)  # after the cap, or it would let them in
+    probs = scores.softmax(-1).to(values.dtype).view(*shared[:3], keys.shape[2])
+    return (probs @ values).view(B, H, T, D)
+
+
 def cached_attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Return the attention output. q and the output are (B, heads, T, head_dim).
 
     keys, values: as `to_cache_dtype` stores them, (B, n_kv_head, S, stored_head_dim). Consecutive
-    query heads share a KV head.
+    query heads share a KV head. softcap: of the scores, if any.
     """
     D = q.shape[-1]
     is_rotated = keys.dtype == torch.int8
@@ -220,7 +258,10 @@ def cached_attention(
             stored[..., :D] * stored[..., -4:].view(torch.float32) for stored in (keys, values)
         )
     keys, values = (each.to(queries.dtype) for each in (keys, values))
-    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+    if softcap:
+        out = capped_attention(queries, keys, values, mask, softcap)
+    else:
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
     return unrotate_channels(out).to(q.dtype) if is_rotated else out
 
 

@@ -7,11 +7,13 @@ Gemma3ForCausalLM, so its files load unchanged.
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from cache import soft_cap
 from llama import MLP, Attention, Llama, LlamaConfig, RMSNorm
 
 
@@ -22,14 +24,17 @@ class GemmaConfig(LlamaConfig):
     qk_norm: bool = True
     rope_local_base_freq: float | None = 10000.0
     query_pre_attn_scalar: float = 256  # attention scores are divided by its root
+    final_logit_softcapping: ClassVar[None] = None  # as in Gemma2Config
 
 
 @dataclass(frozen=True)
 class Gemma2Config(GemmaConfig):
-    """The configuration of a Gemma 2, which has no QK-norm."""
+    """The configuration of a Gemma 2, which has soft caps instead of QK-norm."""
 
     qk_norm: bool = False
     rope_local_base_freq: float | None = None
+    attn_logit_softcapping: float | None = 50.0  # soft cap of attention scores
+    final_logit_softcapping: float | None = 30.0  # soft cap of logits
 
 
 class GemmaNorm(RMSNorm):
@@ -102,3 +107,8 @@ class Gemma(Llama):
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.embed_tokens(tokens) * self.embedding_scale
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = super().head(hidden)
+        cap = self.config.final_logit_softcapping
+        return soft_cap(logits, cap) if cap else logits

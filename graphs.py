@@ -178,4 +178,5 @@ class StaticBatch:
             write_slots(storage, index, self.slots, new)
         keys, values = storage[layer, ..., : self.length, :]
         mask = self.masks[self.cache.sliding_windows[layer]]
-        return cached_attention(q[:, :, None], keys, values, mask)[:, :, 0]
+        q = q[:, :, None]
+        return cached_attention(q, keys, values, mask, self.cache.softcap)[:, :, 0]

@@ -8,6 +8,7 @@ its files load unchanged.
 import functools
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn as nn
@@ -95,6 +96,7 @@ class LlamaConfig:
     # Gemma 3: sliding-window layers have their own rope_theta, and the others divide positions.
     rope_local_base_freq: float | None = None
     rope_linear_factor: float = 1.0
+    attn_logit_softcapping: ClassVar[None] = None  # as in Gemma2Config
 
 
 class RMSNorm(nn.Module):

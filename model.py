@@ -16,7 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from adapters import Adapters, use_adapters
-from cache import Span, layer_sliding_windows, make_causal_mask
+from cache import Span, capped_attention, layer_sliding_windows, make_causal_mask
 from errors import UserError
 from sampling import Sequence, sample_batch, select_rows, zero_nonfinite_rows
 
@@ -37,6 +37,7 @@ class GPTConfig:
     layer_norm_epsilon: float = 1e-5
     tie_word_embeddings: ClassVar[bool] = True  # the head shares the embedding's weight
     sliding_windows: ClassVar[tuple] = ()  # as in LlamaConfig
+    attn_logit_softcapping: ClassVar[None] = None  # as in Gemma2Config
 
     @property
     def bos_token_id(self) -> int:
@@ -64,18 +65,25 @@ class GPTConfig:
 
 
 def causal_attention(
-    layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sliding_window: int | None = None
+    layer: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Let each position attend to itself and earlier ones. Tensors: (B, T, heads, head_dim).
 
     k and v may have fewer heads: neighbouring query heads then share one (grouped-query attention).
-    sliding_window: as in `make_causal_mask`.
+    sliding_window: as in `make_causal_mask`. softcap: as in `cached_attention`.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, T, head_dim)
     mask = None
-    if sliding_window is not None and sliding_window < q.shape[2]:
+    if softcap or (sliding_window is not None and sliding_window < q.shape[2]):
         positions = torch.arange(q.shape[2], device=q.device)
         mask = make_causal_mask(positions[:, None], positions, sliding_window)  # (T, T)
+    if softcap:
+        return capped_attention(q, k, v, mask, softcap).transpose(1, 2)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
     ).transpose(1, 2)
@@ -233,8 +241,8 @@ class Model(nn.Module):
 
         tokens: (B, T) ids, T from 1 to block_size. logits_to_keep: number of last positions, 0 for
         all; the head is the largest matrix of a small model, and generation needs only the last
-        position. Returns (B, logits_to_keep or T, vocab_size), in the weights' dtype. Raises
-        UserError if T is out of range.
+        position. Returns (B, logits_to_keep or T, vocab_size), in the weights' dtype, or in float32
+        with a soft cap. Raises UserError if T is out of range.
         """
         T, block_size = tokens.shape[1], self.config.block_size
         if not 1 <= T <= block_size:
@@ -246,8 +254,10 @@ class Model(nn.Module):
         return self.head(x[:, -logits_to_keep:])
 
     def causal_attention(self, layer: int, q, k, v) -> torch.Tensor:
-        """Call `causal_attention` with the layer's sliding window."""
-        return causal_attention(layer, q, k, v, layer_sliding_windows(self.config)[layer])
+        """Call `causal_attention` with the layer's sliding window and the config's soft cap."""
+        config = self.config
+        own = layer_sliding_windows(config)[layer], config.attn_logit_softcapping
+        return causal_attention(layer, q, k, v, *own)
 
     @torch.no_grad()
     def init_weights(self, std: float = 0.02, generator: torch.Generator | None = None) -> "Model":

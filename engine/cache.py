@@ -50,6 +50,7 @@ class PagedCache:
         config = model.config
         dtype = dtype or model.dtype
         self.sliding_windows = layer_sliding_windows(config)
+        self.softcap = config.attn_logit_softcapping
         self.group_ids = kv_cache_group_ids(config, num_sliding_pages is not None)
         page_shape = model.n_kv_head, page_size, stored_head_dim(config.head_dim, dtype)
         shapes = [(self.group_ids.count(0), 2, num_pages, *page_shape)]
@@ -214,6 +215,6 @@ class PagedCache:
             keys = keys.view(G, -1, S, self.storage.shape[5])  # (G, heads, S, width)
             values = values.view(keys.shape)
             queries = q[part].view(G, T, *q.shape[1:]).transpose(1, 2)
-            attended = cached_attention(queries, keys, values, mask)
+            attended = cached_attention(queries, keys, values, mask, self.softcap)
             out[part] = attended.transpose(1, 2).flatten(0, 1)
         return out

@@ -91,7 +91,7 @@ class StaticPass:
             write_slots(storage, index, self.slots[group_id], new)
             own = pages.index_select(0, head_pages + index * num_pages * heads)
             read.append(own.view(len(q), heads, mask.shape[3], width))
-        return cached_attention(q[:, :, None], *read, mask)[:, :, 0]
+        return cached_attention(q[:, :, None], *read, mask, self.cache.softcap)[:, :, 0]
 
 
 class StaticRunner(GraphRunner, DeviceRunner):

@@ -674,16 +674,20 @@ def read_gemma2_config(file: Path, raw: dict) -> Gemma2Config:
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     check_values(file, {"rope_type": rope_type}, {"rope_type": ("default", "linear")})
     rope_keys = {"rope_parameters": {FULL_ATTENTION: rope}, "rope_scaling": None}  # a Gemma 3's
-    config = read_gemma_config(file, GEMMA2_SOFTCAPS | raw | rope_keys)
+    config = read_gemma_config(file, raw | rope_keys | dict.fromkeys(GEMMA2_SOFTCAPS))
     own = {"qk_norm": False, "rope_local_base_freq": None}
+    for key, default in GEMMA2_SOFTCAPS.items():
+        cap = raw.get(key, default)
+        # null means no cap, unlike a missing key.
+        own[key] = None if cap is None else read_number(file, raw, key, default, 1e6)
     return Gemma2Config(**vars(config) | own)
 
 
 def gemma2_to_dict(config: Gemma2Config) -> dict:
     """Return the config.json of this Gemma 2. Errors as in `llama_to_dict`."""
-    fields = gemma_to_dict(config) | {"model_type": "gemma2"} | dict.fromkeys(GEMMA2_SOFTCAPS)
+    fields = gemma_to_dict(config) | {"model_type": "gemma2"}
     del fields["rope_local_base_freq"]
-    return fields
+    return fields | {key: getattr(config, key) for key in GEMMA2_SOFTCAPS}
 
 
 # Special tokens that a file may name, each as NAME_token. A chat template may use them.

@@ -568,6 +568,8 @@ typedef struct {
   int64_t n_expert, top_k;  // 0 and 1 without experts
   int64_t norm_topk_prob;   // whether the weights of a token's top_k experts sum to 1
   float eps, embedding_scale;
+  // Soft caps of attention scores and of logits; 0: none.
+  float attn_softcap, final_softcap;
   int64_t gelu_gate;       // whether the gate's activation is GELU, not SiLU
   Linear embedding, head;  // (vocab_size, C); they may share their weight
   const float *wpe;        // (block_size, C), the position embeddings, or NULL
@@ -668,6 +670,23 @@ void gelu(int64_t n, const float *x, float *y) {  // 0.5 x (1 + tanh u) = x / (1
     y[i] = x[i] / (1 + exponential(-2 * 0.7978845608f * (x[i] + 0.044715f * x[i] * x[i] * x[i])));
 }
 
+// Return tanh(x) as Cephes' tanhf does. Near 0 the exponential would lose all digits.
+INLINE float hyperbolic_tangent(float x) {
+  float square = x * x, size = fabsf(x);
+  float p = -5.70498872745e-3f;
+  p = p * square + 2.06390887954e-2f;
+  p = p * square - 5.37397155531e-2f;
+  p = p * square + 1.33314422036e-1f;
+  p = p * square - 3.33332819422e-1f;
+  float large = 1 - 2 / (exponential(2 * size) + 1);
+  return size < 0.625f ? p * square * x + x : copysignf(large, x);
+}
+
+// Replace n numbers x by cap tanh(factor x / cap).
+static void soft_cap(int64_t n, float factor, float cap, float *x) {
+  for (int64_t i = 0; i < n; i++) x[i] = cap * hyperbolic_tangent(x[i] * (factor / cap));
+}
+
 // x: (T, 2, n), gate and up; y: (T, n). SiLU of the gate is x / (1 + exp(-x)).
 static void swiglu(int64_t T, int64_t n, const float *x, float *y) {
   for (int64_t t = 0; t < T; t++, x += 2 * n, y += n)
@@ -719,6 +738,7 @@ typedef struct {
   const int64_t *page_table;  // of the sequence
   int64_t length;             // positions that the first query sees; each later query sees one more
   int64_t sliding_window;     // the number of latest positions that a query attends to
+  float softcap;              // of the scores; 0: none
 } KVView;
 
 // Positions or tokens from begin to end - 1.
@@ -821,10 +841,10 @@ typedef struct {
 
 // Step 2: replace the scores of a block, (KV_BLOCK, T), with exponentials, at most 1 so that none
 // overflows. unmasked: whether every query attends to the whole block. rescale: (T), returns the
-// factors for the sums of earlier blocks.
+// factors for the sums of earlier blocks. Soft-capped scores are already divided by sqrt(D).
 INLINE void update_softmax(const int T, int64_t D, const KVView *kv, int64_t start, int unmasked,
                            float *scores, SoftmaxState *state, float *rescale) {
-  float factor = 1 / sqrtf(D);
+  float factor = kv->softcap ? 1 : 1 / sqrtf(D);
   float new_max[WIDTH];
   if (!unmasked) mask_scores(T, kv, start, scores, -INFINITY);
   Vector maxima = LOAD(scores);
@@ -917,7 +937,9 @@ INLINE void flash_attention(const int T, const int64_t D, int64_t heads, const K
     const float *values = gather_rows(kv, kv->values, D, in, scratch + KV_BLOCK * D);
     for (int64_t h = 0; h < heads; h++) {
       float scores[KV_BLOCK * WIDTH], rescale[WIDTH];
-      qk_dots(T, D, columns + h * D * T, in.end - in.begin, keys, scores + (in.begin - start) * T);
+      float *first = scores + (in.begin - start) * T;
+      qk_dots(T, D, columns + h * D * T, in.end - in.begin, keys, first);
+      if (kv->softcap) soft_cap((in.end - in.begin) * T, 1 / sqrtf(D), kv->softcap, first);
       update_softmax(T, D, kv, start, unmasked, scores, state + h, rescale);
       const int N = unmasked && T > 1 ? QUERY_TILE : 1;
       for (int t = 0; t < T; t += N) {
@@ -992,6 +1014,7 @@ static KVView kv_view(const Model *m, const Pass *p, int64_t layer, int64_t kv_h
       .page_table = p->page_tables[group] + p->table_starts[t],
       .length = p->positions[t] + 1,
       .sliding_window = m->layers[layer].sliding_window,
+      .softcap = m->attn_softcap,
   };
 }
 
@@ -1353,5 +1376,8 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
     for (int64_t i = range.begin; i < range.end; i++)
       normalize(&m->norm, m->eps, 1, C, x + p->logits_indices[i] * C, in + i * C);
     project(&m->head, 1, p->num_logits, private, input, logits, 0, NULL);
+    range = thread_range(p->num_logits * m->head.out, 0);
+    if (m->final_softcap)
+      soft_cap(range.end - range.begin, 1, m->final_softcap, logits + range.begin);
   }
 }
