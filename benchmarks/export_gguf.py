@@ -21,9 +21,17 @@ from llama import (
 from loading.byte_level import PATTERNS
 from loading.chat_template import read_chat_template
 from loading.checkpoint import check_nested_values, read_json
-from loading.config import GEMMA_SLIDING_WINDOW_PATTERN, NOPE_INTERVAL, every_nth_layer, swa_layers
+from loading.config import (
+    GEMMA2_SLIDING_WINDOW_PATTERN,
+    GEMMA2_SOFTCAPS,
+    GEMMA_SLIDING_WINDOW_PATTERN,
+    NOPE_INTERVAL,
+    every_nth_layer,
+    swa_layers,
+)
 from loading.gguf_model import (
     EOS_KEYS,
+    GEMMAS,
     INTERLEAVED_ROPE,
     fused_gguf_name,
     gguf_name,
@@ -66,7 +74,7 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     for name, token in zip(EOS_KEYS, config.eos_token_ids):
         writer.add_uint32(name, token)
     # llama.cpp reads only Gemma's sliding windows. Sequences within the window need none.
-    limits = () if architecture == "gemma3" else filter(None, config.sliding_windows)
+    limits = () if architecture in GEMMAS else filter(None, config.sliding_windows)
     writer.add_context_length(min([config.block_size, *limits]))
     writer.add_block_count(config.n_layer)
     writer.add_head_count(config.n_head)
@@ -85,7 +93,7 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
             add_yarn(writer, config.rope_scaling)
     else:
         writer.add_layer_norm_eps(config.norm_eps)
-    if architecture == "gemma3":
+    if architecture in GEMMAS:
         add_gemma(writer, config)
     if architecture != "gpt2" and config.experts:
         writer.add_expert_count(config.experts.num_experts)
@@ -127,8 +135,6 @@ def gguf_architecture(config) -> str:
         raise UserError(
             "the model cannot be exported: llama.cpp supports no RoPE scaling of a Qwen3 but YaRN"
         )
-    if isinstance(config, Gemma2Config):
-        raise UserError("the model cannot be exported: the export supports no Gemma 2")
     if isinstance(scaling, LongRopeScaling):
         raise UserError("the model cannot be exported: the export supports no LongRoPE")
     if isinstance(scaling, YarnScaling):
@@ -147,8 +153,7 @@ def gguf_architecture(config) -> str:
         only = "experts in all layers, with norm_topk_prob true"
         raise UserError(f"the model cannot be exported: llama.cpp supports only {only}")
     if isinstance(config, GemmaConfig):
-        check_gemma(config)
-        return "gemma3"
+        return check_gemma(config)
     if experts:
         if not config.qk_norm and experts.n_inner != config.n_inner:
             width = f"the experts' n_inner is {experts.n_inner}"
@@ -182,15 +187,24 @@ def check_plain(config: LlamaConfig) -> None:
         raise UserError(f"the model cannot be exported: llama.cpp's {name} supports {features}")
 
 
-def check_gemma(config: GemmaConfig) -> None:
-    """Raise UserError for a Gemma that a GGUF file cannot describe."""
-    theirs = query_pre_attn_scalar(config)
+def check_gemma(config: GemmaConfig) -> str:
+    """Return the architecture. Raises UserError for a Gemma that a GGUF file cannot describe."""
+    architecture = "gemma2" if isinstance(config, Gemma2Config) else "gemma3"
+    theirs = query_pre_attn_scalar(config, architecture)
     if config.query_pre_attn_scalar != theirs:
         scalar = f"query_pre_attn_scalar is {config.query_pre_attn_scalar}"
         raise UserError(f"the model cannot be exported: {scalar}; llama.cpp assumes {theirs}")
     if len({*config.sliding_windows} - {None}) > 1:
         windows = f"sliding_windows are {config.sliding_windows}"
         raise UserError(f"the model cannot be exported: {windows}; llama.cpp supports one size")
+    if architecture == "gemma2":
+        slides = [size is not None for size in config.sliding_windows]
+        caps = all(getattr(config, key) for key in GEMMA2_SOFTCAPS)
+        alternating = slides == swa_layers(GEMMA2_SLIDING_WINDOW_PATTERN, config.n_layer)
+        if not (caps and alternating and config.tie_word_embeddings):
+            only = "both soft caps, a sliding window in every other layer and tied embeddings"
+            raise UserError(f"the model cannot be exported: llama.cpp's Gemma 2 needs {only}")
+    return architecture
 
 
 def add_yarn(writer, scaling: YarnScaling) -> None:
@@ -215,6 +229,10 @@ def add_gemma(writer, config: GemmaConfig) -> None:
     slides = [size is not None for size in config.sliding_windows]
     if any(slides):
         writer.add_sliding_window(max(filter(None, config.sliding_windows)))
+    if isinstance(config, Gemma2Config):
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    elif any(slides):
         writer.add_rope_freq_base_swa(config.rope_local_base_freq)
         if slides != swa_layers(GEMMA_SLIDING_WINDOW_PATTERN, config.n_layer):
             writer.add_sliding_window_pattern(slides)

@@ -11,10 +11,12 @@ from collections.abc import Iterator
 import torch
 
 from errors import UserError, warn_once
-from gemma import GemmaConfig
+from gemma import Gemma2Config, GemmaConfig
 from llama import ExpertsConfig, LlamaConfig, LongRopeScaling, YarnScaling
 from loading.checkpoint import check_values, read_bytes, split_rows
 from loading.config import (
+    GEMMA2_SLIDING_WINDOW_PATTERN,
+    GEMMA2_SOFTCAPS,
     GEMMA_SLIDING_WINDOW_PATTERN,
     NOPE_INTERVAL,
     check_heads,
@@ -35,7 +37,8 @@ from model import GPTConfig, Model
 from quantisation.blocks import BLOCK_FORMATS, Q8_0, BlockFormat, QuantizedBlocks
 
 CHUNK_BYTES = 2**20  # bytes of a chunk in float32; dequantising is fastest in the CPU's cache
-ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3", "qwen3moe", "phi3", "smollm3", "gemma3")
+GEMMAS = ("gemma2", "gemma3")
+ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3", "qwen3moe", "phi3", "smollm3", *GEMMAS)
 # Roles of a Phi-3's weights that share a tensor.
 PHI3_FUSED = dict.fromkeys(("query", "key", "value"), "attn_qkv")
 PHI3_FUSED |= dict.fromkeys(("gate", "up"), "ffn_up")
@@ -75,7 +78,8 @@ def read_gguf_config(gguf: GGUF) -> GPTConfig | LlamaConfig:
     eos_ids = [raw[key] for key in EOS_KEYS if key in raw] + named_eog_ids(gguf)
     eos_ids = read_token_ids(file, {EOS_KEYS[0]: eos_ids}, EOS_KEYS[0], fields["vocab_size"], None)
     fields["eos_token_ids"] = eos_ids
-    build_config = {"gpt2": gpt_config, "gemma3": gemma_config}.get(architecture, llama_config)
+    builders = {"gpt2": gpt_config, "gemma2": gemma2_config, "gemma3": gemma_config}
+    build_config = builders.get(architecture, llama_config)
     return build_config(gguf, architecture, fields)
 
 
@@ -117,7 +121,7 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
     theta = read_number(file, raw, f"{architecture}.rope.freq_base", 10000.0, 1e12)
     if scaling:
         supported |= {"rope.scaling.type": ("longrope", "none"), "rope.scaling.factor": (1,)}
-    elif architecture != "gemma3":
+    elif architecture not in GEMMAS:
         if raw.get(f"{architecture}.rope.scaling.type") == "yarn":
             scaling = read_gguf_yarn_scaling(gguf, architecture, theta, fields["block_size"])
         else:
@@ -237,41 +241,57 @@ def warn_assumed(gguf: GGUF, architecture: str) -> None:
 def gemma_config(gguf: GGUF, architecture: str, fields: dict) -> GemmaConfig:
     file = gguf.file
     raw = gguf.metadata
+    check_values(file, raw, {"gemma3.final_logit_softcapping": (0,)})
+    local_base = read_number(file, raw, "gemma3.rope.freq_base_swa", 10000.0, 1e12)
+    fields = gemma_fields(gguf, architecture, fields)
+    return GemmaConfig(**fields | {"rope_local_base_freq": local_base})
+
+
+def gemma2_config(gguf: GGUF, architecture: str, fields: dict) -> Gemma2Config:
+    fields = gemma_fields(gguf, architecture, fields)
+    for key, default in GEMMA2_SOFTCAPS.items():
+        fields[key] = read_number(gguf.file, gguf.metadata, f"gemma2.{key}", default, 1e6)
+    return Gemma2Config(**fields)
+
+
+def gemma_fields(gguf: GGUF, architecture: str, fields: dict) -> dict:
+    """Return the fields that Gemma 2 and 3 share."""
     config = llama_config(gguf, architecture, fields)
-    scaling = "gemma3.rope.scaling.type"
-    check_values(file, raw, {"gemma3.final_logit_softcapping": (0,), scaling: ("linear", "none")})
+    scaling = f"{architecture}.rope.scaling"
+    check_values(gguf.file, gguf.metadata, {f"{scaling}.type": ("linear", "none")})
     factor = 1.0
-    if raw.get(scaling) != "none":
-        factor = read_number(file, raw, "gemma3.rope.scaling.factor", 1.0, 1e6)
-    return GemmaConfig(
-        **vars(config)
-        | {
-            "sliding_windows": read_sliding_windows(gguf, config.n_layer),
-            "rope_local_base_freq": read_number(
-                file, raw, "gemma3.rope.freq_base_swa", 10000.0, 1e12
-            ),
-            "rope_linear_factor": factor,
-            "query_pre_attn_scalar": query_pre_attn_scalar(config),
-        }
-    )
+    if gguf.metadata.get(f"{scaling}.type") != "none":
+        factor = read_number(gguf.file, gguf.metadata, f"{scaling}.factor", 1.0, 1e6)
+    return vars(config) | {
+        "sliding_windows": read_sliding_windows(gguf, architecture, config.n_layer),
+        "rope_linear_factor": factor,
+        "query_pre_attn_scalar": query_pre_attn_scalar(config, architecture),
+    }
 
 
-def query_pre_attn_scalar(config: LlamaConfig) -> int:
+def query_pre_attn_scalar(config: LlamaConfig, architecture: str) -> int:
     """Return the number by whose root a Gemma's scores are divided.
 
     No key holds it. As in llama.cpp, the number of layers identifies the 27B model.
     """
-    is_27b = config.n_layer == 62
+    is_27b = config.n_layer == (46 if architecture == "gemma2" else 62)
     return config.n_embd // config.n_head if is_27b else config.head_dim
 
 
-def read_sliding_windows(gguf: GGUF, n_layer: int) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer of a Gemma, as `LlamaConfig.sliding_windows`."""
-    key = "gemma3.attention.sliding_window"
-    if gguf.metadata.get(key, 0) == 0:
+def read_sliding_windows(gguf: GGUF, architecture: str, n_layer: int) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer of a Gemma, as `LlamaConfig.sliding_windows`.
+
+    The defaults are llama.cpp's.
+    """
+    key = f"{architecture}.attention.sliding_window"
+    default, period = 0, GEMMA_SLIDING_WINDOW_PATTERN
+    if architecture == "gemma2":
+        default, period = 4096, GEMMA2_SLIDING_WINDOW_PATTERN
+    if gguf.metadata.get(key, default) == 0:
         return ()
-    window = read_sizes(gguf.file, gguf.metadata, {"size": (key, 10**7)}, {})["size"]
-    pattern = gguf.metadata.get(f"{key}_pattern", GEMMA_SLIDING_WINDOW_PATTERN)
+    size = {"size": (key, 10**7)}
+    window = read_sizes(gguf.file, gguf.metadata, size, {"size": default})["size"]
+    pattern = gguf.metadata.get(f"{key}_pattern", period)
     if type(pattern) is int and pattern >= 0:
         layers = swa_layers(pattern, n_layer)
     elif isinstance(pattern, array.array) and len(pattern) == n_layer:
@@ -336,7 +356,7 @@ def is_stacked(model: Model, key: str) -> bool:
 
 def norm_weight_offset(architecture: str, role: str) -> int:
     """Return the offset in a file's weights: a Gemma's norms are stored as 1 + weight."""
-    return int(architecture == "gemma3" and role.endswith("norm"))
+    return int(architecture in GEMMAS and role.endswith("norm"))
 
 
 def gguf_name(model: Model, key: str) -> str:
