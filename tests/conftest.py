@@ -163,10 +163,11 @@ def exact_gemma_norm(self, x):
 def peer(tmp_path, monkeypatch):
     """`random_peer` in the directory of this test, with exact norms."""
     norms = {"llama": "Llama", "mistral": "Mistral", "gemma3": "Gemma3"}
-    norms |= {"qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+    norms |= {"qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}
+    norms |= {"smollm3": "SmolLM3", "phi3": "Phi3", "gemma2": "Gemma2"}
     for name, family in norms.items():
         module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-        norm = exact_gemma_norm if family == "Gemma3" else exact_norm
+        norm = exact_gemma_norm if family.startswith("Gemma") else exact_norm
         monkeypatch.setattr(getattr(module, f"{family}RMSNorm"), "forward", norm)
     return lambda kind, **options: random_peer(kind, tmp_path, **options)
 
@@ -204,13 +205,13 @@ def random_peer(kind: str, directory, saved_as=torch.float64, shard_size="1GB", 
 
     small = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 24}
-    small |= {"bos_token_id": 0, "eos_token_id": 2}
+    small |= {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
     name = "Gemma3Text" if kind == "Gemma3" else kind
     config = getattr(transformers, f"{name}Config")(**small | shape)
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(0)
     for weight in model.parameters():  # biases too, which a new model has as zeros
-        mean = weight.dim() == 1 and kind != "Gemma3"
+        mean = weight.dim() == 1 and not kind.startswith("Gemma")
         weight.data.normal_(mean=mean, std=0.4, generator=generator)
         weight.data = weight.data.to(saved_as).double()
     copy.deepcopy(model).to(saved_as).save_pretrained(directory, max_shard_size=shard_size)
@@ -285,14 +286,21 @@ def tiny_windows(tiny_llama):
 
 @pytest.fixture(scope="session")
 def tiny_gemma():
-    """A function that builds a random Gemma 3 with both kinds of layers."""
+    """A function that builds a random Gemma with both kinds of layers. kind: its config's class."""
 
-    def build(seed=0, dtype=torch.float64, eos_token_id=60, sliding_windows=(3, 8, None), **shape):
+    def build(
+        seed=0,
+        dtype=torch.float64,
+        eos_token_id=60,
+        sliding_windows=(3, 8, None),
+        kind=GemmaConfig,
+        **shape,
+    ):
         small = {"vocab_size": 61, "block_size": 40, "n_layer": len(sliding_windows), "n_embd": 16}
         small |= {"n_inner": 24, "n_head": 4, "n_kv_head": 2, "head_dim": 6}
         small |= {"query_pre_attn_scalar": 5}
         small |= {"bos_token_id": 59, "eos_token_ids": (eos_token_id,), "rope_linear_factor": 8.0}
-        model = Gemma(GemmaConfig(sliding_windows=sliding_windows, **small | shape)).to(dtype)
+        model = Gemma(kind(sliding_windows=sliding_windows, **small | shape)).to(dtype)
         generator = torch.Generator().manual_seed(seed)
         for weight in model.parameters():
             weight.data.normal_(std=0.4, generator=generator)

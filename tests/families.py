@@ -3,7 +3,11 @@
 import pytest
 import torch
 
+from gemma import Gemma2Config
+
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0}
+GEMMA_2 = {"kind": Gemma2Config, "sliding_windows": (3, None, 3)}
+GEMMA_2 |= {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 4.0}
 # The class of transformers -> the fixture and shape of our random model.
 FAMILIES = {
     "GPT2": ("tiny", {}),
@@ -12,11 +16,14 @@ FAMILIES = {
     "Qwen3": ("tiny_windows", {"qk_norm": True, "sliding_windows": (None, 5)}),
     "Qwen3Moe": ("tiny_experts", {}),
     "Mistral": ("tiny_windows", {"sliding_windows": (5, 5)}),
+    "SmolLM3": ("tiny_llama", {"nope_layers": (1,)}),
+    "Phi3": ("tiny_llama", {"rotary_dim": 4}),
+    "Gemma2": ("tiny_gemma", GEMMA_2),
     "Gemma3": ("tiny_gemma", {}),
 }
 EACH_FAMILY = pytest.mark.parametrize("kind", FAMILIES)
 SAVED = {"Gemma3": {"sliding_windows": (5, 5, None)}}  # transformers' files have one size
-PEERS = [*(kind for kind in FAMILIES if kind != "GPT2"), "Mixtral"]
+PEERS = [*(kind for kind in FAMILIES if kind not in ("GPT2", "Gemma2")), "Mixtral"]
 EAGER = {"experts_implementation": "eager"}  # transformers' other products have no float64
 
 
@@ -60,7 +67,7 @@ def random_shape(kind: str, choose) -> dict:
         "rope_parameters": rope,
         "sliding_window": choose([1, 2, 7, 24, 100]),
     }
-    if kind != "Qwen2":
+    if kind not in ("Qwen2", "Phi3"):
         shape["head_dim"] = choose([2, 6, 16, 20])
     if kind in ("Qwen3", "Qwen3Moe"):
         shape["hidden_size"] = choose([7, 16, 30])
@@ -78,6 +85,12 @@ def random_shape(kind: str, choose) -> dict:
         shape |= {"moe_intermediate_size": choose([1, 12]), "norm_topk_prob": choose([False, True])}
         shape |= {"mlp_only_layers": choose([None, [0], [1, 7]])}
         shape |= {"decoder_sparse_step": choose([1, 2])}
+    if kind == "SmolLM3":
+        shape |= {"use_sliding_window": False}
+        shape["no_rope_layers"] = [choose([0, 1]) for _ in range(n_layer)]
+    if kind == "Phi3":
+        shape["hidden_size"] = heads * choose([4, 8, 20])
+        shape["rope_parameters"] = rope | {"partial_rotary_factor": choose([0.5, 0.6, 1.0])}
     if kind == "Gemma3":
         both = {"full_attention": choose([LINEAR, rope]), "sliding_attention": rope}
         shape |= {"rope_parameters": both, "query_pre_attn_scalar": choose([1, 16, 256])}

@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
-from conftest import difference, edit_json, exact_gemma_norm, is_one_line, load, save_speaking
+from conftest import difference, edit_json, is_one_line, load, save_speaking
 from natives import native_as_torch
 
+from gemma import Gemma2Config
 from loading.load import load_config, save_model
 
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -17,12 +18,10 @@ LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}
 @pytest.fixture(name="gemma2")
 def gemma2_fixture(peer, monkeypatch):
     """A function that saves a random Gemma 2 of transformers, in float64."""
-    from transformers.models.gemma2 import modeling_gemma2
 
     def exact_softmax(x, dim, dtype):
         return x.softmax(dim)
 
-    monkeypatch.setattr(modeling_gemma2.Gemma2RMSNorm, "forward", exact_gemma_norm)
     monkeypatch.setattr(torch.nn.functional, "softmax", exact_softmax)
     small = {"num_hidden_layers": 3, "max_position_embeddings": 40, "hidden_size": 20}
     small |= {"head_dim": 6, "sliding_window": 5, "query_pre_attn_scalar": 3}
@@ -31,21 +30,11 @@ def gemma2_fixture(peer, monkeypatch):
 
 
 @pytest.fixture(name="build_gemma2")
-def build_gemma2_fixture():
-    """A function that builds a random Gemma 2 with both kinds of layers."""
-    from gemma import Gemma, Gemma2Config
-
-    def build(seed=0, dtype=torch.float64, eos_token_id=60, **shape):
-        small = {"vocab_size": 61, "block_size": 40, "n_layer": 3, "n_embd": 20, "n_inner": 24}
-        small |= {"n_head": 4, "n_kv_head": 2, "head_dim": 6, "query_pre_attn_scalar": 3}
-        small |= {"sliding_windows": (5, None, 5), "bos_token_id": 59}
-        model = Gemma(Gemma2Config(**small | {"eos_token_ids": (eos_token_id,)} | shape)).to(dtype)
-        generator = torch.Generator().manual_seed(seed)
-        for weight in model.parameters():
-            weight.data.normal_(std=0.4, generator=generator)
-        return model.eval()
-
-    return build
+def build_gemma2_fixture(tiny_gemma):
+    """`tiny_gemma` for a Gemma 2 without caps."""
+    small = {"kind": Gemma2Config, "sliding_windows": (5, None, 5), "n_embd": 20}
+    small |= {"n_layer": 3, "query_pre_attn_scalar": 3, "rope_linear_factor": 1.0} | NO_CAPS
+    return lambda seed=0, **shape: tiny_gemma(seed, **small | shape)
 
 
 @pytest.mark.parametrize(

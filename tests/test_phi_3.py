@@ -8,7 +8,6 @@ from conftest import (
     check_command_line,
     difference,
     edit_json,
-    exact_norm,
     is_one_line,
     load,
     random_tokens,
@@ -29,13 +28,10 @@ PARTIAL = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor"
 
 
 @pytest.fixture
-def phi(peer, monkeypatch):
+def phi(peer):
     """A function that saves a random Phi-3 of transformers, in float64."""
-    from transformers.models.phi3 import modeling_phi3
-
-    monkeypatch.setattr(modeling_phi3.Phi3RMSNorm, "forward", exact_norm)
     small = {"hidden_size": 32, "rope_parameters": PARTIAL, "max_position_embeddings": 40}
-    return lambda **shape: peer("Phi3", **small | {"pad_token_id": 1} | shape)
+    return lambda **shape: peer("Phi3", **small | shape)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from conftest import (
     check_modes,
     difference,
     edit_json,
-    exact_norm,
     is_one_line,
     load,
     random_tokens,
@@ -34,11 +33,8 @@ FAMILIES = ["Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Mistral", "Mixtral"]
 
 
 @pytest.fixture
-def yarn_peer(peer, monkeypatch):
+def yarn_peer(peer):
     """A function that saves a random model of transformers with YaRN, in float64."""
-    from transformers.models.mixtral import modeling_mixtral
-
-    monkeypatch.setattr(modeling_mixtral.MixtralRMSNorm, "forward", exact_norm)
 
     def build(kind="Llama", shape=None, **scaling):
         shape = WINDOW | (EAGER if kind in ("Qwen3Moe", "Mixtral") else {}) | (shape or {})
