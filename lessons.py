@@ -50,6 +50,7 @@ PARTS = {  # slug of a part's first lesson -> the part's title
     "kl-divergence": "Part X: bits, and what they cost",
     "min-p": "Part XI: answers that programs can read",
     "gpu-sampling": "Part XII: seen from outside",
+    "int8-on-laptops": "Part XIII: processors and models at hand",
 }
 
 
