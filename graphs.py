@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 import torch
 
 from cache import KVCache, Span, cached_attention, make_causal_mask, write_slots
-from model import Model, TorchRunner
+from model import Model, PassOutput, TorchRunner
 
 # packed inputs of a step, (n,), int64 -> its outputs, on the device
 Step = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
@@ -124,28 +124,29 @@ class GraphRunner(TorchRunner):
             cache.steps[key] = self.make_step(step, packed, model.device)
         return cache.steps[key](packed)
 
-    def logits(self, model, cache, spans: list[Span], keep: list[int]) -> torch.Tensor:
+    def forward(self, model, cache, spans: list[Span], keep: list[int]) -> PassOutput:
         fixed = isinstance(cache, KVCache) and has_fixed_shapes(model, spans)
         if not fixed or [span.pages[0] for span in spans] != list(range(len(cache.tokens))):
-            return super().logits(model, cache, spans, keep)
+            return super().forward(model, cache, spans, keep)
         tokens = [token for span in spans for token in span.tokens]
         starts = [span.start for span in spans]
         length = min(max(round_up(max(starts) + 1), MIN_LENGTH), cache.storage.shape[4])
         packed = pack([tokens, starts], model.device)
-        (logits,) = self.replay(model, cache, length, length, packed, batch_logits, length)
-        return logits.clone()  # the next step may overwrite them
+        output = self.replay(model, cache, length, length, packed, batch_output, length)
+        return PassOutput(*(each.clone() for each in output))  # the next step may overwrite them
 
 
-def batch_logits(
+def batch_output(
     model: Model, cache: KVCache, tables: list[torch.Tensor], length: int, packed: torch.Tensor
-) -> tuple[torch.Tensor]:
-    """Run a decode step over a KVCache, and return its logits, (B, vocab_size), float32.
+) -> PassOutput:
+    """Run a decode step over a KVCache, and return its output, a row for each sequence.
 
     packed: a token of each sequence, then their positions, below length. tables: of RoPE.
     """
     tokens, positions = packed.view(2, -1)
     attention = StaticBatch(cache, positions, length)
-    return (model.head(model.hidden(tokens, positions, attention.attend, tables)).float(),)
+    x = model.hidden(tokens, positions, attention.attend, tables)
+    return PassOutput(model.head(x).float())
 
 
 class StaticBatch:

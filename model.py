@@ -89,6 +89,12 @@ def causal_attention(
     ).transpose(1, 2)
 
 
+class PassOutput(NamedTuple):
+    """The result of a pass, with a row for each kept position."""
+
+    logits: torch.Tensor  # (N, vocab_size), float32
+
+
 class StepOutput(NamedTuple):
     """The result of `step`."""
 
@@ -107,10 +113,11 @@ class TorchRunner:
     tp_group = None  # the tensor-parallel processes, if there are several
 
     def logits(self, model, cache, spans: list[Span], keep: list[int]) -> torch.Tensor:
-        """Return the logits of the last keep[i] positions of span i, from one pass over all spans.
+        """Return the logits of `forward`."""
+        return self.forward(model, cache, spans, keep).logits
 
-        Their shape is (sum of keep, vocab_size), their dtype float32.
-        """
+    def forward(self, model, cache, spans: list[Span], keep: list[int]) -> PassOutput:
+        """Run one pass over all spans, and keep the last keep[i] positions of span i."""
         tokens, positions, ends = cache.prepare(spans)
         row_ranges = [range(end - len(span.tokens), end) for span, end in zip(spans, ends)]
         with use_adapters(model, [span.adapter for span in spans], row_ranges):
@@ -118,7 +125,7 @@ class TorchRunner:
         rows = [row for end, count in zip(ends, keep) for row in range(end - count, end)]
         if rows != list(range(len(x))):  # in most steps each span is one token
             x = x[rows]
-        return model.head(x).float()
+        return PassOutput(model.head(x).float())
 
     def step(
         self,
@@ -129,7 +136,7 @@ class TorchRunner:
         sequences: list[Sequence],
         rows: list[int],
     ) -> StepOutput:
-        """Run a pass as `logits` does, and sample the next token of each sequence.
+        """Run a pass as `forward` does, and sample the next token of each sequence.
 
         sequences: greedy or with a seed. rows: of the logits, one for each of them.
         """

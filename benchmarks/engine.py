@@ -314,7 +314,7 @@ def overhead(bench: Bench) -> None:
         model = engine.model
         methods = {"compute": (engine, "compute"), "scheduling": (engine.scheduler, "schedule")}
         if isinstance(model.runner, NativeRunner):
-            passes = {"pass": (model.runner, "logits")}
+            passes = {"pass": (model.runner, "forward")}
         else:
             passes = {name: (model, name) for name in ("hidden", "head")}
             methods["cache"] = engine.cache, "prepare"

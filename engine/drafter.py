@@ -94,7 +94,7 @@ class PagedModelDrafter:
                 for row, sequence in zip(rows, sequences)
             ]
             count = len(rows)
-            tokens, finite, _ = self.model.runner.step(
+            tokens, finite, *_ = self.model.runner.step(
                 self.model, self.cache, spans, [1] * count, sequences, list(range(count))
             )
             for row, span, token, is_finite, (_, error) in zip(rows, spans, tokens, finite, pairs):

@@ -225,7 +225,7 @@ class Engine:
         ends = list(itertools.accumulate(keep))
         rows = [row for end, own in zip(ends, pairs) for row in range(end - len(own), end)]
         sequences = [sequence for own in pairs for sequence, _ in own]
-        sampled, finite, logits = self.model.runner.step(
+        sampled, finite, logits, *_ = self.model.runner.step(
             self.model, self.cache, spans, keep, sequences, rows
         )
         self.scheduled = scheduled

@@ -7,7 +7,7 @@ import torch
 
 from cache import kv_cache_group_ids, stored_head_dim
 from llama import Llama, local_rope_layers, rotary_embedding
-from model import TorchRunner
+from model import PassOutput, TorchRunner
 from native import build, draw
 from native.linear import NativeLinear, address, replace_with_native_linear
 from native.structs import INT, POINTER, model_struct, struct
@@ -95,7 +95,7 @@ class NativeRunner(NativeSampler):
         # References that keep the memory of the tensors allocated.
         self.weights = list(model.state_dict().values())
 
-    def logits(self, model, cache, spans: list, keep: list[int]) -> torch.Tensor:
+    def forward(self, model, cache, spans: list, keep: list[int]) -> PassOutput:
         if model.adapters is not self.adapters:
             self.set_adapters(model)
         return self.compute(cache.storages, spans, keep)
@@ -110,8 +110,8 @@ class NativeRunner(NativeSampler):
                 layer.set_adapters([pairs.get(name) for name in names] if pairs else [])
         self.model = model_struct(model)
 
-    def compute(self, storages: list[torch.Tensor], spans: list, keep: list[int]) -> torch.Tensor:
-        """Return the logits at the last keep[i] positions of span i, (sum of keep, vocab_size).
+    def compute(self, storages: list[torch.Tensor], spans: list, keep: list[int]) -> PassOutput:
+        """Return the output at the last keep[i] positions of span i.
 
         Needs at least one token. storages: keys and values, (n_layer, 2, num_pages, n_kv_head,
         page_size, stored_head_dim), float32, float16 or int8. A single storage holds all layers.
@@ -161,8 +161,8 @@ class NativeRunner(NativeSampler):
             struct.lora_ids = (INT * len(lora_ids))(*lora_ids)
         return struct
 
-    def run_pass(self, struct: PassStruct) -> torch.Tensor:
-        """Run the forward pass in C and return its logits."""
+    def run_pass(self, struct: PassStruct) -> PassOutput:
+        """Run the forward pass in C."""
         model = ctypes.byref(self.model)
         threads = torch.get_num_threads()
         # Scratch is not shared between calls, because ctypes releases the GIL during the call.
@@ -170,7 +170,7 @@ class NativeRunner(NativeSampler):
         logits = torch.empty(struct.num_logits, self.config.vocab_size)
         buffers = POINTER(logits.data_ptr()), POINTER(work.data_ptr())
         self.library.gpt_pass(model, ctypes.byref(struct), *buffers, threads)
-        return logits
+        return PassOutput(logits)
 
 
 def flatten_spans(spans: list, keep: list[int], page_size: int, separate: bool) -> FlatBatch:

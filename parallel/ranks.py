@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from errors import UserError, catch_out_of_memory, is_out_of_memory
-from model import TorchRunner
+from model import PassOutput, TorchRunner
 
 PARALLEL_MODES = "gather", "reduce"
 TIMEOUT = timedelta(seconds=60)  # a rank that has not answered by then counts as dead
@@ -160,15 +160,15 @@ class TensorParallelRunner(TorchRunner):
         """Return a runner on the same ranks, with this rank's part on another backend."""
         return TensorParallelRunner(self.tp_group, local_runner)
 
-    def logits(self, model, cache, spans: list, keep: list[int]) -> torch.Tensor:
+    def forward(self, model, cache, spans: list, keep: list[int]) -> PassOutput:
         self.tp_group.broadcast((spans, keep))
         return self.compute(model, cache, spans, keep)
 
-    def compute(self, model, cache, spans: list, keep: list[int]) -> torch.Tensor:
+    def compute(self, model, cache, spans: list, keep: list[int]) -> PassOutput:
         """Compute this rank's part of a pass. Workers ignore the result."""
         # The engine could go on after a failed allocation, but the other ranks are inside the pass.
         with self.tp_group.fatal_out_of_memory():
-            return self.local_runner.logits(model, cache, spans, keep)
+            return self.local_runner.forward(model, cache, spans, keep)
 
     @torch.inference_mode()
     def run_worker_loop(self, model, cache) -> None:

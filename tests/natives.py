@@ -153,7 +153,7 @@ def both(build, **shape) -> tuple:
 
 def passed(model, storage, parts, keep) -> torch.Tensor:
     """The logits of a native pass. parts: pages, start and tokens of each text."""
-    return model.runner.compute([storage], [Span(*part) for part in parts], keep)
+    return model.runner.compute([storage], [Span(*part) for part in parts], keep).logits
 
 
 def in_pieces(model, texts: torch.Tensor, size: int, *dtype) -> torch.Tensor:

@@ -51,7 +51,7 @@ WORDS = ["--model", LLAMA, "--prompt", "Once upon a time", "--prompt", "Tom"]
 
 @pytest.fixture
 def passes_in_torch(monkeypatch) -> list:
-    return record(monkeypatch, TorchRunner, "logits", lambda *_: None)
+    return record(monkeypatch, TorchRunner, "forward", lambda *_: None)
 
 
 def targets_of(kind: str) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from natives import check_strange_logits, in_c, in_torch, params_of, threads
 from engine.drafter import PagedModelDrafter
 from engine.engine import Engine
 from infer import generate
-from model import TorchRunner
+from model import PassOutput, TorchRunner
 from native import build, use_native
 from native.draw import draw
 from sampling import SamplingParams, Sequence, sample_batch
@@ -230,9 +230,10 @@ def test_a_backend_is_one_class(tiny):
     class Backend(TorchRunner):
         passes = []
 
-        def logits(self, model, cache, spans, keep):
+        def forward(self, model, cache, spans, keep):
             self.passes.append([span.tokens for span in spans])
-            return torch.zeros(sum(keep), model.config.vocab_size)
+            rows = torch.zeros(sum(keep), model.config.vocab_size)
+            return PassOutput(*(rows for _ in PassOutput._fields))
 
         def sample_batch(self, logits, sequences, *_):
             return [len(sequence.tokens) for sequence in sequences]

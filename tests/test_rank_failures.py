@@ -88,7 +88,7 @@ def test_ctrl_c(tmp_path):
     check_line(tmp_path)
 
 
-@pytest.mark.parametrize("place, victim", [("load_shard", 1), ("logits", 0), ("logits", 1)])
+@pytest.mark.parametrize("place, victim", [("load_shard", 1), ("forward", 0), ("forward", 1)])
 def test_one_has_no_memory(tmp_path, monkeypatch, victim, place):
     owner = options if place == "load_shard" else TorchRunner
     real = getattr(owner, place)
@@ -206,14 +206,14 @@ def test_a_server_whose_socket_fails_ends_with_a_note(tmp_path, monkeypatch):
 
 
 def test_a_server_has_no_memory(tmp_path, monkeypatch):
-    real = TorchRunner.logits
+    real = TorchRunner.forward
 
     def failing(*arguments):
         if os.environ["RANK"] == "0":
             raise RuntimeError(NO_MEMORY)
         return real(*arguments)
 
-    monkeypatch.setattr(TorchRunner, "logits", failing)
+    monkeypatch.setattr(TorchRunner, "forward", failing)
     with serving(tmp_path) as (processes, client):
         status, answer = client.post("/v1/completions", {"prompt": "Tom"})
         error = "the sequences of this step do not fit in memory"
