@@ -146,7 +146,7 @@ def batch_output(
     tokens, positions = packed.view(2, -1)
     attention = StaticBatch(cache, positions, length)
     x = model.hidden(tokens, positions, attention.attend, tables)
-    return PassOutput(model.head(x).float())
+    return PassOutput(model.head(x).float(), x)
 
 
 class StaticBatch:

@@ -93,14 +93,16 @@ class PassOutput(NamedTuple):
     """The result of a pass, with a row for each kept position."""
 
     logits: torch.Tensor  # (N, vocab_size), float32
+    hidden: torch.Tensor  # (N, C), the last block's output, from which `Model.head` computes logits
 
 
 class StepOutput(NamedTuple):
-    """The result of `step`."""
+    """The result of `step`; the next one may overwrite its tensors."""
 
     tokens: list[int]  # of each sequence; arbitrary where its logits are not finite
     finite: list[bool]  # whether the logits of each kept position are
     logits: torch.Tensor  # (len(finite), vocab_size); zeros where they are not finite
+    hidden: torch.Tensor  # (len(finite), C), as in PassOutput
 
 
 class TorchRunner:
@@ -125,7 +127,7 @@ class TorchRunner:
         rows = [row for end, count in zip(ends, keep) for row in range(end - count, end)]
         if rows != list(range(len(x))):  # in most steps each span is one token
             x = x[rows]
-        return PassOutput(model.head(x).float())
+        return PassOutput(model.head(x).float(), x)
 
     def step(
         self,
@@ -140,10 +142,10 @@ class TorchRunner:
 
         sequences: greedy or with a seed. rows: of the logits, one for each of them.
         """
-        logits = self.logits(model, cache, spans, keep)
+        logits, hidden = self.forward(model, cache, spans, keep)
         finite = zero_nonfinite_rows(logits)
         tokens = self.sample_batch(select_rows(logits, rows), sequences)
-        return StepOutput(tokens, finite, logits)
+        return StepOutput(tokens, finite, logits, hidden)
 
     def sample_batch(
         self,

@@ -51,10 +51,12 @@ class DeviceRunner(TorchRunner):
         with model.adapters.activate(pairs) if pairs else use_adapters(model, names):
             tables = model.rope_tables(plan.length)
             x = model.hidden(tokens, positions, cache.attend, tables)  # (N, C)
-        logits, finite = finite_logits(model, x[kept])
+        x = x[kept]
+        logits, finite = finite_logits(model, x)
         tokens = sampling.sample(logits[rows], sampling_parts)
         results = torch.cat([tokens, finite]).tolist()  # the host waits here, and only here
-        return StepOutput(results[: len(tokens)], list(map(bool, results[len(tokens) :])), logits)
+        finite = list(map(bool, results[len(tokens) :]))
+        return StepOutput(results[: len(tokens)], finite, logits, x)
 
     def sample_batch(
         self,

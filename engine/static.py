@@ -124,14 +124,14 @@ class StaticRunner(GraphRunner, DeviceRunner):
         key = shape, sampler and (sampler.is_greedy, sampler.is_filtered)
         length = shape.num_pages * cache.storage.shape[4]
         inputs = packed[: sum(sizes)]
-        logits, results = self.replay(
+        logits, x, results = self.replay(
             model, cache, key, length, inputs, decode_step, sizes, sampler
         )
         if sampling.edits:
             parts = packed.split([*sizes, *map(len, sampling.edits)])
             results = torch.cat([sampling.sample(logits, parts[len(pass_parts) :]), results])
         tokens, finite = results.view(2, -1)[:, :count].tolist()
-        return StepOutput(tokens, list(map(bool, finite)), logits[:count])
+        return StepOutput(tokens, list(map(bool, finite)), logits[:count], x[:count])
 
 
 def decode_step(
@@ -141,8 +141,8 @@ def decode_step(
     sizes: list[int],
     sampling: BatchSampling | None,
     packed: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a decode step: return logits, (B, vocab_size), and tokens, then finite flags, (2 * B,).
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run a decode step: return logits, hidden states, and tokens, then finite flags, (2 * B,).
 
     tables: of RoPE. packed: the parts of `plan_step`, then `BatchSampling.fixed_parts`. sizes:
     their lengths. sampling: how to sample; None: return the flags only, (B,).
@@ -152,7 +152,7 @@ def decode_step(
     x = model.hidden(attention.tokens, attention.positions, attention.attend, tables)
     logits, finite = finite_logits(model, x)
     tokens = [sampling.sample(logits, parts[-3:])] if sampling else []
-    return logits, torch.cat([*tokens, finite.long()])
+    return logits, x, torch.cat([*tokens, finite.long()])
 
 
 def use_device_runner(model: Model) -> None:

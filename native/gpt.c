@@ -593,6 +593,7 @@ typedef struct {
   const float *local_cos, *local_sin;
   int64_t cache_dtype;      // FLOAT32, FLOAT16 or INT8
   const int64_t *lora_ids;  // (T): each token's adapter, -1 for none, or NULL
+  float *hidden;            // (num_logits, C): the last block's outputs, an output, or NULL
 } Pass;
 
 // Return the dot product of a and b, or the sum of a if b is NULL. The NUM_PARTIALS
@@ -654,7 +655,7 @@ void layer_norm(const Norm *norm, float eps, int64_t T, int64_t C, const float *
   }
 }
 
-static void rms_norm(const Norm *norm, float eps, int64_t T, int64_t C, const float *x, float *y) {
+void rms_norm(const Norm *norm, float eps, int64_t T, int64_t C, const float *x, float *y) {
   for (int64_t t = 0; t < T; t++, x += C, y += C) {
     float factor = norm->output_scale / sqrtf(dot(C, x, x) / C + eps);
     for (int64_t i = 0; i < C; i++) y[i] = x[i] * factor * (norm->weight_offset + norm->weight[i]);
@@ -1372,6 +1373,9 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
         gelu(n * inner, wide + range.begin * inner, in + range.begin * inner);
       residual(m, &mlp->out, &layer->down_norm, T, private, input, y, x, p->lora_ids);
     }
+#pragma omp for nowait
+    for (int64_t i = 0; i < p->num_logits; i++)
+      if (p->hidden) memcpy(p->hidden + i * C, x + p->logits_indices[i] * C, C * sizeof(float));
     range = thread_range(p->num_logits, private);
     for (int64_t i = range.begin; i < range.end; i++)
       normalize(&m->norm, m->eps, 1, C, x + p->logits_indices[i] * C, in + i * C);

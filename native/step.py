@@ -27,6 +27,7 @@ PassStruct = struct(
     local_sin=POINTER,
     cache_dtype=INT,
     lora_ids=ctypes.POINTER(INT),
+    hidden=POINTER,
 )
 CACHE_DTYPES = {torch.float32: 0, torch.float16: 1, torch.int8: 3}  # of the KV cache, as in gpt.c
 
@@ -168,9 +169,11 @@ class NativeRunner(NativeSampler):
         # Scratch is not shared between calls, because ctypes releases the GIL during the call.
         work = torch.empty(self.library.work_floats(model, INT(struct.T), threads))
         logits = torch.empty(struct.num_logits, self.config.vocab_size)
+        hidden = torch.empty(struct.num_logits, self.config.n_embd)
+        struct.hidden = hidden.data_ptr()
         buffers = POINTER(logits.data_ptr()), POINTER(work.data_ptr())
         self.library.gpt_pass(model, ctypes.byref(struct), *buffers, threads)
-        return PassOutput(logits)
+        return PassOutput(logits, hidden)
 
 
 def flatten_spans(spans: list, keep: list[int], page_size: int, separate: bool) -> FlatBatch:
