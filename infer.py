@@ -52,7 +52,7 @@ from constraints.matcher import single_allowed_token
 from errors import UserError, check_limits
 from loading.load import resolve_source
 from loading.prefix_files import ROW_PAGE_SIZE, PrefixFiles, load_row, save_row
-from model import Model
+from model import Model, PassOutput
 from sampling import (
     NOT_FINITE,
     SamplingParams,
@@ -233,9 +233,17 @@ def beam_search(
 def next_logits(
     model: Model, windows: list[list[int]], cache: KVCache | None, keep: int = 1, adapter: str = ""
 ) -> torch.Tensor:
-    """Return float32 logits at the last `keep` positions of each window, (B, keep, vocab_size).
+    """Return the logits of `next_output`."""
+    return next_output(model, windows, cache, keep, adapter).logits
 
-    With a cache, positions that a window shares with its row of the cache are not recomputed.
+
+def next_output(
+    model: Model, windows: list[list[int]], cache: KVCache | None, keep: int = 1, adapter: str = ""
+) -> PassOutput:
+    """Return logits and hidden states at the last `keep` positions of each window.
+
+    They are (B, keep, vocab_size), float32, and (B, keep, C). With a cache, positions that a window
+    shares with its row of the cache are not recomputed.
     Raises UserError if the logits are not finite, ValueError if a window is shorter than keep.
     """
     if min(len(window) for window in windows) < keep:
@@ -248,35 +256,43 @@ def next_logits(
     prefill = [row for row, tokens in enumerate(new) if len(tokens) > keep]
     passes = [rows for rows in (decode, prefill) if rows]
     parts = [
-        pass_logits(model, [new[row] for row in rows], rows, cache, keep, adapter)
+        pass_output(model, [new[row] for row in rows], rows, cache, keep, adapter)
         for rows in passes
     ]
-    logits = parts[0]
+    output = parts[0]
     if len(parts) == 2:
-        logits = torch.cat(parts)[torch.tensor(decode + prefill).argsort()]
-    if not logits.isfinite().all():
+        order = torch.tensor(decode + prefill).argsort()
+        output = PassOutput(*(torch.cat(pair)[order] for pair in zip(*parts)))
+    if not output.logits.isfinite().all():
         raise UserError(NOT_FINITE)
-    return logits
+    return output
 
 
 def pass_logits(
+    model: Model, new: list[list[int]], rows: list[int], cache: KVCache | None, keep: int
+) -> torch.Tensor:
+    """Return the logits of `pass_output`."""
+    return pass_output(model, new, rows, cache, keep).logits
+
+
+def pass_output(
     model: Model,
     new: list[list[int]],
     rows: list[int],
     cache: KVCache | None,
     keep: int,
     adapter: str = "",
-) -> torch.Tensor:
-    """Run one pass and return logits at the last `keep` new tokens, (B, keep, vocab_size).
+) -> PassOutput:
+    """Run one pass and return its output at the last `keep` new tokens, as `next_output`.
 
     rows: the cache row of each list in new. Without a cache, shorter sequences are padded on the
     right.
     """
     if cache is not None:
         spans = [span._replace(adapter=adapter) for span in cache.spans(new, rows)]
-        logits = model.runner.logits(model, cache, spans, [keep] * len(new))
+        output = model.runner.forward(model, cache, spans, [keep] * len(new))
         cache.commit()
-        return logits.view(len(new), keep, -1)
+        return PassOutput(*(each.view(len(new), keep, -1) for each in output))
     lengths = [len(tokens) for tokens in new]
     T = max(lengths)
     padded = [tokens + tokens[-1:] * (T - len(tokens)) for tokens in new]
@@ -286,7 +302,8 @@ def pass_logits(
         x = model.hidden(tokens, positions, model.causal_attention)
     each = torch.arange(len(new))[:, None]
     last = torch.tensor(lengths)[:, None] + torch.arange(-keep, 0)  # (B, keep)
-    return model.head(x[each, last]).float()
+    hidden = x[each, last]
+    return PassOutput(model.head(hidden).float(), hidden)
 
 
 def main(argv=None) -> None:
