@@ -157,9 +157,7 @@ class ModelDrafter:
         q = torch.empty(count, self.model.config.vocab_size, device=self.model.device)
         for index in range(count):
             drafted = sequence.with_drafts(drafts)
-            window = self.context_window.crop(drafted.tokens)
-            logits = next_logits(self.model, [window], self.cache)[0]
-            logits = apply_logits_processors(logits, [drafted])
+            logits = apply_logits_processors(self.logits(drafted), [drafted])
             if self.matcher:
                 mask = self.matcher.token_mask(drafted.output)
                 if not mask.any():
@@ -173,6 +171,10 @@ class ModelDrafter:
                 drawn = torch.multinomial(q[index], 1, generator=self.generator)
             drafts.append(drawn.item())
         return drafts, q[: len(drafts)]
+
+    def logits(self, drafted: Sequence) -> torch.Tensor:
+        """Return the logits after a sequence and its drafts so far, (1, vocab_size)."""
+        return next_logits(self.model, [self.context_window.crop(drafted.tokens)], self.cache)[0]
 
 
 def propose_prompt_lookup(sequence: Sequence, count: int) -> tuple[list[int], None]:
