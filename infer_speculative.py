@@ -12,7 +12,7 @@ if __name__ == "__main__":
 import torch
 
 from cache import ContextWindow, KVCache
-from command_line.models import load_models, pick_device
+from command_line.models import load_models, names_draft_head, pick_device
 from command_line.options import (
     CACHE_DTYPES,
     MODEL_HELP,
@@ -33,9 +33,11 @@ from command_line.output import (
 from command_line.parser import Parser, run_script
 from constraints.compiler import make_matcher
 from constraints.matcher import Matcher
+from draft_head import DraftHead
 from drafts import GAMMA_LIMITS, check_vocabularies, prompt_lookup
-from errors import check_limits
-from infer import next_logits
+from errors import UserError, check_limits
+from infer import next_logits, next_output
+from loading.draft_head import load_draft_head
 from loading.load import resolve_source
 from model import Model
 from sampling import (
@@ -76,12 +78,12 @@ def generate_speculative(
 
     Greedy output is equal and sampled output has the same distribution, up to rounding.
     The drafter proposes up to gamma tokens, 1 to 16, and the target verifies them in one pass.
-    draft: a model, or a function with the signature of `ModelDrafter.propose`, such as
-    `propose_prompt_lookup`. generator, stride, cache_dtype, encoding: as in `infer.generate`, but
-    params.seed is not used. The draft model's context shifts by half of its own block_size, and its
-    cache has cache_dtype too. Yields one step per target pass, with at most `params.max_new_tokens`
-    tokens in all. Raises UserError if gamma is out of range or the vocabularies differ, and as
-    `infer.generate` does.
+    draft: a model, a draft head, or a function with the signature of `ModelDrafter.propose`, such
+    as `propose_prompt_lookup`. generator, stride, cache_dtype, encoding: as in `infer.generate`,
+    but params.seed is not used. The draft model's context shifts by half of its own block_size, and
+    its cache has cache_dtype too. Yields one step per target pass, with at most
+    `params.max_new_tokens` tokens in all. Raises UserError if gamma is out of range or the
+    vocabularies differ, and as `infer.generate` does.
     """
     check_limits(GAMMA_LIMITS, gamma=gamma)
     check_engine_only_params([params])
@@ -95,7 +97,8 @@ def generate_speculative(
     if isinstance(draft, Model):
         check_vocabularies(config, draft.config)
         draft_matcher = make_matcher(params, encoding, config)
-        drafter = ModelDrafter(draft, end - 1, generator, cache_dtype, draft_matcher)
+        drafter_class = HeadDrafter if isinstance(draft, DraftHead) else ModelDrafter
+        drafter = drafter_class(draft, end - 1, generator, cache_dtype, draft_matcher)
         propose = drafter.propose
     while len(sequence.tokens) < end:
         start = context_window.start(len(sequence.tokens))
@@ -105,7 +108,7 @@ def generate_speculative(
         drafts, q = propose(sequence, count)
         # The cache needs no rollback: `truncate_to_prefix` drops rejected drafts in the next pass.
         window = sequence.tokens[start:] + drafts
-        logits = next_logits(target, [window], cache, keep=len(drafts) + 1)[0]
+        logits, hidden = (each[0] for each in next_output(target, [window], cache, len(drafts) + 1))
         drafted = [sequence.with_drafts(drafts[:index]) for index in range(len(drafts) + 1)]
         logits = apply_logits_processors(logits, drafted)
         dead_ends = []  # lengths of draft prefixes after which no token is allowed
@@ -120,6 +123,8 @@ def generate_speculative(
         if dead_ends and dead_ends[0] <= accepted:
             matcher.checked_token_mask(drafted[dead_ends[0]].output)
         tokens = drafts[:accepted] + [token]
+        if isinstance(draft, DraftHead):
+            drafter.observe(tokens, hidden[: len(tokens)])
         continues = [token not in sequence.all_stop_token_ids for token in tokens]
         tokens = tokens[: first_false(continues) + 1]
         sequence.tokens += tokens
@@ -159,11 +164,10 @@ class ModelDrafter:
             drafted = sequence.with_drafts(drafts)
             logits = apply_logits_processors(self.logits(drafted), [drafted])
             if self.matcher:
-                mask = self.matcher.token_mask(drafted.output)
-                if not mask.any():
-                    break  # no error: the target may reject an earlier draft
-                logits = apply_token_mask(logits, [mask])
+                logits = apply_token_mask(logits, [self.matcher.token_mask(drafted.output)])
             logits = logits[0]  # (vocab_size,)
+            if logits.max() == -torch.inf:
+                break  # no error: the target may reject an earlier draft, or allow other tokens
             q[index] = sampling_probs(logits, sequence.params)
             if sequence.params.temperature == 0:  # argmax is faster than a draw from one-hot q
                 drawn = logits.argmax()
@@ -175,6 +179,48 @@ class ModelDrafter:
     def logits(self, drafted: Sequence) -> torch.Tensor:
         """Return the logits after a sequence and its drafts so far, (1, vocab_size)."""
         return next_logits(self.model, [self.context_window.crop(drafted.tokens)], self.cache)[0]
+
+
+class HeadDrafter(ModelDrafter):
+    """A draft head for one sequence; arguments as in ModelDrafter.
+
+    Its cache begins at the first observed hidden state, because a prefill returns only the state of
+    its last position. Context shifts do not move it. When it is full, it begins again.
+    """
+
+    def __init__(self, head: DraftHead, *arguments):
+        super().__init__(head, *arguments)
+        self.tokens = []  # observed, not cached yet
+        self.states = None  # that chose each of them, (n, C)
+
+    def observe(self, tokens: list[int], states: torch.Tensor) -> None:
+        """Observe new tokens of the sequence, and the target's states that chose them, (n, C)."""
+        self.states = torch.cat([self.states, states]) if self.tokens else states
+        self.tokens += tokens
+
+    def propose(self, sequence: Sequence, count: int) -> tuple[list[int], torch.Tensor]:
+        max_len = self.cache.storage.shape[4]
+        # There is no state before the first pass.
+        count = min(count, max_len - 1) if self.tokens else 0
+        known = len(self.cache.tokens[0]) + len(self.tokens)
+        if known + count > max_len:
+            self.cache.tokens = [[]]
+            self.tokens = self.tokens[count - max_len :]
+            self.states = self.states[count - max_len :]
+            known = len(self.tokens)
+        drafts, q = super().propose(sequence, count)
+        del self.cache.tokens[0][known:]  # the states that chose drafts are the head's own
+        return drafts, q
+
+    def logits(self, drafted: Sequence) -> torch.Tensor:
+        spans = self.cache.spans([self.tokens or drafted.tokens[-1:]])
+        output = self.model.runner.forward(self.model, self.cache, spans, self.states)
+        if not output.hidden.isfinite().all():
+            raise UserError("the draft head returned values that are NaN or infinite")
+        self.cache.commit()
+        self.tokens = []
+        self.states = output.hidden
+        return output.logits
 
 
 def propose_prompt_lookup(sequence: Sequence, count: int) -> tuple[list[int], None]:
@@ -261,7 +307,7 @@ def main(argv=None) -> None:
     parser = Parser(description="Generate text with speculative decoding.")
     parser.group("model").add_argument("--target", default=STORIES, help=MODEL_HELP)
     group = parser.group("speculation")
-    draft_help = "smaller model with the target's vocabulary; lookup: prompt lookup"
+    draft_help = "draft head, or smaller model with the same vocabulary; lookup: prompt lookup"
     group.add_argument("--draft", default=STORIES.with_name("stories-draft"), help=draft_help)
     gamma_help = "maximum number of draft tokens per target pass, 1 to 16"
     group.add_argument("--gamma", metavar="N", type=int, default=3, help=gamma_help)
@@ -284,9 +330,12 @@ def run(args) -> None:
     device = pick_device(args.device)
     seed = pick_seed(args.seed)
     generator = torch.Generator(device).manual_seed(seed)
-    names = [source] if args.draft == "lookup" else [source, args.draft]
-    target, *drafts = load_models(names, args, device)
+    has_head = names_draft_head(args.draft)
+    has_model = args.draft != "lookup" and not has_head
+    target, *drafts = load_models([source, args.draft] if has_model else [source], args, device)
     draft = drafts[0] if drafts else propose_prompt_lookup
+    if has_head:
+        draft = load_draft_head(args.draft, target)
     encoding = load_encoding(source, target.config.vocab_size)
     skip = all_stop_token_ids(params, target.config.eos_token_ids)
     warn_dropped_bytes(encoding, *prompts)

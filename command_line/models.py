@@ -9,6 +9,7 @@ from command_line.options import DTYPES, check_utf8
 from command_line.parser import is_distributed
 from errors import UserError
 from graphs import CapturedStep, GraphRunner, MakeStep, compile_step, eager_step, has_experts
+from loading.draft_head import is_draft_head
 from loading.load import Source, load_model
 from model import Model
 from native import BuildError, kernel, use_native
@@ -99,6 +100,11 @@ def load_models(names: list, args, device: str, load_first: Callable | None = No
     elif device == "cpu" and args.backend != "torch":
         use_native_backend(models, is_explicit=args.backend == "native")
     return models
+
+
+def names_draft_head(draft) -> bool:
+    """Return whether --draft names a draft head, not a draft model or prompt lookup."""
+    return draft not in (None, "lookup") and is_draft_head(draft)
 
 
 def use_native_backend(models: list[Model], is_explicit: bool) -> None:
