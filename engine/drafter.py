@@ -3,11 +3,13 @@
 import statistics
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
 from cache import ContextWindow, Span, common_prefix_length
+from draft_head import DraftHead
 from drafts import check_vocabularies, prompt_lookup
 from engine.cache import PagedCache
 from engine.config import LIMITS
@@ -124,6 +126,117 @@ class PagedModelDrafter:
         self.pool.free_tail(self.states.pop(request).pages, 0)
 
 
+@dataclass
+class HeadState:
+    """The state of a request in a draft head."""
+
+    end: int  # position in the request of the next state to observe
+    num_cached: int  # observed tokens in the head's cache; drafts after them are overwritten
+    pages: list[int]
+    tokens: list[int]  # observed, not cached yet
+    states: list[torch.Tensor]  # that chose them: parts of (n, C)
+
+
+MAX_WINDOWS = 4  # sliding windows of a request in the head's cache, before it begins again
+
+
+class PagedHeadDrafter:
+    """A draft head that drafts for all requests in batches, with its own paged KV cache.
+
+    Its arguments and its random numbers are PagedModelDrafter's. The cache holds MAX_WINDOWS
+    sliding windows for each request. A request whose states have a gap, such as jump-forward
+    tokens, begins again with an empty cache. Raises UserError for a value out of range, or if the
+    cache does not fit in memory.
+    """
+
+    def __init__(
+        self,
+        head: DraftHead,
+        target: Model,
+        max_num_seqs: int = 32,
+        page_size: int = 16,
+        cache_dtype: torch.dtype | None = None,
+    ):
+        check_limits(LIMITS, max_num_seqs=max_num_seqs, page_size=page_size)
+        self.model = head
+        self.target = target
+        self.max_num_seqs = max_num_seqs
+        (self.window,) = head.config.sliding_windows
+        self.max_len = min(head.config.block_size, MAX_WINDOWS * self.window)
+        self.pool = PagePool(max_num_seqs * page_count(self.max_len, page_size), page_size)
+        self.cache = PagedCache(head, self.pool.num_pages, page_size, None, cache_dtype)
+        self.states: dict[Request, HeadState] = {}
+
+    def observe(self, request: Request, tokens: list[int], states: torch.Tensor) -> None:
+        """Observe new tokens of a request, and the target's states that chose them, (n, C).
+
+        request.tokens do not include them yet. The next step may overwrite the states.
+        """
+        start = len(request.tokens) - 1
+        state = self.states.setdefault(request, HeadState(start, 0, [], [], []))
+        if state.end != start:
+            self.states[request] = state = HeadState(start, 0, state.pages, [], [])
+        if len(state.tokens) >= 2 * self.window:  # after many steps without drafts
+            self.begin_again(state, self.window)
+        state.end += len(tokens)
+        state.tokens += tokens
+        state.states.append(states.clone())
+
+    def begin_again(self, state: HeadState, count: int) -> None:
+        """Empty the cache of a request, and keep the last `count` observed tokens."""
+        state.num_cached = 0
+        state.tokens = state.tokens[-count:]
+        state.states = [torch.cat(state.states)[-count:]]
+
+    def keep(self, requests: list[Request]) -> None:
+        """Free the states and pages of all requests but the first max_num_seqs of these."""
+        for request in self.states.keys() - set(requests[: self.max_num_seqs]):
+            self.pool.free_tail(self.states.pop(request).pages, 0)
+
+    @torch.inference_mode()
+    def propose(self, requests: list[Request], counts: list[int]) -> list[list[int]]:
+        self.keep(requests)
+        drafts = [[] for _ in requests]
+        wanted = [0] * len(requests)
+        for row, (request, count) in enumerate(zip(requests, counts)):
+            state = self.states.get(request)
+            if count and state and state.tokens:
+                wanted[row] = min(count, self.max_len - 1)
+                if state.num_cached + len(state.tokens) + wanted[row] > self.max_len:
+                    self.begin_again(state, self.max_len - wanted[row])
+        own = {}  # row -> the head's own state that chose the last draft, in place of the target's
+        while rows := [row for row, count in enumerate(wanted) if len(drafts[row]) < count]:
+            states = [self.states[requests[row]] for row in rows]
+            spans = [self.prepare_span(state, drafts[row]) for row, state in zip(rows, states)]
+            inputs = [part for row, state in zip(rows, states) for part in state.states or own[row]]
+            pairs = [requests[row].masked_sequence(drafts[row]) for row in rows]
+            logits, hidden = self.model.runner.forward(
+                self.model, self.cache, spans, torch.cat(inputs)
+            )
+            sequences = [sequence for sequence, _ in pairs]
+            tokens = self.target.runner.sample_batch(logits, sequences)
+            finite = hidden.isfinite().all(dim=-1).tolist()
+            for index, (row, state) in enumerate(zip(rows, states)):
+                state.num_cached += len(state.tokens)
+                state.tokens = []
+                state.states = []
+                own[row] = [hidden[index : index + 1]]
+                if finite[index] and pairs[index][1] is None:
+                    drafts[row].append(tokens[index])
+                else:
+                    wanted[row] = 0  # stop drafting
+                if not finite[index]:
+                    state.num_cached = 0
+        return drafts
+
+    def prepare_span(self, state: HeadState, drafts: list[int]) -> Span:
+        """Allocate pages for the observed tokens, or else the last draft, and return their span."""
+        start = state.num_cached + max(len(drafts) - 1, 0)
+        tokens = state.tokens or drafts[-1:]
+        self.pool.allocate(state.pages, start + len(tokens))
+        return Span(state.pages, start, tokens)
+
+
 TRIAL_STEPS = 16  # steps of each mode in a trial, and steps between later decisions
 COMMIT_STEPS = 256  # steps of the faster mode before the next trial
 MAX_SAMPLES = 64  # most recent steps of each mode that count
@@ -183,8 +296,8 @@ class AdaptiveSpeculation:
         """Record the step that `should_draft` started: its requests and number of sampled tokens.
 
         A step that admits a request or computes a prompt does not count. Nor does the first step
-        after drafting resumes, in which a draft model catches up on the tokens generated without
-        it.
+        after drafting resumes, in which a draft model or head catches up on the tokens generated
+        without it.
         """
         seconds = time.perf_counter() - self.start_time
         decodes = all(len(entry.tokens) == len(entry.drafts) + 1 for entry in scheduled)

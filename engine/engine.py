@@ -11,7 +11,7 @@ from cache import ContextWindow, common_prefix_length, layer_sliding_windows
 from constraints.compiler import make_matcher
 from engine.cache import PagedCache
 from engine.config import EngineConfig
-from engine.drafter import AdaptiveSpeculation, Drafter
+from engine.drafter import AdaptiveSpeculation, Drafter, PagedHeadDrafter
 from engine.pages import PagePool, salt_with_adapter, sliding_page_count
 from engine.request import Event, Request, make_request
 from engine.scheduler import ScheduledRequest, Scheduler
@@ -34,6 +34,7 @@ class SamplerOutput(NamedTuple):
     tokens: list[int]
     # (n, vocab_size): of prompt positions, if requested, then of the positions of the tokens.
     logits: torch.Tensor
+    hidden: torch.Tensor  # (n, C), of the same positions
 
 
 class Engine:
@@ -190,6 +191,8 @@ class Engine:
         for request in running:
             request.drafts = []  # left by an interrupted step
         if self.adaptive_speculation and not self.adaptive_speculation.should_draft(len(running)):
+            if isinstance(self.drafter, PagedHeadDrafter):
+                self.drafter.keep(running)  # otherwise `propose` does so
             return
         decoding = [request for request in running if len(request.uncomputed_tokens) == 1]
         counts = [
@@ -225,7 +228,7 @@ class Engine:
         ends = list(itertools.accumulate(keep))
         rows = [row for end, own in zip(ends, pairs) for row in range(end - len(own), end)]
         sequences = [sequence for own in pairs for sequence, _ in own]
-        sampled, finite, logits, *_ = self.model.runner.step(
+        sampled, finite, logits, hidden = self.model.runner.step(
             self.model, self.cache, spans, keep, sequences, rows
         )
         self.scheduled = scheduled
@@ -233,9 +236,9 @@ class Engine:
         self.num_computed_tokens += sum(len(entry.tokens) for entry in scheduled)
         tokens = iter(sampled)
         outputs = []
-        for end, own, part in zip(ends, pairs, logits.split(keep)):
+        for end, own, part, states in zip(ends, pairs, logits.split(keep), hidden.split(keep)):
             errors = [error for _, error in own if error]
-            output = SamplerOutput(list(itertools.islice(tokens, len(own))), part)
+            output = SamplerOutput(list(itertools.islice(tokens, len(own))), part, states)
             good = output if all(finite[end - len(part) : end]) else None
             outputs.append(errors[0] if errors else good)
         return outputs
@@ -265,7 +268,7 @@ class Engine:
     def add_prompt_logprobs(self, entry: ScheduledRequest, output: SamplerOutput) -> None:
         """Append the log-probabilities of the prompt tokens that an output's logits predict."""
         request = entry.request
-        _, logits = output
+        logits = output.logits
         end = request.num_computed_tokens + len(entry.tokens)
         # After preemption, known positions are recomputed.
         if request.needs_prompt_logits and end > request.first_logits_position:
@@ -284,7 +287,7 @@ class Engine:
         MAX_JUMP_FORWARD of them, because all other requests wait for them.
         """
         request = entry.request
-        sampled, logits = output
+        sampled, logits, hidden = output
         num_accepted = common_prefix_length(sampled, entry.drafts)
         self.num_draft_tokens += len(entry.drafts)
         self.num_accepted_tokens += num_accepted  # even if the sequence ends earlier
@@ -306,7 +309,11 @@ class Engine:
                 reason = "stop"
             elif len(request.output) + len(tokens) == request.params.max_new_tokens:
                 reason = "length"
-        self.num_sampled_tokens += min(len(tokens), num_accepted + 1)
+        num_sampled = min(len(tokens), num_accepted + 1)
+        self.num_sampled_tokens += num_sampled
+        if isinstance(self.drafter, PagedHeadDrafter) and num_sampled:
+            start = len(hidden) - len(sampled)
+            self.drafter.observe(request, tokens[:num_sampled], hidden[start : start + num_sampled])
         logprobs = []
         if request.params.logprobs is not None:
             count = request.params.logprobs

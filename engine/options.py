@@ -5,7 +5,7 @@ import functools
 from collections.abc import Iterator
 
 from adapters import Adapters
-from command_line.models import load_models, pick_device
+from command_line.models import load_models, names_draft_head, pick_device
 from command_line.options import CACHE_DTYPES, check_utf8
 from command_line.parser import Parser, is_distributed
 from command_line.prefix_cache import (
@@ -13,10 +13,18 @@ from command_line.prefix_cache import (
     check_prefix_cache_options,
     open_prefix_files,
 )
+from draft_head import DraftHead
 from engine.config import EngineConfig
-from engine.drafter import AdaptiveSpeculation, PagedModelDrafter, PromptLookupDrafter
+from engine.drafter import (
+    AdaptiveSpeculation,
+    Drafter,
+    PagedHeadDrafter,
+    PagedModelDrafter,
+    PromptLookupDrafter,
+)
 from engine.engine import Engine
 from errors import UserError
+from loading.draft_head import load_draft_head
 from loading.load import Source, empty_model, resolve_source
 from loading.lora import read_adapter
 from model import Model
@@ -45,7 +53,7 @@ def add_engine_options(parser: Parser) -> None:
     group.add_argument("--lora-modules", **options, help=adapters_help)
     add_prefix_cache_options(parser)
     group = parser.group("speculation")
-    draft_help = "draft model with the same vocabulary; lookup: prompt lookup"
+    draft_help = "draft head, or draft model with the same vocabulary; lookup: prompt lookup"
     group.add_argument("--draft", metavar="MODEL", help=draft_help)
     gamma_help = (
         "maximum draft tokens per sequence and step, 1 to 16 (default: 3, or 0 if that is faster)"
@@ -102,13 +110,18 @@ def load_engine(
         raise UserError("--lora-modules requires a single process; with several use --adapter")
     if tp_group and args.prefix_cache is not None:
         raise UserError("--prefix-cache requires a single process")
+    has_head = names_draft_head(args.draft)
+    if tp_group and has_head:
+        raise UserError(f"--draft {args.draft}: a draft head requires a single process")
     if tp_group and is_driver:
         tp_group.broadcast()  # start loading on the workers
-    has_draft = is_driver and args.draft not in (None, "lookup")
+    has_draft = is_driver and args.draft not in (None, "lookup") and not has_head
     names = [source, args.draft] if has_draft else [source]
     load_first = functools.partial(load_shard, tp_group=tp_group) if tp_group else None
     model, *drafts = load_models(names, args, device, load_first)
     load_adapters(model, directories)
+    if has_head:
+        drafts = [load_draft_head(args.draft, model)]
     if tp_group:
         parallelize_vocabulary(model)
         tp_group.barrier()
@@ -135,12 +148,11 @@ def engine_config(args) -> EngineConfig:
 
 def make_drafter(
     config: EngineConfig, name: str | None, model: Model, drafts: list[Model]
-) -> PromptLookupDrafter | PagedModelDrafter | None:
-    """Return the drafter that --draft names. drafts: the draft model, or empty."""
+) -> Drafter | None:
+    """Return the drafter that --draft names. drafts: the draft model or head, or empty."""
     if drafts:
-        return PagedModelDrafter(
-            drafts[0], model, config.max_num_seqs, config.page_size, config.cache_dtype
-        )
+        drafter = PagedHeadDrafter if isinstance(drafts[0], DraftHead) else PagedModelDrafter
+        return drafter(drafts[0], model, config.max_num_seqs, config.page_size, config.cache_dtype)
     return PromptLookupDrafter() if name else None
 
 

@@ -117,7 +117,7 @@ def failing(engine, fails):
 
 def writing(engine, ids: list[int]):
     """Let an engine write these ids, whatever its model thinks; returns the engine."""
-    return changed(engine, lambda work, own: ([ids[len(work.request.output)]], own[1]))
+    return changed(engine, lambda work, own: own._replace(tokens=[ids[len(work.request.output)]]))
 
 
 @contextlib.asynccontextmanager
