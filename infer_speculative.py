@@ -172,7 +172,7 @@ class ModelDrafter:
             if sequence.params.temperature == 0:  # argmax is faster than a draw from one-hot q
                 drawn = logits.argmax()
             else:
-                drawn = torch.multinomial(q[index], 1, generator=self.generator)
+                drawn = draw(q[index], self.generator)
             drafts.append(drawn.item())
         return drafts, q[: len(drafts)]
 
@@ -246,7 +246,20 @@ def verify(
     uniform = torch.rand(len(drafts), 1, generator=generator, device=p.device)
     accepted = first_false((uniform < chance)[:, 0].tolist())
     last = p[accepted] if accepted == len(drafts) else residual(p[accepted], q[accepted])
-    return accepted, torch.multinomial(last, 1, generator=generator).item()
+    return accepted, draw(last, generator).item()
+
+
+def draw(probs: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Draw an index of probs, (n,), by inverting their cumulative sums.
+
+    torch.multinomial draws a random number for each index, which takes 20 times as long.
+    """
+    exact = torch.float32 if probs.device.type == "mps" else torch.float64  # MPS has no float64
+    sums = probs.to(exact).cumsum(dim=0)
+    uniform = torch.rand(1, generator=generator, dtype=exact, device=probs.device)
+    # Below the last sum, because rounding could reach it. `right` skips indices of probability 0.
+    threshold = (uniform * sums[-1:]).minimum(sums[-1:].nextafter(sums.new_zeros(1)))
+    return torch.searchsorted(sums, threshold, right=True)[0]
 
 
 def acceptance(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from drafts import prompt_lookup
 from errors import UserError
 from infer_speculative import (
     acceptance,
+    draw,
     generate_speculative,
     main,
     propose_prompt_lookup,
@@ -52,6 +53,16 @@ def test_accept_and_residual_give_the_targets_distribution(pair):
     result = accepted + (1 - accepted.sum()) * residual(p, q)
     assert (result - p).abs().max() < 1e-10
     assert torch.equal(residual(p[None], p[None]), p[None])
+
+
+def test_draw_inverts_the_cumulative_sums(monkeypatch):
+    """At both ends too, where rounding could reach an index of probability 0."""
+    probs = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0])
+    below = torch.tensor([1.0], dtype=torch.float64).nextafter(torch.zeros(1, dtype=torch.float64))
+    for uniform, index in ((0.0, 1), (0.24, 1), (0.26, 3), (0.9, 3), (below.item(), 3)):
+        monkeypatch.setattr(torch, "rand", lambda *_, uniform=uniform, **__: below * 0 + uniform)
+        for scale in (1.0, 1 / 3, 1e-30):
+            assert draw(probs * scale, None) == index
 
 
 def test_drafts_are_accepted_from_the_left_up_to_the_first_rejection():

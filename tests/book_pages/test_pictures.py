@@ -49,7 +49,7 @@ CAPTIONS = {  # slug -> the numbers and tokens of the caption, which are those o
     "jump-forward": "28 tokens in 8 passes: 20 of them were",
     "json-schema": "28 tokens in the form of a schema: at 20 only one ... At 4 its",
     "show-allowed": "a single token at 2 of 4 places ... At 0 the model's own favourite",
-    "speculative-decoding": "drafts 36 tokens and the large one accepts 28: 40 tokens in 12 passes",
+    "speculative-decoding": "drafts 34 tokens and the large one accepts 28: 40 tokens in 12 passes",
     "gguf-blocks": "Q4_1 holds 32 numbers in 20 bytes ... largest error in this block is 0.0082.",
     "mixture-of-experts": "2 of 8 experts ... expert 6 is taken most often, by 8 of 15",
     "init": "` very` looks back at ` lost`, and the answer turns from ` happy` to ` sad`.",
