@@ -359,8 +359,8 @@ static void gemm(const Linear *l, int64_t T, Input in, float *y, int add) {
     for (int64_t tile = 0; tile < T; tile += size)
       for (int64_t t = tile, n; t < T && t < tile + size; t += n) {
         n = T - t < size ? T - t : size;
-        n = n == 12 ? 12 : n >= 8 ? 8 : n >= 6 ? 6 : n >= 4 ? 4 : n >= 2 ? 2 : 1;
-        switch (n) { CASE(1) CASE(2) CASE(4) CASE(6) CASE(8) CASE(12) }
+        n = n == 12 ? 12 : n >= 8 ? 8 : n >= 6 ? 6 : n;
+        switch (n) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(8) CASE(12) }
       }
 }
 
