@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 from cache import Span
-from llama import Block, LlamaConfig, RMSNorm, rotary_embedding
+from llama import Block, Llama, LlamaConfig, RMSNorm, rotary_embedding
 from model import Attend, Model, PassOutput
 
 
@@ -40,6 +40,9 @@ class DraftHead(Model):
     """
 
     runner = DraftHeadRunner()
+    ROLES = {
+        role: (path.replace("layers.*", "block"), "") for role, (path, _) in Llama.ROLES.items()
+    }
 
     def __init__(self, config: LlamaConfig, token_ids: list[int], target: Model):
         super().__init__()

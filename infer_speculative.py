@@ -12,7 +12,7 @@ if __name__ == "__main__":
 import torch
 
 from cache import ContextWindow, KVCache
-from command_line.models import load_models, names_draft_head, pick_device
+from command_line.models import load_head, load_models, names_draft_head, pick_device
 from command_line.options import (
     CACHE_DTYPES,
     MODEL_HELP,
@@ -37,7 +37,6 @@ from draft_head import DraftHead
 from drafts import GAMMA_LIMITS, check_vocabularies, prompt_lookup
 from errors import UserError, check_limits
 from infer import next_logits, next_output
-from loading.draft_head import load_draft_head
 from loading.load import resolve_source
 from model import Model
 from sampling import (
@@ -348,7 +347,7 @@ def run(args) -> None:
     target, *drafts = load_models([source, args.draft] if has_model else [source], args, device)
     draft = drafts[0] if drafts else propose_prompt_lookup
     if has_head:
-        draft = load_draft_head(args.draft, target)
+        draft = load_head(args.draft, target)
     encoding = load_encoding(source, target.config.vocab_size)
     skip = all_stop_token_ids(params, target.config.eos_token_ids)
     warn_dropped_bytes(encoding, *prompts)

@@ -7,12 +7,13 @@ import torch
 
 from command_line.options import DTYPES, check_utf8
 from command_line.parser import is_distributed
+from draft_head import DraftHead
 from errors import UserError
 from graphs import CapturedStep, GraphRunner, MakeStep, compile_step, eager_step, has_experts
-from loading.draft_head import is_draft_head
+from loading.draft_head import is_draft_head, load_draft_head
 from loading.load import Source, load_model
 from model import Model
-from native import BuildError, kernel, use_native
+from native import BuildError, NativeRunner, kernel, use_native
 
 
 def pick_device(name: str) -> str:
@@ -105,6 +106,14 @@ def load_models(names: list, args, device: str, load_first: Callable | None = No
 def names_draft_head(draft) -> bool:
     """Return whether --draft names a draft head, not a draft model or prompt lookup."""
     return draft not in (None, "lookup") and is_draft_head(draft)
+
+
+def load_head(directory, target: Model) -> DraftHead:
+    """Load a draft head with the backend of its target."""
+    head = load_draft_head(directory, target)
+    if isinstance(target.runner, NativeRunner):
+        use_native(head)
+    return head
 
 
 def use_native_backend(models: list[Model], is_explicit: bool) -> None:

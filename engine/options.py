@@ -5,7 +5,7 @@ import functools
 from collections.abc import Iterator
 
 from adapters import Adapters
-from command_line.models import load_models, names_draft_head, pick_device
+from command_line.models import load_head, load_models, names_draft_head, pick_device
 from command_line.options import CACHE_DTYPES, check_utf8
 from command_line.parser import Parser, is_distributed
 from command_line.prefix_cache import (
@@ -24,7 +24,6 @@ from engine.drafter import (
 )
 from engine.engine import Engine
 from errors import UserError
-from loading.draft_head import load_draft_head
 from loading.load import Source, empty_model, resolve_source
 from loading.lora import read_adapter
 from model import Model
@@ -121,7 +120,7 @@ def load_engine(
     model, *drafts = load_models(names, args, device, load_first)
     load_adapters(model, directories)
     if has_head:
-        drafts = [load_draft_head(args.draft, model)]
+        drafts = [load_head(args.draft, model)]
     if tp_group:
         parallelize_vocabulary(model)
         tp_group.barrier()

@@ -575,6 +575,9 @@ typedef struct {
   const float *wpe;        // (block_size, C), the position embeddings, or NULL
   Norm norm;
   const Layer *layers;
+  // Of a draft head: fc maps the normed embedding and state to x. Otherwise fc.out is 0.
+  Linear fc;  // (C, 2 C)
+  Norm embed_norm;
 } Model;
 
 typedef struct {
@@ -594,6 +597,7 @@ typedef struct {
   int64_t cache_dtype;      // FLOAT32, FLOAT16 or INT8
   const int64_t *lora_ids;  // (T): each token's adapter, -1 for none, or NULL
   float *hidden;            // (num_logits, C): the last block's outputs, an output, or NULL
+  const float *states;      // (T, C): with a draft head, the hidden states that chose the tokens
 } Pass;
 
 // Return the dot product of a and b, or the sum of a if b is NULL. The NUM_PARTIALS
@@ -1186,6 +1190,18 @@ static void project(const Linear *l, int count, int64_t T, int private, Input in
   }
 }
 
+// Compute the input x of a draft head's block. y: (T, C), the embeddings. in: of `input`.
+static void add_states(const Model *m, const Pass *p, int private, const float *y, float *in,
+                       Input input, float *x) {
+  int64_t C = m->n_embd;
+  Range range = thread_range(p->T, private);
+  for (int64_t t = range.begin; t < range.end; t++) {
+    rms_norm(&m->embed_norm, m->eps, 1, C, y + t * C, in + 2 * t * C);
+    normalize(&m->norm, m->eps, 1, C, p->states + t * C, in + (2 * t + 1) * C);
+  }
+  project(&m->fc, 1, p->T, private, input, x, 0, NULL);
+}
+
 // Compute the layer that ends a residual branch and add its output to x, after its norm if it has
 // one. y: scratch for the norm.
 static void residual(const Model *m, const Linear *l, const Norm *norm, int64_t T, int private,
@@ -1347,7 +1363,8 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
     float *scale = in + buffer_floats;
     Input input = {in, {(Quant *)(scale + T * m->top_k)}, scale, rotated};
     Input attn = {y, {input.values}, scale, rotated};
-    embed(m, p, x);
+    embed(m, p, m->fc.out ? y : x);
+    if (m->fc.out) add_states(m, p, private, y, in, input, x);
     Range range = thread_range(T, private);
     int64_t n = range.end - range.begin;
     float *thread_x = x + range.begin * C;

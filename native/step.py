@@ -4,13 +4,15 @@ import ctypes
 from typing import NamedTuple
 
 import torch
+import torch.nn as nn
 
 from cache import kv_cache_group_ids, stored_head_dim
-from llama import Llama, local_rope_layers, rotary_embedding
+from llama import LlamaConfig, local_rope_layers, rotary_embedding
 from model import PassOutput, TorchRunner
 from native import build, draw
-from native.linear import NativeLinear, address, replace_with_native_linear
-from native.structs import INT, POINTER, model_struct, struct
+from native.linear import NativeEmbedding, NativeLinear, address, replace_with_native_linear
+from native.structs import INT, POINTER, ModelStruct, draft_head_struct, model_struct, struct
+from quantisation.int8 import Int8Linear, load_weight_rows
 from sampling import sample_batch
 
 PassStruct = struct(
@@ -28,6 +30,7 @@ PassStruct = struct(
     cache_dtype=INT,
     lora_ids=ctypes.POINTER(INT),
     hidden=POINTER,
+    states=POINTER,
 )
 CACHE_DTYPES = {torch.float32: 0, torch.float16: 1, torch.int8: 3}  # of the KV cache, as in gpt.c
 
@@ -79,15 +82,13 @@ class NativeRunner(NativeSampler):
         # load() and load(None) are different keys for functools.cache.
         super().__init__(build.load() if target is None else build.load(target))
         self.library.work_floats.restype = INT
-        model_struct(model)  # checks every tensor before the first is packed
-        replace_with_native_linear(model, self.library)
-        self.model = model_struct(model)
+        self.model = self.pack(model)
         self.adapters = None  # the model's adapters, as last passed to C
         # Without and with a separate KV cache group for sliding-window layers.
         self.group_ids = [kv_cache_group_ids(self.config, separate) for separate in (False, True)]
         self.layers = [group_arrays(group_ids) for group_ids in self.group_ids]
         self.rotary_embedding = []
-        if isinstance(model, Llama):
+        if isinstance(model.config, LlamaConfig):
             cpu = torch.device("cpu")
             self.rotary_embedding = [
                 rotary_embedding(model.config, torch.float32, cpu, is_local)
@@ -95,6 +96,12 @@ class NativeRunner(NativeSampler):
             ]
         # References that keep the memory of the tensors allocated.
         self.weights = list(model.state_dict().values())
+
+    def pack(self, model) -> ModelStruct:
+        """Pack the weights of a model, and return its C struct."""
+        model_struct(model)  # checks every tensor before the first is packed
+        replace_with_native_linear(model, self.library)
+        return model_struct(model)
 
     def forward(self, model, cache, spans: list, keep: list[int]) -> PassOutput:
         if model.adapters is not self.adapters:
@@ -168,12 +175,45 @@ class NativeRunner(NativeSampler):
         threads = torch.get_num_threads()
         # Scratch is not shared between calls, because ctypes releases the GIL during the call.
         work = torch.empty(self.library.work_floats(model, INT(struct.T), threads))
-        logits = torch.empty(struct.num_logits, self.config.vocab_size)
+        logits = torch.empty(struct.num_logits, self.model.head.out_features)
         hidden = torch.empty(struct.num_logits, self.config.n_embd)
         struct.hidden = hidden.data_ptr()
         buffers = POINTER(logits.data_ptr()), POINTER(work.data_ptr())
         self.library.gpt_pass(model, ctypes.byref(struct), *buffers, threads)
         return PassOutput(logits, hidden)
+
+
+class NativeHeadRunner(NativeRunner):
+    """A runner that computes the passes of a draft head of a native target in C.
+
+    Its weights are int8, whatever the target's are. Rounding can change drafts, but no output.
+    """
+
+    def pack(self, head) -> ModelStruct:
+        embedding, norm, lm_head = head.target_layers
+        if not isinstance(embedding, NativeEmbedding):
+            raise ValueError("a native draft head requires a native target")
+        if isinstance(lm_head, NativeLinear):
+            raise ValueError("the layers of this draft head are native already")
+        head.float()
+        for name, layer in list(head.named_modules()):
+            if isinstance(layer, nn.Linear):
+                head.set_submodule(name, self.int8_layer(layer))
+        head.target_layers = embedding, norm, self.int8_layer(lm_head)
+        return draft_head_struct(head)
+
+    def int8_layer(self, layer: nn.Linear) -> NativeLinear:
+        """Return a layer with its weight rotated, quantised and packed."""
+        quantised = Int8Linear(layer)
+        load_weight_rows(quantised.state_dict(), "weight", slice(None), layer.weight.detach())
+        return NativeLinear(quantised, self.library)
+
+    def forward(self, head, cache, spans: list, states: torch.Tensor) -> PassOutput:
+        batch = flatten_spans(spans, [1] * len(spans), cache.storages[0].shape[4], False)
+        struct = self.pass_struct(cache.storages, batch)
+        struct.states = address(states, torch.float32, struct.T, self.config.n_embd)
+        logits, hidden = self.run_pass(struct)
+        return PassOutput(head.scatter(logits), hidden)
 
 
 def flatten_spans(spans: list, keep: list[int], page_size: int, separate: bool) -> FlatBatch:

@@ -47,6 +47,8 @@ ModelStruct = struct(
     wpe=POINTER,
     norm=NormStruct,
     layers=ctypes.POINTER(LayerStruct),
+    fc=LinearStruct,
+    embed_norm=NormStruct,
 )
 
 
@@ -95,6 +97,33 @@ def model_struct(model) -> ModelStruct:
         wpe=float_address(positions, config.block_size, C),
         norm=norm(model.layer("norm"), C),
         layers=(LayerStruct * len(layers))(*layers),
+    )
+
+
+def draft_head_struct(head) -> ModelStruct:
+    """Return the C struct of a native draft head: a model of one block."""
+    config = head.config
+    C = config.n_embd
+    embedding, target_norm, lm_head = head.target_layers
+    layer = layer_struct(head, 0)
+    widths = layer.attn_in[0].row_stride, layer.mlp.inputs[0].row_stride
+    return ModelStruct(
+        n_layer=1,
+        n_head=config.n_head,
+        n_kv_head=config.n_kv_head,
+        head_dim=config.head_dim,
+        rotary_dim=config.head_dim,
+        n_embd=C,
+        max_width=max(2 * C, *widths),
+        top_k=1,
+        eps=config.norm_eps,
+        embedding_scale=1.0,
+        embedding=linear(embedding, config.vocab_size, C),
+        head=lm_head.struct(),
+        norm=norm(target_norm, C),
+        layers=(LayerStruct * 1)(layer),
+        fc=linear(head.fc, C, 2 * C),
+        embed_norm=norm(head.embed_norm, C),
     )
 
 
