@@ -169,6 +169,7 @@ typedef int32_t Lanes __attribute__((vector_size(4 * WIDTH)));
 // token's outputs do not depend on its batch.
 
 enum { VECTORS = 2, PANEL = VECTORS * WIDTH, INT_TILE = 6, BLOCK = 32 };
+enum { CACHE_LINE = 64, PREFETCH_DISTANCE = 8192 };  // bytes
 const int panel_width = PANEL, int8_group = GROUP, activation_zero_point = ZERO_POINT;
 
 // A LoRA adapter's weights for one layer: b^T (a x) is added to its outputs.
@@ -235,10 +236,18 @@ static const void *panel_at(const Linear *l, int64_t o) {
   return o < full ? (const char *)l->weight + o / PANEL * size : l->tail_panel;
 }
 
+// Fetch weights that are read PREFETCH_DISTANCE bytes after w. The processor's own prefetcher stops
+// at the end of a page of 4 kB. Full tiles gain nothing, because they compute for longer.
+INLINE void prefetch(const void *w, const int bytes) {
+  for (int at = 0; at < bytes; at += CACHE_LINE)
+    __builtin_prefetch((const char *)w + PREFETCH_DISTANCE + at);
+}
+
 // Multiply T tokens by a panel of float weights. x: (T, in). Each block of BLOCK inputs has its own
 // sum, because short sums have smaller rounding errors.
 INLINE void gemm_float(const int T, const int quant_type, int64_t in, const void *w, const float *x,
                        float y[T][PANEL]) {
+  const int row_bytes = PANEL * (quant_type == FLOAT32 ? 4 : 2);
   memset(y, 0, T * sizeof *y);
   for (int64_t start = 0; start < in; start += BLOCK) {
     int64_t end = start + BLOCK < in ? start + BLOCK : in;
@@ -246,6 +255,7 @@ INLINE void gemm_float(const int T, const int quant_type, int64_t in, const void
     memset(sums, 0, sizeof sums);
     for (int64_t i = start; i < end; i++) {
       Vector wv[VECTORS];
+      if (T < FLOAT_TILE) prefetch((const char *)w + i * row_bytes, row_bytes);
       for (int v = 0; v < VECTORS; v++) wv[v] = load_weights(quant_type, w, i * PANEL + v * WIDTH);
       for (int t = 0; t < T; t++)
         for (int v = 0; v < VECTORS; v++)
@@ -259,13 +269,15 @@ INLINE void gemm_float(const int T, const int quant_type, int64_t in, const void
 // Multiply T tokens by a panel of int8 weights. The sums are exact. x: (T, groups, GROUP).
 INLINE void gemm_int8(const int T, int64_t groups, const int8_t *w, const Quant *x,
                       Sums sums[T][VECTORS]) {
-  for (int64_t i = 0; i < groups; i++, w += PANEL * GROUP)
+  for (int64_t i = 0; i < groups; i++, w += PANEL * GROUP) {
+    if (T < INT_TILE) prefetch(w, PANEL * GROUP);
     for (int t = 0; t < T; t++) {
       int32_t x4;
       memcpy(&x4, x + (t * groups + i) * GROUP, 4);
       for (int v = 0; v < VECTORS; v++)
         sums[t][v] = dot_add_int8(sums[t][v], x4, w + v * WIDTH * GROUP);
     }
+  }
 }
 
 // Multiply T tokens by a panel of Q8 or Q4 weights. Sums within a block are exact. x: (T, blocks).
@@ -280,7 +292,8 @@ INLINE void gemm_q(const int T, const int quant_type, const Linear *l, int64_t o
   for (int64_t b = 0; b < count; b++, scale_at += PANEL) {
     Sums sums[T][VECTORS];
     memset(sums, 0, sizeof sums);
-    for (int i = 0; i < (quant_type == Q8 ? BLOCK : BLOCK / 2); i += 4, w += VECTORS)
+    for (int i = 0; i < (quant_type == Q8 ? BLOCK : BLOCK / 2); i += 4, w += VECTORS) {
+      if (T < INT_TILE) prefetch(w, VECTORS * sizeof *w);
       for (int t = 0; t < T; t++) {
         const int8_t *values = x[t * count + b].values + i;
         int32_t low, high;  // half a block apart
@@ -294,6 +307,7 @@ INLINE void gemm_q(const int T, const int quant_type, const Linear *l, int64_t o
             sums[t][v] = dot_add_q4(sums[t][v], high, w[v] >> 4);
           }
       }
+    }
     for (int v = 0; v < VECTORS; v++) {
       Vector scale = load_weights(l->scale_type, l->scale, scale_at + v * WIDTH);
       for (int t = 0; t < T; t++) {
