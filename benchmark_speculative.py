@@ -14,7 +14,7 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks import common
-from command_line.models import pick_dtype
+from command_line.models import load_head, names_draft_head, pick_dtype
 from command_line.options import STORIES
 from command_line.parser import Parser
 from errors import UserError
@@ -55,8 +55,15 @@ def run_once(
 ) -> None:
     """Load the models and generate one sequence, so that peak memory can be measured."""
     target = load_model(names[0], dtype, device)
-    draft = load_model(names[1], dtype, device) if gamma else None
+    draft = load_draft(names[1], target) if gamma else None
     list(passes(target, draft, prompt, params, gamma))
+
+
+def load_draft(name, target):
+    """Return a draft head, or a draft model with the target's dtype and device."""
+    if names_draft_head(name):
+        return load_head(name, target)
+    return load_model(name, target.dtype, target.device)
 
 
 def check(target, draft, prompt: list[int], params: SamplingParams, gammas: list[int]) -> None:
@@ -116,7 +123,8 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
     for temperature in args.temperature:
         settings.append(SamplingParams(ignore_eos=True, temperature=temperature))
     for dtype in [pick_dtype(name, device) for name in args.dtype]:
-        target, draft = (load_model(name, dtype, device) for name in names)
+        target = load_model(args.target, dtype, device)
+        draft = load_draft(args.draft, target)
         prompts = encode_prompts(args, target.config)
         environment = common.describe_environment(args.target, target, device, args.draft)
         peak = common.bandwidth(device, dtype)
@@ -211,7 +219,9 @@ def main(argv=None) -> None:
     )
     parser.add_argument("--target", default=STORIES, help="directory, gpt2[-medium|-large|-xl]")
     small = STORIES.with_name("stories-draft")
-    parser.add_argument("--draft", default=small, help="smaller model with the target's vocabulary")
+    parser.add_argument(
+        "--draft", default=small, help="draft head, or smaller model with the same vocabulary"
+    )
     prompts = {"type": common.integer_in_range(1, len(PROMPTS)), "default": len(PROMPTS)}
     parser.add_argument("--prompts", **prompts, help="number of prompts, 1 to %(default)s")
     common.add_profile_option(parser, "the first gamma and dtype, greedy")

@@ -23,10 +23,17 @@ import benchmark_kv_cache
 import benchmark_speculative
 from benchmarks import common
 from cache import Span
+from command_line.models import load_head, names_draft_head
 from command_line.options import STORIES
 from command_line.parser import Parser
+from draft_head import DraftHead
 from engine.cache import PagedCache
-from engine.drafter import AdaptiveSpeculation, PagedModelDrafter, PromptLookupDrafter
+from engine.drafter import (
+    AdaptiveSpeculation,
+    PagedHeadDrafter,
+    PagedModelDrafter,
+    PromptLookupDrafter,
+)
 from engine.engine import Engine
 from engine.pages import page_count
 from engine.request import Event, Request
@@ -50,7 +57,6 @@ COLUMNS = {
 }
 COLUMNS = common.columns(COLUMNS)
 SETTING = ["model", "part", "backend", "mode", "batch_size", "temperature", "measure"]
-ADAPTIVE = "adaptive draft model"
 STEPS = 50  # timed steps, for their median
 PAGE = 16  # positions per page
 NEW = 8  # new tokens of a request that is timed for its first token
@@ -96,7 +102,7 @@ class Bench(NamedTuple):
     args: argparse.Namespace
     backend: str
     model: Model
-    draft: Model | None  # for speculation
+    draft: Model | None  # draft model or head, for speculation
     write: Callable  # Results.write, for this part and backend
 
 
@@ -487,6 +493,9 @@ def speculation(bench: Bench) -> None:
     length = sum(args.new_tokens) // 2
     prompts = story_prompts(bench, max(args.draft_batch_size))
     context_length = len(prompts[0]) + length // 2  # on average
+    name, drafter_class = "draft model", PagedModelDrafter
+    if isinstance(bench.draft, DraftHead):
+        name, drafter_class = "draft head", PagedHeadDrafter
     for repeat in range(args.repeats):
         for batch_size in args.draft_batch_size:
             single = pass_seconds(bench.model, batch_size, 1, context_length)
@@ -503,9 +512,9 @@ def speculation(bench: Bench) -> None:
                     params.append(SamplingParams(length, True, temperature, seed=seed))
                 # Shared by all repeats, so that only the first begins with trials.
                 measured = trials.setdefault((batch_size, temperature), AdaptiveSpeculation())
-                drafter = PagedModelDrafter(bench.draft, bench.model, batch_size, PAGE)
+                drafter = drafter_class(bench.draft, bench.model, batch_size, PAGE)
                 modes = {"engine": (None, None), "look-up": (PromptLookupDrafter(), None)}
-                modes |= {"draft model": (drafter, None), ADAPTIVE: (drafter, measured)}
+                modes |= {name: (drafter, None), f"adaptive {name}": (drafter, measured)}
                 for mode, (drafter, measured) in modes.items():
                     options = {
                         "drafter": drafter,
@@ -636,7 +645,10 @@ def measure(args, device: str, results: Results) -> None:
     benches = []
     for backend in available(args.backend, device):
         model = load(args.model, backend, device)
-        draft = load(args.draft, backend, device) if speculates else None
+        draft = None
+        if speculates:
+            is_head = names_draft_head(args.draft)
+            draft = load_head(args.draft, model) if is_head else load(args.draft, backend, device)
         benches.append(Bench(args, backend, model, draft, None))
     environment = common.describe_environment(
         args.model, benches[0].model, device, args.draft if speculates else ""
@@ -753,7 +765,9 @@ def main(argv=None) -> None:
     parser.add_argument("--only", **common.LIST, **only, help="parts to run")
     parser.add_argument("--model", default=STORIES, help="directory, or model name of infer.py")
     small = STORIES.with_name("stories-draft")
-    parser.add_argument("--draft", default=small, help="draft model with the same vocabulary")
+    parser.add_argument(
+        "--draft", default=small, help="draft head, or draft model with the same vocabulary"
+    )
     pair = {"nargs": 2, "metavar": ("MIN", "MAX")}
     for options, keywords in ((NUMBERS, {}), (PAIRS, pair), (LISTS, common.LIST)):
         for name, (default, what) in options.items():

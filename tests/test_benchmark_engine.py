@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from benches import Bench, near, save_endless
+from draft_heads import head_of
 
 import model
 from benchmarks import engine as script
@@ -12,6 +13,8 @@ from engine.cache import PagedCache
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduler import Scheduler
+from loading.draft_head import save_draft_head
+from loading.load import load_model
 
 PARTS = "throughput overhead sampling prefix chunks queue waste speculation".split()
 TORCH = ", torch"  # in the name of a bar
@@ -75,6 +78,15 @@ def test_all_parts_in_turns_with_summary_and_plot(bench):
     assert (summary["median"] <= summary["max"]).all()
     assert set(summary[summary["part"] != "waste"]["runs"]) == {2}
     assert len(bench.figures[0].axes) == 4
+
+
+def test_a_draft_head(bench, checkpoint, tmp_path):
+    save_draft_head(head_of(load_model(checkpoint)), tmp_path)
+    rows = bench.rows("--only", "speculation", "--draft", tmp_path)
+    modes = "passes", "engine", "look-up", "draft head", "adaptive draft head"
+    assert tuple(dict.fromkeys(rows["mode"])) == modes
+    found = values(rows, "draft head")
+    assert found["acceptance"] < 0.9 and found["tokens per pass"] >= 1
 
 
 def test_throughput_is_of_all_tokens_and_padding_costs(bench, clock):

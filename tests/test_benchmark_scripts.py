@@ -5,9 +5,12 @@ import json
 import pytest
 import torch
 from benches import Bench, near, save_endless
+from draft_heads import head_of
 
 import benchmark_kv_cache
 import benchmark_speculative
+from loading.draft_head import save_draft_head
+from loading.load import load_model
 
 
 @pytest.fixture
@@ -127,6 +130,13 @@ def endless(tiny, tmp_path_factory):
 def drafts(request, endless):
     small = ("--prompts", 2, "--repeats", 2, "--max-new-tokens", 12)
     return Bench(request, benchmark_speculative, "--target", endless, "--draft", endless, *small)
+
+
+def test_a_draft_head(drafts, endless, tmp_path):
+    save_draft_head(head_of(load_model(endless)), tmp_path)
+    rows = drafts.rows("--draft", tmp_path, "--gamma", 2)
+    drafted = rows[rows["mode"] == "gamma 2"]
+    assert len(drafted) == 8 and drafted["acceptance"].between(0, 0.9).all()
 
 
 def test_a_row_for_each_run_with_drafts(drafts):
