@@ -14,8 +14,11 @@ from serving import Script
 from transformers import AutoModelForCausalLM
 
 import infer
+from command_line.models import load_head
+from infer_speculative import generate_speculative
 from loading.load import load_model, resolve_source
 from native import use_native
+from sampling import SamplingParams
 from text.chat import Chat
 from text.tokenizer import load_encoding
 
@@ -60,6 +63,20 @@ def test_texts_are_those_of_transformers(ours, theirs, encoding):
     prompts = [encoding.encode(prompt) for prompt in PROMPTS]
     expected = [written(theirs, prompt) for prompt in prompts]
     assert run_rows(ours, prompts, max_new_tokens=LENGTH) == expected
+
+
+def test_a_draft_head_changes_no_text(ours, encoding):
+    head = load_head(CHECKPOINTS / "smollm2-head", ours)
+    params = SamplingParams(LENGTH)
+    drafts = accepted = 0
+    for prompt in PROMPTS:
+        tokens = encoding.encode(prompt)
+        steps = list(generate_speculative(ours, head, tokens, params))
+        written = [token for step in steps for token in step.tokens]
+        assert [written] == run_rows(ours, [tokens], max_new_tokens=LENGTH)
+        drafts += sum(len(step.drafts) for step in steps)
+        accepted += sum(step.accepted for step in steps)
+    assert accepted > drafts / 5
 
 
 def test_conversations_are_those_of_transformers(theirs, encoding, monkeypatch):
