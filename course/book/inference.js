@@ -75,7 +75,7 @@ class Model {
     this.work = this.allocate(4 * Number(floats));
     this.kept = this.allocate(4 * MAX_ROWS * vocab_size);
     this.lists = this.allocate(8 * 4 * block_size);
-    this.pass = this.allocate(104);
+    this.pass = this.allocate(120);
     this.page = this.allocate(8); // page table: the cache is a single page, number 0
     this.layers = this.allocate(8 * 2 * n_layer); // KV cache group 0 for all layers, and their indices in it
     const places = new BigInt64Array(exports.memory.buffer, this.layers + 8 * n_layer, n_layer);
