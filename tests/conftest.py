@@ -322,6 +322,15 @@ def save_speaking(build, directory, **shape) -> Path:
     return directory
 
 
+def check_bad_config(cli, build, directory, changes: dict, words: str) -> None:
+    """A changed config.json of a random model is refused in one line, which names the file."""
+    save_speaking(build, directory, eos_token_id=4095, bos_token_id=0)
+    file = directory / "config.json"
+    edit_json(file, changes)
+    result = cli("--model", directory, "--prompt", "Lily", "--max-new-tokens", 2)
+    assert is_one_line(result, f"{file}: ", words), result
+
+
 @pytest.fixture
 def tiny_checkpoint(tiny, tmp_path):
     """A directory with a random model, block_size 64, of the embedded model's vocabulary."""

@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import torch
-from conftest import random_tokens
+from conftest import difference, random_tokens
 from engines import finish, step
 from safetensors.torch import save_file
 
 from adapters import Adapters
 from infer import generate
-from loading.load import empty_model
+from loading.load import empty_model, load_model
 from sampling import SamplingParams
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -108,3 +108,10 @@ def peft_adapter(theirs, directory, **options):
             weight.data.normal_(std=0.3, generator=generator)
     model.save_pretrained(directory, save_embedding_layers=False)
     return model.eval()
+
+
+def check_adapter_as_in_peft(theirs, base, directory, **options) -> None:
+    """A random peft adapter changes logits, and ours as much as transformers'."""
+    theirs = peft_adapter(theirs, directory, **options)
+    assert difference(load_model(base, torch.float64), theirs) > 0.1
+    assert difference(load_model(base, torch.float64, "cpu", directory), theirs) < 1e-9

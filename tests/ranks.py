@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, ROOT
+from conftest import CHECKPOINTS, ROOT, random_tokens
 from serving import Client
 
 import infer_engine
@@ -174,6 +174,12 @@ def compared(size, name, tokens, *parallel_mode, **options) -> tuple:
         found = results(size, action)
         difference = torch.from_numpy(found[0][0]) - single_process_logits(name, tokens, **options)
     return difference.abs().max().item(), found[0][1], [heads for *_, heads in found]
+
+
+def check_logits_of_ranks(directory, dtype: torch.dtype, length: int = 40) -> None:
+    """Three ranks compute the logits of one process, up to rounding."""
+    found, *_ = compared(3, directory, torch.tensor([random_tokens(length)]), dtype=dtype)
+    assert found <= ROUNDING[dtype]
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import difference, edit_json, is_one_line, load, save_speaking
+from conftest import check_bad_config, difference, edit_json, load
 from natives import native_as_torch
 
 from gemma import Gemma2Config
@@ -115,7 +115,4 @@ def test_what_a_config_lacks_is_as_in_transformers(tmp_path):
     ],
 )
 def test_a_config_that_makes_no_sense_is_one_line(cli, build_gemma2, tmp_path, changes, words):
-    save_speaking(build_gemma2, tmp_path, eos_token_id=4095, bos_token_id=0)
-    edit_json(tmp_path / "config.json", changes)
-    result = cli("--model", tmp_path, "--prompt", "Lily", "--max-new-tokens", 2)
-    assert is_one_line(result, f"{tmp_path / 'config.json'}: ", words), result
+    check_bad_config(cli, build_gemma2, tmp_path, changes, words)

@@ -6,25 +6,23 @@ import gguf
 import pytest
 import torch
 from conftest import (
+    check_bad_config,
     check_command_line,
     check_modes,
     difference,
-    edit_json,
-    is_one_line,
     load,
     random_tokens,
     refused,
     run,
     run_rows,
-    save_speaking,
     their_rows,
 )
 from engines import check_own_runs
 from families import randomize_norms
 from gguf_files import edited
-from lora_files import peft_adapter
+from lora_files import check_adapter_as_in_peft
 from natives import native_as_torch
-from ranks import ROUNDING, compared, save_uneven
+from ranks import check_logits_of_ranks, save_uneven
 from test_gguf import same
 
 from benchmarks.export_gguf import write_gguf
@@ -124,15 +122,12 @@ def test_c_computes_the_same(build_nope, compiled, monkeypatch, dtype, cache_dty
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 def test_ranks_have_the_logits_of_one_process(build_nope, compiled, tmp_path, dtype):
     save_uneven(build_nope, tmp_path, "tiny_llama")
-    found, *_ = compared(3, tmp_path, torch.tensor([random_tokens(40)]), dtype=dtype)
-    assert found <= ROUNDING[dtype]
+    check_logits_of_ranks(tmp_path, dtype)
 
 
 @pytest.mark.step(n=2)
 def test_an_adapter_is_added_as_in_peft(smollm, tmp_path):
-    theirs, base = smollm()
-    theirs = peft_adapter(theirs, tmp_path / "adapter")
-    assert difference(load_model(base, torch.float64, "cpu", tmp_path / "adapter"), theirs) < 1e-9
+    check_adapter_as_in_peft(*smollm(), tmp_path / "adapter")
 
 
 # 3. Files
@@ -179,10 +174,7 @@ def test_what_a_config_lacks_is_as_in_transformers(tmp_path):
     ],
 )
 def test_a_config_that_makes_no_sense_is_one_line(cli, build_nope, tmp_path, changes, words):
-    save_speaking(build_nope, tmp_path, eos_token_id=4095, bos_token_id=0)
-    edit_json(tmp_path / "config.json", changes)
-    result = cli("--model", tmp_path, "--prompt", "Lily", "--max-new-tokens", 2)
-    assert is_one_line(result, f"{tmp_path / 'config.json'}: ", words), result
+    check_bad_config(cli, build_nope, tmp_path, changes, words)
 
 
 @pytest.mark.step(n=3)

@@ -5,21 +5,19 @@ import dataclasses
 import pytest
 import torch
 from conftest import (
+    check_bad_config,
     check_modes,
     difference,
-    edit_json,
     exact_norm,
-    is_one_line,
     random_tokens,
     refused,
     run_rows,
-    save_speaking,
     their_rows,
 )
 from engines import check_own_runs
 from families import randomize_norms
 from natives import native_as_torch
-from ranks import ROUNDING, compared, save_uneven
+from ranks import check_logits_of_ranks, save_uneven
 
 from benchmarks.export_gguf import write_gguf
 from loading import load
@@ -121,8 +119,7 @@ def test_ranks_have_the_logits_of_one_process(tiny_llama, compiled, tmp_path, mo
 
     partial = dataclasses.replace(load.LLAMA, read_config=read_config)
     monkeypatch.setitem(load.ARCHITECTURES, "llama", partial)
-    found, *_ = compared(3, tmp_path, torch.tensor([random_tokens(40)]), dtype=dtype)
-    assert found <= ROUNDING[dtype]
+    check_logits_of_ranks(tmp_path, dtype)
 
 
 # 3. Files
@@ -138,11 +135,8 @@ def test_ranks_have_the_logits_of_one_process(tiny_llama, compiled, tmp_path, mo
     ids=str,
 )
 def test_a_file_of_a_family_that_rotates_whole_heads(cli, tiny_llama, tmp_path, changes):
-    save_speaking(tiny_llama, tmp_path, eos_token_id=4095, bos_token_id=0)
-    edit_json(tmp_path / "config.json", changes)
-    result = cli("--model", tmp_path, "--prompt", "Lily", "--max-new-tokens", 2)
     words = "partial_rotary_factor is 0.5; supported is 1"
-    assert is_one_line(result, f"{tmp_path / 'config.json'}: ", words), result
+    check_bad_config(cli, tiny_llama, tmp_path, changes, words)
 
 
 @pytest.mark.step(n=3)

@@ -5,23 +5,23 @@ import json
 import pytest
 import torch
 from conftest import (
+    check_bad_config,
     check_command_line,
     difference,
     edit_json,
     is_one_line,
     load,
-    random_tokens,
     refused,
     save_speaking,
 )
 from families import randomize_norms
-from lora_files import peft_adapter, random_tensors, save_adapter
+from lora_files import check_adapter_as_in_peft, peft_adapter, random_tensors, save_adapter
 from natives import quantised
-from ranks import ROUNDING, compared, save_uneven
+from ranks import check_logits_of_ranks, save_uneven
 from safetensors.torch import load_file, save_file
 
 from llama import RopeScaling
-from loading.load import load_config, load_model, save_model
+from loading.load import load_config, save_model
 from loading.lora import read_adapter
 
 PARTIAL = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.75}
@@ -104,11 +104,7 @@ def test_the_command_line_writes_what_transformers_does(cli, tmp_path, backend):
 @pytest.mark.step(n=1)
 @pytest.mark.parametrize("targets", ["all-linear", ["qkv_proj"], ["gate_up_proj", "o_proj"]])
 def test_an_adapter_of_fused_layers_is_added_as_in_peft(phi, tmp_path, targets):
-    theirs, base = phi()
-    theirs = peft_adapter(theirs, tmp_path / "adapter", target_modules=targets)
-    assert difference(load(base), theirs) > 0.1
-    ours = load_model(base, torch.float64, "cpu", tmp_path / "adapter")
-    assert difference(ours, theirs) < 1e-9
+    check_adapter_as_in_peft(*phi(), tmp_path / "adapter", target_modules=targets)
 
 
 @pytest.mark.step(n=1)
@@ -143,8 +139,7 @@ def test_ranks_have_the_logits_of_one_process(build_partial, compiled, tmp_path,
     """Each reads its rows of queries, keys and values from the fused matrices of a file."""
     save_uneven(build_partial, tmp_path, "tiny_llama", rotary_dim=20)
     assert "qkv_proj" in str([*load_file(tmp_path / "model.safetensors")])
-    found, *_ = compared(3, tmp_path, torch.tensor([random_tokens(40)]), dtype=dtype)
-    assert found <= ROUNDING[dtype]
+    check_logits_of_ranks(tmp_path, dtype)
 
 
 @pytest.mark.step(n=2)
@@ -197,10 +192,7 @@ def test_a_saved_factor_gives_the_same_dimension(build_partial, tmp_path, dim):
     ],
 )
 def test_a_config_that_makes_no_sense_is_one_line(cli, build_partial, tmp_path, changes, words):
-    save_speaking(build_partial, tmp_path, eos_token_id=4095, bos_token_id=0)
-    edit_json(tmp_path / "config.json", changes)
-    result = cli("--model", tmp_path, "--prompt", "Lily", "--max-new-tokens", 2)
-    assert is_one_line(result, f"{tmp_path / 'config.json'}: ", words), result
+    check_bad_config(cli, build_partial, tmp_path, changes, words)
 
 
 @pytest.mark.step(n=2)

@@ -7,29 +7,28 @@ import json
 import pytest
 import torch
 from conftest import (
+    check_bad_config,
     check_command_line,
     check_modes,
     difference,
     edit_json,
-    is_one_line,
     load,
     random_tokens,
     refused,
     run_rows,
-    save_speaking,
     their_rows,
 )
 from engines import check_own_runs, finish, make_engine, own_texts, request_params
-from lora_files import peft_adapter
+from lora_files import check_adapter_as_in_peft
 from natives import TARGETS, in_pieces, native, native_as_torch, on_each_target, to_int8
 from pretend_gpu import no_inference_mode_fixture  # noqa: F401
-from ranks import ROUNDING, compared, save_uneven
+from ranks import check_logits_of_ranks, save_uneven
 from test_captured_step import replaying, traced
 from test_gemma_2 import NO_CAPS, build_gemma2_fixture, gemma2_fixture  # noqa: F401
 from test_static_shapes import static
 
 from infer import beam_search, generate
-from loading.load import load_config, load_model, save_model
+from loading.load import load_config, save_model
 from sampling import SamplingParams
 
 CAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 4.0}
@@ -229,15 +228,12 @@ def test_ranks_have_the_logits_of_one_process(build, compiled, tmp_path, monkeyp
     for module in (cache, model):
         monkeypatch.setattr(module, "capped_attention", in_float64)
     save_uneven(build, tmp_path, "tiny_llama")
-    found, *_ = compared(3, tmp_path, torch.tensor([random_tokens(40)]), dtype=dtype)
-    assert found <= ROUNDING[dtype]
+    check_logits_of_ranks(tmp_path, dtype)
 
 
 @pytest.mark.step(n=2)
 def test_an_adapter_is_added_as_in_peft(peer2, tmp_path):
-    theirs, base = peer2()
-    theirs = peft_adapter(theirs, tmp_path / "adapter")
-    assert difference(load_model(base, torch.float64, "cpu", tmp_path / "adapter"), theirs) < 1e-9
+    check_adapter_as_in_peft(*peer2(), tmp_path / "adapter")
 
 
 # 3. Files
@@ -294,10 +290,7 @@ ALLOWED = "must be above 0 and at most 1000000.0"
     ],
 )
 def test_a_config_that_makes_no_sense_is_one_line(cli, build, tmp_path, changes, words):
-    save_speaking(build, tmp_path, eos_token_id=4095, bos_token_id=0)
-    edit_json(tmp_path / "config.json", changes)
-    result = cli("--model", tmp_path, "--prompt", "Lily", "--max-new-tokens", 2)
-    assert is_one_line(result, f"{tmp_path / 'config.json'}: ", words), result
+    check_bad_config(cli, build, tmp_path, changes, words)
 
 
 @pytest.mark.step(n=3)

@@ -6,22 +6,21 @@ import json
 import pytest
 import torch
 from conftest import (
+    check_bad_config,
     check_command_line,
     check_modes,
     difference,
     edit_json,
-    is_one_line,
     load,
     random_tokens,
     refused,
     run_rows,
-    save_speaking,
     their_rows,
 )
 from engines import check_own_runs
 from families import EAGER
 from natives import native_as_torch
-from ranks import ROUNDING, compared, save_uneven
+from ranks import check_logits_of_ranks, save_uneven
 
 from llama import LlamaConfig, RopeScaling, RotaryEmbedding
 from loading.load import load_config, save_model
@@ -192,8 +191,7 @@ def test_c_computes_the_same(build_yarn, compiled, monkeypatch, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 def test_ranks_have_the_logits_of_one_process(build_yarn, compiled, tmp_path, dtype):
     save_uneven(build_yarn, tmp_path, "tiny_llama")
-    found, *_ = compared(3, tmp_path, torch.tensor([random_tokens(60)]), dtype=dtype)
-    assert found <= ROUNDING[dtype]
+    check_logits_of_ranks(tmp_path, dtype, length=60)
 
 
 # 3. Files
@@ -244,10 +242,7 @@ def test_a_saved_model_is_the_same_model(tiny_llama, tmp_path, kind, values):
     ],
 )
 def test_a_scaling_that_makes_no_sense_is_one_line(cli, tiny_llama, tmp_path, changes, words):
-    save_speaking(tiny_llama, tmp_path, eos_token_id=4095, bos_token_id=0)
-    edit_json(tmp_path / "config.json", {"rope_scaling": YARN | changes})
-    result = cli("--model", tmp_path, "--prompt", "Lily", "--max-new-tokens", 2)
-    assert is_one_line(result, f"{tmp_path / 'config.json'}: ", words), result
+    check_bad_config(cli, tiny_llama, tmp_path, {"rope_scaling": YARN | changes}, words)
 
 
 @pytest.mark.step(n=3)
