@@ -684,9 +684,13 @@ static void normalize(const Norm *norm, float eps, int64_t T, int64_t C, const f
   (norm->bias ? layer_norm : rms_norm)(norm, eps, T, C, x, y);
 }
 
-void gelu(int64_t n, const float *x, float *y) {  // 0.5 x (1 + tanh u) = x / (1 + exp(-2 u))
+// 0.5 x (1 + tanh u) = x / (1 + exp(-2 u)). y must not overlap x. The division has its own loop. In
+// one loop, GCC divides by the exponential's upper limit too. Such quotients are denormal, which is
+// slow.
+void gelu(int64_t n, const float *x, float *y) {
   for (int64_t i = 0; i < n; i++)
-    y[i] = x[i] / (1 + exponential(-2 * 0.7978845608f * (x[i] + 0.044715f * x[i] * x[i] * x[i])));
+    y[i] = exponential(-2 * 0.7978845608f * (x[i] + 0.044715f * x[i] * x[i] * x[i]));
+  for (int64_t i = 0; i < n; i++) y[i] = x[i] / (1 + y[i]);
 }
 
 // Return tanh(x) as Cephes' tanhf does. Near 0 the exponential would lose all digits.
@@ -706,10 +710,13 @@ static void soft_cap(int64_t n, float factor, float cap, float *x) {
   for (int64_t i = 0; i < n; i++) x[i] = cap * hyperbolic_tangent(x[i] * (factor / cap));
 }
 
-// x: (T, 2, n), gate and up; y: (T, n). SiLU of the gate is x / (1 + exp(-x)).
+// x: (T, 2, n), gate and up; y: (T, n). SiLU of the gate is x / (1 + exp(-x)). In two loops, as in
+// `gelu`.
 static void swiglu(int64_t T, int64_t n, const float *x, float *y) {
-  for (int64_t t = 0; t < T; t++, x += 2 * n, y += n)
-    for (int64_t i = 0; i < n; i++) y[i] = x[i] / (1 + exponential(-x[i])) * x[n + i];
+  for (int64_t t = 0; t < T; t++, x += 2 * n, y += n) {
+    for (int64_t i = 0; i < n; i++) y[i] = exponential(-x[i]);
+    for (int64_t i = 0; i < n; i++) y[i] = x[i] / (1 + y[i]) * x[n + i];
+  }
 }
 
 // As `swiglu`, with GELU on the gate.
