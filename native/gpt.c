@@ -237,16 +237,16 @@ static const void *panel_at(const Linear *l, int64_t o) {
 }
 
 // Fetch weights that are read PREFETCH_DISTANCE bytes after w. The processor's own prefetcher stops
-// at the end of a page of 4 kB. Full tiles gain nothing, because they compute for longer.
+// at the end of a page of 4 kB.
 INLINE void prefetch(const void *w, const int bytes) {
   for (int at = 0; at < bytes; at += CACHE_LINE)
     __builtin_prefetch((const char *)w + PREFETCH_DISTANCE + at);
 }
 
 // Multiply T tokens by a panel of float weights. x: (T, in). Each block of BLOCK inputs has its own
-// sum, because short sums have smaller rounding errors.
-INLINE void gemm_float(const int T, const int quant_type, int64_t in, const void *w, const float *x,
-                       float y[T][PANEL]) {
+// sum, because short sums have smaller rounding errors. fetch: whether to prefetch weights.
+INLINE void gemm_float(const int T, const int quant_type, const int fetch, int64_t in,
+                       const void *w, const float *x, float y[T][PANEL]) {
   const int row_bytes = PANEL * (quant_type == FLOAT32 ? 4 : 2);
   memset(y, 0, T * sizeof *y);
   for (int64_t start = 0; start < in; start += BLOCK) {
@@ -255,7 +255,7 @@ INLINE void gemm_float(const int T, const int quant_type, int64_t in, const void
     memset(sums, 0, sizeof sums);
     for (int64_t i = start; i < end; i++) {
       Vector wv[VECTORS];
-      if (T < FLOAT_TILE) prefetch((const char *)w + i * row_bytes, row_bytes);
+      if (fetch) prefetch((const char *)w + i * row_bytes, row_bytes);
       for (int v = 0; v < VECTORS; v++) wv[v] = load_weights(quant_type, w, i * PANEL + v * WIDTH);
       for (int t = 0; t < T; t++)
         for (int v = 0; v < VECTORS; v++)
@@ -267,10 +267,10 @@ INLINE void gemm_float(const int T, const int quant_type, int64_t in, const void
 }
 
 // Multiply T tokens by a panel of int8 weights. The sums are exact. x: (T, groups, GROUP).
-INLINE void gemm_int8(const int T, int64_t groups, const int8_t *w, const Quant *x,
+INLINE void gemm_int8(const int T, const int fetch, int64_t groups, const int8_t *w, const Quant *x,
                       Sums sums[T][VECTORS]) {
   for (int64_t i = 0; i < groups; i++, w += PANEL * GROUP) {
-    if (T < INT_TILE) prefetch(w, PANEL * GROUP);
+    if (fetch) prefetch(w, PANEL * GROUP);
     for (int t = 0; t < T; t++) {
       int32_t x4;
       memcpy(&x4, x + (t * groups + i) * GROUP, 4);
@@ -281,8 +281,8 @@ INLINE void gemm_int8(const int T, int64_t groups, const int8_t *w, const Quant 
 }
 
 // Multiply T tokens by a panel of Q8 or Q4 weights. Sums within a block are exact. x: (T, blocks).
-INLINE void gemm_q(const int T, const int quant_type, const Linear *l, int64_t o, const Q8Block *x,
-                   float y[T][PANEL]) {
+INLINE void gemm_q(const int T, const int quant_type, const int fetch, const Linear *l, int64_t o,
+                   const Q8Block *x, float y[T][PANEL]) {
   int64_t count = num_blocks(l);
   int64_t scale_at = o / PANEL * count * PANEL;  // index into scales and minima
   const ByteVector *w = panel_at(l, o);
@@ -293,7 +293,7 @@ INLINE void gemm_q(const int T, const int quant_type, const Linear *l, int64_t o
     Sums sums[T][VECTORS];
     memset(sums, 0, sizeof sums);
     for (int i = 0; i < (quant_type == Q8 ? BLOCK : BLOCK / 2); i += 4, w += VECTORS) {
-      if (T < INT_TILE) prefetch(w, VECTORS * sizeof *w);
+      if (fetch) prefetch(w, VECTORS * sizeof *w);
       for (int t = 0; t < T; t++) {
         const int8_t *values = x[t * count + b].values + i;
         int32_t low, high;  // half a block apart
@@ -329,7 +329,8 @@ INLINE void gemm_q(const int T, const int quant_type, const Linear *l, int64_t o
 }
 
 // Write outputs o to o + PANEL - 1 of T tokens to y, (T, row_stride), or add them to y with `add`.
-INLINE void panel_gemm(const int T, const Linear *l, int64_t o, Input in, float *y, int add) {
+INLINE void panel_gemm(const int T, const int fetch, const Linear *l, int64_t o, Input in, float *y,
+                       int add) {
   int64_t count = l->out - o < PANEL ? l->out - o : PANEL;
   float dots[T][PANEL];
   if (l->quant_type == INT8) {
@@ -337,21 +338,21 @@ INLINE void panel_gemm(const int T, const Linear *l, int64_t o, Input in, float 
     uint32_t acc[T][PANEL];
     const float *scale = l->scale;
     memset(sums, 0, sizeof sums);
-    gemm_int8(T, num_groups(l), panel_at(l, o), in.values, sums);
+    gemm_int8(T, fetch, num_groups(l), panel_at(l, o), in.values, sums);
     memcpy(acc, sums, sizeof acc);
     for (int t = 0; t < T; t++)
       for (int64_t i = 0; i < count; i++)
         dots[t][i] = (int32_t)(acc[t][i] + l->compensation[o + i]) * (in.scale[t] * scale[o + i]);
   } else if (l->quant_type == Q8) {
-    gemm_q(T, Q8, l, o, in.blocks, dots);
+    gemm_q(T, Q8, fetch, l, o, in.blocks, dots);
   } else if (l->quant_type == Q4) {
-    gemm_q(T, Q4, l, o, in.blocks, dots);
+    gemm_q(T, Q4, fetch, l, o, in.blocks, dots);
   } else if (l->quant_type == FLOAT16) {
-    gemm_float(T, FLOAT16, l->in, panel_at(l, o), in.x, dots);
+    gemm_float(T, FLOAT16, fetch, l->in, panel_at(l, o), in.x, dots);
   } else if (l->quant_type == BFLOAT16) {
-    gemm_float(T, BFLOAT16, l->in, panel_at(l, o), in.x, dots);
+    gemm_float(T, BFLOAT16, fetch, l->in, panel_at(l, o), in.x, dots);
   } else {
-    gemm_float(T, FLOAT32, l->in, panel_at(l, o), in.x, dots);
+    gemm_float(T, FLOAT32, fetch, l->in, panel_at(l, o), in.x, dots);
   }
   for (int t = 0; t < T; t++)
     for (int64_t i = 0; i < count; i++) {
@@ -361,11 +362,21 @@ INLINE void panel_gemm(const int T, const Linear *l, int64_t o, Input in, float 
     }
 }
 
-// Compute all outputs of T tokens, without a barrier at the end. y: (T, row_stride).
+// Compute all outputs of T tokens, without a barrier at the end. y: (T, row_stride). The first tile
+// of a panel reads its weights from memory. Later full tiles read them from the cache and do not
+// prefetch, because that takes time.
 static void gemm(const Linear *l, int64_t T, Input in, float *y, int add) {
-#define CASE(n)                                                          \
-  case n:                                                                \
-    panel_gemm(n, l, o, input_at(l, in, t), y + t * l->row_stride, add); \
+#define TILE(n, fetch) panel_gemm(n, fetch, l, o, input_at(l, in, t), y + t * l->row_stride, add)
+#define CASE(n) \
+  case n:       \
+    TILE(n, 1); \
+    break;
+#define FULL_CASE(n)        \
+  case n:                   \
+    if (t == 0 || n < size) \
+      TILE(n, 1);           \
+    else                    \
+      TILE(n, 0);           \
     break;
   const int64_t size = l->quant_type < INT8 ? FLOAT_TILE : INT_TILE;
 #pragma omp for schedule(static) collapse(2) nowait
@@ -374,7 +385,7 @@ static void gemm(const Linear *l, int64_t T, Input in, float *y, int add) {
       for (int64_t t = tile, n; t < T && t < tile + size; t += n) {
         n = T - t < size ? T - t : size;
         n = n == 12 ? 12 : n >= 8 ? 8 : n >= 6 ? 6 : n;
-        switch (n) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(8) CASE(12) }
+        switch (n) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) FULL_CASE(6) CASE(8) FULL_CASE(12) }
       }
 }
 
