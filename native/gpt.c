@@ -153,9 +153,12 @@ INLINE Vector load_weights(const int quant_type, const void *w, int64_t i) {
 #define LANES_16(i) LANES_8(i), LANES_8(i + 16)
 #ifdef __clang__
 #define DEINTERLEAVE(a, b, i) __builtin_shufflevector(a, b, LANES(i))
+#define SHUFFLE4(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 typedef int32_t Lanes __attribute__((vector_size(4 * WIDTH)));
 #define DEINTERLEAVE(a, b, i) __builtin_shuffle(a, b, (Lanes){LANES(i)})
+typedef int32_t Lanes4 __attribute__((vector_size(16)));
+#define SHUFFLE4(a, b, ...) __builtin_shuffle(a, b, (Lanes4){__VA_ARGS__})
 #endif
 
 #include "blocks.h"
@@ -625,10 +628,10 @@ typedef struct {
   const float *states;      // (T, C): with a draft head, the hidden states that chose the tokens
 } Pass;
 
-// Return the dot product of a and b, or the sum of a if b is NULL. The NUM_PARTIALS
-// partial sums are reduced as a tree, the upper half added to the lower, unrolled so that they stay
-// in registers.
-INLINE float dot(int64_t n, const float *a, const float *b) {
+// Return four sums whose sum is the dot product of a and b, or the sum of a if b is NULL. The
+// NUM_PARTIALS partial sums are reduced as a tree, the upper half added to the lower, unrolled so
+// that they stay in registers.
+INLINE Float4 partial_dot(int64_t n, const float *a, const float *b) {
   Vector sums[NUM_PARTIALS / WIDTH] = {0};
   int64_t i = 0;
   for (; i + NUM_PARTIALS <= n; i += NUM_PARTIALS)
@@ -645,8 +648,22 @@ INLINE float dot(int64_t n, const float *a, const float *b) {
   }
   Float4 quads[NUM_PARTIALS / 4];
   memcpy(quads, sums, sizeof quads);
-  Float4 quad = (quads[0] + quads[2]) + (quads[1] + quads[3]);
+  return (quads[0] + quads[2]) + (quads[1] + quads[3]);
+}
+
+INLINE float dot(int64_t n, const float *a, const float *b) {
+  Float4 quad = partial_dot(n, a, b);
   return (quad[0] + quad[2]) + (quad[1] + quad[3]);
+}
+
+// Multiply x, (n), by ROWS rows, (ROWS, n). Each dot product adds in the order of `dot`.
+INLINE void row_dots(int64_t n, const float *x, const float *rows, float *dots) {
+  Float4 quads[ROWS];
+  for (int k = 0; k < ROWS; k++) quads[k] = partial_dot(n, x, rows + k * n);
+  Float4 low = SHUFFLE4(quads[0], quads[1], 0, 1, 4, 5) + SHUFFLE4(quads[0], quads[1], 2, 3, 6, 7);
+  Float4 high = SHUFFLE4(quads[2], quads[3], 0, 1, 4, 5) + SHUFFLE4(quads[2], quads[3], 2, 3, 6, 7);
+  Float4 sums = SHUFFLE4(low, high, 0, 2, 4, 6) + SHUFFLE4(low, high, 1, 3, 5, 7);
+  memcpy(dots, &sums, sizeof sums);
 }
 
 INLINE float sum(int64_t n, const float *a) { return dot(n, a, NULL); }
@@ -756,10 +773,10 @@ static void apply_rotary_emb(const float *cos, const float *sin, int64_t D, floa
 // accumulate_values, then the next block. A block with a larger score scales down the sums of
 // earlier blocks (online softmax, Milakov and Gimelshein 2018). Blocks begin at multiples of
 // KV_BLOCK, wherever the pass or the sliding window begins, so the order of the sums depends only
-// on the query's position. Here T is the number of queries in a block, WIDTH or 1, at adjacent
-// positions. They attend together, for all query heads that share a KV head, so each block of the
-// cache is read once. T, N and D are compile-time constants where possible, so that loops over them
-// unroll.
+// on the query's position. Adjacent tokens attend together, in all query heads that share a KV
+// head, so each block of the cache is read once. A query is a token in one head. T of them, WIDTH
+// or 1, are a batch, with a lane for each. T, N and D are compile-time constants where possible,
+// so that loops over them unroll.
 
 // QUERY_TILE: queries that share one load of a value.
 enum { KV_BLOCK = 32, QUERY_TILE = 4 };
@@ -773,7 +790,7 @@ typedef struct {
   int64_t row_size;     // bytes
   int64_t page_size;
   const int64_t *page_table;  // of the sequence
-  int64_t length;             // positions that the first query sees; each later query sees one more
+  int64_t length;             // positions that the first token sees; each later token sees one more
   int64_t sliding_window;     // the number of latest positions that a query attends to
   float softcap;              // of the scores; 0: none
 } KVView;
@@ -783,9 +800,9 @@ typedef struct {
   int64_t begin, end;
 } Range;
 
-// Return the positions that query t attends to.
-INLINE Range visible(const KVView *kv, int64_t t) {
-  int64_t end = kv->length + t;
+// Return the positions that a token attends to. token: counted from the first one.
+INLINE Range visible(const KVView *kv, int64_t token) {
+  int64_t end = kv->length + token;
   return (Range){end > kv->sliding_window ? end - kv->sliding_window : 0, end};
 }
 
@@ -837,23 +854,46 @@ INLINE const float *gather_rows(const KVView *kv, char *base, int64_t D, Range i
   return scratch;
 }
 
+// Fetch rows of keys and values that the next block reads.
+INLINE void prefetch_rows(const KVView *kv, Range next) {
+  int64_t size = kv->page_size;
+  for (int64_t i = next.begin, n; i < next.end; i += n) {
+    n = size - i % size < next.end - i ? size - i % size : next.end - i;
+    const char *keys = kv_row(kv, kv->keys, i), *values = kv_row(kv, kv->values, i);
+    for (int64_t at = 0; at < n * kv->row_size; at += CACHE_LINE) {
+      __builtin_prefetch(keys + at);
+      __builtin_prefetch(values + at);
+    }
+  }
+}
+
 // Step 1: compute the dot products of T queries and n keys. q: (D, T). scores: (n, T).
 INLINE void qk_dots(const int T, const int64_t D, const float *q, int64_t n, const float *keys,
                     float *scores) {
   int64_t i = 0;
-  if (T == 1)
+  if (T == 1) {
+    for (; i + ROWS <= n; i += ROWS) row_dots(D, q, keys + i * D, scores + i);
     for (; i < n; i++) scores[i] = dot(D, q, keys + i * D);
-  else {
+  } else {
     for (; i + ROWS <= n; i += ROWS) column_dots(ROWS, D, keys + i * D, q, scores + i * T);
     for (; i < n; i++) column_dots(1, D, keys + i * D, q, scores + i * T);
   }
 }
 
+// A batch of T queries: their tokens, counted from the first one, and the running maximum and sum
+// over the blocks so far.
+typedef struct {
+  int32_t token[WIDTH];
+  float max[WIDTH];  // of the scores
+  float sum[WIDTH];  // of their exponentials
+} QueryBatch;
+
 // Set the scores of masked positions to `value`, in the block that begins at `start`. scores:
 // (KV_BLOCK, T).
-INLINE void mask_scores(const int T, const KVView *kv, int64_t start, float *scores, float value) {
+INLINE void mask_scores(const int T, const KVView *kv, const QueryBatch *batch, int64_t start,
+                        float *scores, float value) {
   for (int t = 0; t < T; t++) {
-    Range seen = visible(kv, t);
+    Range seen = visible(kv, batch->token[t]);
     for (int64_t i = 0; i < KV_BLOCK; i++)
       if (start + i < seen.begin || start + i >= seen.end) scores[i * T + t] = value;
   }
@@ -870,38 +910,33 @@ INLINE Vector lane_max(Vector a, Vector b) {
   for (int half = n / 2; half; half /= 2) \
     for (int i = 0; i < half; i++) x[i] += x[half + i];
 
-// The running maximum and sum of T queries over the blocks so far.
-typedef struct {
-  float max[WIDTH];  // of the scores
-  float sum[WIDTH];  // of their exponentials
-} SoftmaxState;
-
 // Step 2: replace the scores of a block, (KV_BLOCK, T), with exponentials, at most 1 so that none
 // overflows. unmasked: whether every query attends to the whole block. rescale: (T), returns the
 // factors for the sums of earlier blocks. Soft-capped scores are already divided by sqrt(D).
 INLINE void update_softmax(const int T, int64_t D, const KVView *kv, int64_t start, int unmasked,
-                           float *scores, SoftmaxState *state, float *rescale) {
+                           float *scores, QueryBatch *batch, float *rescale) {
   float factor = kv->softcap ? 1 : 1 / sqrtf(D);
   float new_max[WIDTH];
-  if (!unmasked) mask_scores(T, kv, start, scores, -INFINITY);
+  if (!unmasked) mask_scores(T, kv, batch, start, scores, -INFINITY);
   Vector maxima = LOAD(scores);
   for (int i = WIDTH; i < KV_BLOCK * T; i += WIDTH) maxima = lane_max(LOAD(scores + i), maxima);
   store(WIDTH, maxima, new_max);
   for (int t = T; t < WIDTH; t++) new_max[0] = new_max[t] > new_max[0] ? new_max[t] : new_max[0];
   for (int t = 0; t < T; t++) {
-    new_max[t] = state->max[t] > new_max[t] ? state->max[t] : new_max[t];
-    rescale[t] = exponential((state->max[t] - new_max[t]) * factor);
-    state->max[t] = new_max[t];
+    new_max[t] = batch->max[t] > new_max[t] ? batch->max[t] : new_max[t];
+    rescale[t] = exponential((batch->max[t] - new_max[t]) * factor);
+    batch->max[t] = new_max[t];
   }
   for (int i = 0; i < KV_BLOCK * T; i += WIDTH)
     for (int t = 0; t < WIDTH; t++)
       scores[i + t] = exponential((scores[i + t] - new_max[t % T]) * factor);
-  if (!unmasked) mask_scores(T, kv, start, scores, 0);  // `exponential` clamps these to exp(-87)
+  // `exponential` clamps masked scores to exp(-87).
+  if (!unmasked) mask_scores(T, kv, batch, start, scores, 0);
   Vector sums[KV_BLOCK];
   memcpy(sums, scores, KV_BLOCK * T * sizeof(float));
   TREE_SUM(KV_BLOCK * T / WIDTH, sums)
   if (T == 1) TREE_SUM(WIDTH, sums[0])
-  for (int t = 0; t < T; t++) state->sum[t] = state->sum[t] * rescale[t] + sums[0][t];
+  for (int t = 0; t < T; t++) batch->sum[t] = batch->sum[t] * rescale[t] + sums[0][t];
 }
 
 // A matrix whose rows begin `stride` floats apart.
@@ -943,46 +978,59 @@ INLINE void accumulate_values(const int T, const int64_t D, int64_t n, const flo
     }
 }
 
-// Return the scratch size for a block of keys and values, and for the queries and SoftmaxState of
-// `heads` heads.
+// Queries of `tokens` adjacent tokens in `heads` heads that share a KV head.
+typedef struct {
+  int64_t tokens, heads;
+  Matrix q, y;  // a row per token, (heads, D): the queries, and the outputs
+} Queries;
+
+// Return the scratch size for a block of keys and values, and for the queries, sums and batches of
+// at most WIDTH tokens in `heads` heads.
 static int64_t attend_floats(int64_t D, int64_t heads) {
-  return 2 * KV_BLOCK * D + heads * (D + 2) * WIDTH;
+  return 2 * KV_BLOCK * D + heads * (2 * D + 3) * WIDTH;
 }
 
-// Attend with T queries in each of `heads` heads that share a KV head. q and y: T rows of
-// (heads, D). scratch: (attend_floats).
-INLINE void flash_attention(const int T, const int64_t D, int64_t heads, const KVView *kv, Matrix q,
-                            float *scratch, Matrix y) {
-  float *columns = scratch + 2 * KV_BLOCK * D;  // (heads, D, T)
-  SoftmaxState *state = (SoftmaxState *)(columns + heads * D * WIDTH);
-  for (int64_t h = 0; h < heads; h++)
+// Attend with all queries, in batches of T. The last batch repeats its last query. scratch:
+// (attend_floats).
+INLINE void flash_attention(const int T, const int64_t D, const KVView *kv, Queries queries,
+                            float *scratch) {
+  int64_t rows = queries.heads * queries.tokens;
+  int64_t num_batches = (rows + T - 1) / T;
+  float *columns = scratch + 2 * KV_BLOCK * D;  // (num_batches, D, T)
+  float *sums = columns + num_batches * D * T;   // (num_batches, T, D)
+  QueryBatch *batches = (QueryBatch *)(sums + num_batches * T * D);
+  for (int64_t g = 0; g < num_batches; g++)
     for (int t = 0; t < T; t++) {
-      state[h].max[t] = -FLT_MAX;
-      state[h].sum[t] = 0;
-      for (int64_t d = h * D; d < (h + 1) * D; d++) {
-        columns[d * T + t] = q.data[t * q.stride + d];
-        y.data[t * y.stride + d] = 0;
-      }
+      int64_t row = g * T + t < rows ? g * T + t : rows - 1;
+      int64_t token = row % queries.tokens;
+      const float *q = queries.q.data + token * queries.q.stride + row / queries.tokens * D;
+      batches[g].token[t] = token;
+      batches[g].max[t] = -FLT_MAX;
+      batches[g].sum[t] = 0;
+      for (int64_t d = 0; d < D; d++) columns[(g * D + d) * T + t] = q[d];
     }
-  Range needed = {visible(kv, 0).begin, visible(kv, T - 1).end};
-  Range common = {visible(kv, T - 1).begin, visible(kv, 0).end};
+  memset(sums, 0, num_batches * T * D * sizeof *sums);
+  Range first = visible(kv, 0), last = visible(kv, queries.tokens - 1);
+  Range needed = {first.begin, last.end}, common = {last.begin, first.end};
   for (int64_t start = needed.begin / KV_BLOCK * KV_BLOCK; start < needed.end; start += KV_BLOCK) {
     Range block = {start, start + KV_BLOCK};
     Range in = intersection(block, needed);
     int unmasked = start >= common.begin && block.end <= common.end;
     const float *keys = gather_rows(kv, kv->keys, D, in, scratch);
     const float *values = gather_rows(kv, kv->values, D, in, scratch + KV_BLOCK * D);
-    for (int64_t h = 0; h < heads; h++) {
+    prefetch_rows(kv, intersection((Range){block.end, block.end + KV_BLOCK}, needed));
+    for (int64_t g = 0; g < num_batches; g++) {
+      QueryBatch *batch = batches + g;
       float scores[KV_BLOCK * WIDTH], rescale[WIDTH];
-      float *first = scores + (in.begin - start) * T;
-      qk_dots(T, D, columns + h * D * T, in.end - in.begin, keys, first);
-      if (kv->softcap) soft_cap((in.end - in.begin) * T, 1 / sqrtf(D), kv->softcap, first);
-      update_softmax(T, D, kv, start, unmasked, scores, state + h, rescale);
+      float *seen_scores = scores + (in.begin - start) * T;
+      qk_dots(T, D, columns + g * D * T, in.end - in.begin, keys, seen_scores);
+      if (kv->softcap) soft_cap((in.end - in.begin) * T, 1 / sqrtf(D), kv->softcap, seen_scores);
+      update_softmax(T, D, kv, start, unmasked, scores, batch, rescale);
       const int N = unmasked && T > 1 ? QUERY_TILE : 1;
-      for (int t = 0; t < T; t += N) {
-        Range seen = unmasked ? in : intersection(block, visible(kv, t));
+      for (int t = 0; t < T && g * T + t < rows; t += N) {
+        Range seen = unmasked ? in : intersection(block, visible(kv, batch->token[t]));
         Matrix probs = {scores + (seen.begin - start) * T + t, T};
-        Matrix out = {y.data + t * y.stride + h * D, y.stride};
+        Matrix out = {sums + (g * T + t) * D, D};
         int64_t n = seen.end - seen.begin;
         if (N > 1)
           accumulate_values(QUERY_TILE, D, n, values, probs, rescale + t, out);
@@ -991,27 +1039,26 @@ INLINE void flash_attention(const int T, const int64_t D, int64_t heads, const K
       }
     }
   }
-  for (int64_t h = 0; h < heads; h++)
-    for (int t = 0; t < T; t++)
-      for (int64_t d = h * D; d < (h + 1) * D; d++) y.data[t * y.stride + d] /= state[h].sum[t];
+  for (int64_t row = 0; row < rows; row++) {
+    float *y = queries.y.data + row % queries.tokens * queries.y.stride + row / queries.tokens * D;
+    for (int64_t d = 0; d < D; d++) y[d] = sums[row * D + d] / batches[row / T].sum[row % T];
+  }
 }
 
-// Attend with one query per head.
-static void attend_query(int64_t D, int64_t heads, const KVView *kv, Matrix q, float *scratch,
-                         Matrix y) {
+// Attend with one query at a time.
+static void attend_singly(int64_t D, const KVView *kv, Queries queries, float *scratch) {
   if (D == 64)  // as in GPT-2
-    flash_attention(1, 64, heads, kv, q, scratch, y);
+    flash_attention(1, 64, kv, queries, scratch);
   else
-    flash_attention(1, D, heads, kv, q, scratch, y);
+    flash_attention(1, D, kv, queries, scratch);
 }
 
-// Attend with a block of WIDTH queries per head.
-static void attend_query_block(int64_t D, int64_t heads, const KVView *kv, Matrix q, float *scratch,
-                               Matrix y) {
+// Attend with WIDTH queries at a time.
+static void attend_together(int64_t D, const KVView *kv, Queries queries, float *scratch) {
   if (D == 64)
-    flash_attention(WIDTH, 64, heads, kv, q, scratch, y);
+    flash_attention(WIDTH, 64, kv, queries, scratch);
   else
-    flash_attention(WIDTH, D, heads, kv, q, scratch, y);
+    flash_attention(WIDTH, D, kv, queries, scratch);
 }
 
 // Attend with one query of one head over a float32 cache. Exported for tests, which compare it with
@@ -1020,17 +1067,30 @@ void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, 
             float *k, float *v, float *y) {
   KVView kv = {(char *)k, (char *)v, 4 * stride, FLOAT32, 4 * D, size, pages, length, length};
   float scratch[attend_floats(D, 1)];
-  attend_query(D, 1, &kv, (Matrix){q, D}, scratch, (Matrix){y, D});
+  attend_singly(D, &kv, (Queries){1, 1, {q, D}, {y, D}}, scratch);
 }
 
-// Return the first token of the query block of token t, or -1 if it is not entirely in this pass.
-// Query blocks begin at positions that are multiples of WIDTH.
-static int64_t query_block_start(const Pass *p, int64_t t) {
-  int64_t first = t - p->positions[t] % WIDTH;
-  int64_t last = first + WIDTH - 1;
-  if (first < 0 || last >= p->T) return -1;
-  int64_t table = p->table_starts[t];
-  return p->table_starts[first] == table && p->table_starts[last] == table ? first : -1;
+// Assign each token of a pass to a block of at most WIDTH adjacent tokens of its sequence. starts:
+// (T), returns the first token of each token's block. A batch of WIDTH queries costs as much as
+// WIDTH / 2 single ones. A block whose batches would cost more is split into tokens. All blocks are
+// split if they would leave threads idle.
+static void split_queries(const Model *m, const Pass *p, int threads, int32_t *starts) {
+  int64_t K = m->n_kv_head;
+  int64_t heads = m->n_head / K;
+  int64_t largest = 0;  // cost of a block
+  for (int64_t t = 0, end; t < p->T; t = end) {
+    for (end = t + 1; end < p->T && end - t < WIDTH; end++)
+      if (p->table_starts[end] != p->table_starts[t]) break;
+    int64_t rows = heads * (end - t);
+    int64_t cost = (rows + WIDTH - 1) / WIDTH * (WIDTH / 2);
+    int together = end - t > 1 && cost < rows;
+    if (!together) cost = rows;
+    for (int64_t i = t; i < end; i++) starts[i] = together ? t : i;
+    if (cost > largest) largest = cost;
+  }
+  int64_t busiest = (K + threads - 1) / threads * largest;  // a thread's cost for one block
+  if (busiest * threads >= K * heads * p->T)
+    for (int64_t t = 0; t < p->T; t++) starts[t] = t;
 }
 
 // Return a view of the cached sequence of token t, up to this token.
@@ -1114,9 +1174,9 @@ static void norm_and_rope(const Model *m, const Pass *p, const Layer *layer, con
 }
 
 // Prepare queries and keys, append keys and values to the cache, then attend. Each KV head serves
-// H / K query heads. qkv: (T, H + 2 K, D). y: (T, H, D).
-static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, float *scratch,
-                      float *y) {
+// H / K query heads. starts: of `split_queries`. qkv: (T, H + 2 K, D). y: (T, H, D).
+static void attention(const Model *m, const Pass *p, int64_t layer, const int32_t *starts,
+                      float *qkv, float *scratch, float *y) {
   const Layer *l = &m->layers[layer];
   int64_t H = m->n_head, K = m->n_kv_head, D = m->head_dim;
   int64_t group_size = H / K;
@@ -1141,20 +1201,23 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
   int64_t joint = (K * p->T + threads - 1) / threads * group_size;  // heads for the busiest thread
   int64_t split = (K * group_size * p->T + threads - 1) / threads;
   int64_t splits = 5 * split < 4 * joint ? group_size : 1;
+  for (int64_t t = 0; t < p->T; t++)
+    if (starts[t] != t) splits = 1;  // one head of a block would leave most lanes idle
   int64_t heads = group_size / splits;
 #pragma omp for schedule(dynamic) collapse(3)
   for (int64_t k = 0; k < K; k++)
     for (int64_t t = 0; t < p->T; t++)
       for (int64_t part = 0; part < splits; part++) {
         int64_t h = k * group_size + part * heads;
-        int64_t first = query_block_start(p, t);
+        int64_t end = t;
+        while (end < p->T && starts[end] == t) end++;
+        if (end == t) continue;  // computed with the first token of its block
         KVView kv = kv_view(m, p, layer, k, t);
         Matrix q = {qkv + t * row_stride + h * D, row_stride};
         Matrix o = {y + (t * H + h) * D, H * D};
-        if (first >= 0 && first < t) continue;  // computed with the first query of its block
-        int64_t count = first < 0 ? 1 : WIDTH;
-        (first < 0 ? attend_query : attend_query_block)(D, heads, &kv, q, scratch, o);
-        for (int64_t i = 0; is_rotated && i < count; i++)
+        Queries queries = {end - t, heads, q, o};
+        (end - t > 1 ? attend_together : attend_singly)(D, &kv, queries, scratch);
+        for (int64_t i = 0; is_rotated && i < end - t; i++)
           for (int64_t g = 0; g < heads; g++) unrotate_channels(D, o.data + i * o.stride + g * D);
       }
 }
@@ -1371,7 +1434,7 @@ static int64_t thread_floats(const Model *m) {
 
 int64_t work_floats(const Model *m, int64_t T, int threads) {
   int64_t inputs = (T < threads ? threads : 1) * input_floats(m, T);
-  return T * 3 * m->max_width + threads * thread_floats(m) + inputs + route_floats(m, T);
+  return T * 3 * m->max_width + threads * thread_floats(m) + inputs + route_floats(m, T) + T;
 }
 
 // Run a forward pass. logits: (num_logits, vocab_size). work: scratch, (work_floats).
@@ -1384,7 +1447,10 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
   float *wide = y + buffer_floats;
   float *all_scratch = wide + buffer_floats;
   float *all_inputs = all_scratch + threads * thread_floats(m);
-  Routes routes = routes_in(m, T, all_inputs + (T < threads ? threads : 1) * input_floats(m, T));
+  float *route_work = all_inputs + (T < threads ? threads : 1) * input_floats(m, T);
+  Routes routes = routes_in(m, T, route_work);
+  int32_t *starts = (int32_t *)(route_work + route_floats(m, T));
+  split_queries(m, p, threads, starts);
 #pragma omp parallel num_threads(threads)
   {
     int private = T < threads;
@@ -1407,7 +1473,7 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
       int64_t inner = mlp->out.in;
       normalize(&layer->attn_norm, m->eps, n, C, thread_x, thread_in);
       project(layer->attn_in, 3, T, private, input, wide, 0, p->lora_ids);
-      attention(m, p, i, wide, thread_scratch, y);
+      attention(m, p, i, starts, wide, thread_scratch, y);
       residual(m, &layer->attn_out, &layer->attn_out_norm, T, private, attn, wide, x, p->lora_ids);
       normalize(&layer->mlp_norm, m->eps, n, C, thread_x, thread_in);
       if (layer->experts) {
