@@ -59,6 +59,7 @@ from sampling import (
     Sequence,
     all_stop_token_ids,
     check_engine_only_params,
+    finite_rows,
     params_per_prompt,
 )
 from text.tokenizer import Encoding, load_encoding
@@ -263,7 +264,7 @@ def next_output(
     if len(parts) == 2:
         order = torch.tensor(decode + prefill).argsort()
         output = PassOutput(*(torch.cat(pair)[order] for pair in zip(*parts)))
-    if not output.logits.isfinite().all():
+    if not finite_rows(output.logits).all():
         raise UserError(NOT_FINITE)
     return output
 

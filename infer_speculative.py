@@ -117,7 +117,7 @@ def generate_speculative(
             logits = apply_token_mask(logits, [mask if mask.any() else None for mask in masks])
         if q is None:
             draft_ids = torch.tensor(drafts, dtype=torch.int64, device=logits.device)
-            q = torch.nn.functional.one_hot(draft_ids, config.vocab_size).float()
+            q = torch.zeros_like(logits[:-1]).scatter_(1, draft_ids[:, None], 1.0)
         accepted, token = verify(sampling_probs(logits, params), q, drafts, generator)
         if dead_ends and dead_ends[0] <= accepted:
             matcher.checked_token_mask(drafted[dead_ends[0]].output)
@@ -152,13 +152,15 @@ class ModelDrafter:
         self.context_window = ContextWindow(model.config.block_size)
         self.cache = KVCache(model, 1, min(max_len, model.config.block_size), cache_dtype)
 
-    def propose(self, sequence: Sequence, count: int) -> tuple[list[int], torch.Tensor]:
+    def propose(self, sequence: Sequence, count: int) -> tuple[list[int], torch.Tensor | None]:
         """Return up to `count` drafts and q, the distribution that each was sampled from.
 
-        q: (drafts, vocab_size).
+        q: (drafts, vocab_size), or None at temperature 0, where it is one-hot.
         """
         drafts = []
-        q = torch.empty(count, self.model.config.vocab_size, device=self.model.device)
+        q = None
+        if sequence.params.temperature > 0:
+            q = torch.empty(count, self.model.config.vocab_size, device=self.model.device)
         for index in range(count):
             drafted = sequence.with_drafts(drafts)
             logits = apply_logits_processors(self.logits(drafted), [drafted])
@@ -167,13 +169,13 @@ class ModelDrafter:
             logits = logits[0]  # (vocab_size,)
             if logits.max() == -torch.inf:
                 break  # no error: the target may reject an earlier draft, or allow other tokens
-            q[index] = sampling_probs(logits, sequence.params)
-            if sequence.params.temperature == 0:  # argmax is faster than a draw from one-hot q
+            if q is None:
                 drawn = logits.argmax()
             else:
+                q[index] = sampling_probs(logits, sequence.params)
                 drawn = draw(q[index], self.generator)
             drafts.append(drawn.item())
-        return drafts, q[: len(drafts)]
+        return drafts, None if q is None else q[: len(drafts)]
 
     def logits(self, drafted: Sequence) -> torch.Tensor:
         """Return the logits after a sequence and its drafts so far, (1, vocab_size)."""
@@ -197,7 +199,7 @@ class HeadDrafter(ModelDrafter):
         self.states = torch.cat([self.states, states]) if self.tokens else states
         self.tokens += tokens
 
-    def propose(self, sequence: Sequence, count: int) -> tuple[list[int], torch.Tensor]:
+    def propose(self, sequence: Sequence, count: int) -> tuple[list[int], torch.Tensor | None]:
         max_len = self.cache.storage.shape[4]
         # There is no state before the first pass.
         count = min(count, max_len - 1) if self.tokens else 0

@@ -295,7 +295,7 @@ class RowSampler(Protocol):
 
 
 def finite_rows(logits: torch.Tensor) -> torch.Tensor:
-    """Return (B,) bools: true for rows of logits (B, vocab_size) without NaN and infinity."""
+    """Return bools, (...): true for rows of logits (..., vocab_size) without NaN and infinity."""
     return logits.abs().amax(dim=-1).isfinite()  # amax propagates NaN
 
 
