@@ -997,7 +997,7 @@ INLINE void flash_attention(const int T, const int64_t D, const KVView *kv, Quer
   int64_t rows = queries.heads * queries.tokens;
   int64_t num_batches = (rows + T - 1) / T;
   float *columns = scratch + 2 * KV_BLOCK * D;  // (num_batches, D, T)
-  float *sums = columns + num_batches * D * T;   // (num_batches, T, D)
+  float *sums = columns + num_batches * D * T;  // (num_batches, T, D)
   QueryBatch *batches = (QueryBatch *)(sums + num_batches * T * D);
   for (int64_t g = 0; g < num_batches; g++)
     for (int t = 0; t < T; t++) {
@@ -1070,14 +1070,17 @@ void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, 
   attend_singly(D, &kv, (Queries){1, 1, {q, D}, {y, D}}, scratch);
 }
 
-// Assign each token of a pass to a block of at most WIDTH adjacent tokens of its sequence. starts:
-// (T), returns the first token of each token's block. A batch of WIDTH queries costs as much as
-// WIDTH / 2 single ones. A block whose batches would cost more is split into tokens. All blocks are
-// split if they would leave threads idle.
-static void split_queries(const Model *m, const Pass *p, int threads, int32_t *starts) {
+// Divide the queries of a pass. Each token belongs to a block of at most WIDTH adjacent tokens of
+// its sequence. starts: (T), returns the first token of each token's block. Returns into how many
+// parts the heads that share a KV head are split.
+//
+// A batch of WIDTH queries costs as much as WIDTH / 2 single ones. A block whose batches would cost
+// more is split into tokens. All blocks are split if they would leave threads idle.
+static int64_t split_queries(const Model *m, const Pass *p, int threads, int32_t *starts) {
   int64_t K = m->n_kv_head;
   int64_t heads = m->n_head / K;
   int64_t largest = 0;  // cost of a block
+  int has_blocks = 0;
   for (int64_t t = 0, end; t < p->T; t = end) {
     for (end = t + 1; end < p->T && end - t < WIDTH; end++)
       if (p->table_starts[end] != p->table_starts[t]) break;
@@ -1087,10 +1090,17 @@ static void split_queries(const Model *m, const Pass *p, int threads, int32_t *s
     if (!together) cost = rows;
     for (int64_t i = t; i < end; i++) starts[i] = together ? t : i;
     if (cost > largest) largest = cost;
+    has_blocks |= together;
   }
   int64_t busiest = (K + threads - 1) / threads * largest;  // a thread's cost for one block
-  if (busiest * threads >= K * heads * p->T)
-    for (int64_t t = 0; t < p->T; t++) starts[t] = t;
+  if (has_blocks && busiest * threads < K * heads * p->T)
+    return 1;  // one head of a block would leave most lanes idle
+  for (int64_t t = 0; t < p->T; t++) starts[t] = t;
+  // Split the heads over threads where that is faster. Each thread then reads the keys separately,
+  // which takes about 1.25 times as long.
+  int64_t joint = (K * p->T + threads - 1) / threads * heads;  // heads for the busiest thread
+  int64_t split = (K * heads * p->T + threads - 1) / threads;
+  return 5 * split < 4 * joint ? heads : 1;
 }
 
 // Return a view of the cached sequence of token t, up to this token.
@@ -1174,9 +1184,9 @@ static void norm_and_rope(const Model *m, const Pass *p, const Layer *layer, con
 }
 
 // Prepare queries and keys, append keys and values to the cache, then attend. Each KV head serves
-// H / K query heads. starts: of `split_queries`. qkv: (T, H + 2 K, D). y: (T, H, D).
+// H / K query heads. starts, splits: of `split_queries`. qkv: (T, H + 2 K, D). y: (T, H, D).
 static void attention(const Model *m, const Pass *p, int64_t layer, const int32_t *starts,
-                      float *qkv, float *scratch, float *y) {
+                      int64_t splits, float *qkv, float *scratch, float *y) {
   const Layer *l = &m->layers[layer];
   int64_t H = m->n_head, K = m->n_kv_head, D = m->head_dim;
   int64_t group_size = H / K;
@@ -1195,14 +1205,6 @@ static void attention(const Model *m, const Pass *p, int64_t layer, const int32_
       norm_and_rope(m, p, l, &l->key_norm, t, key);
       append_kv(&kv, D, key, key + K * D);
     }
-  // Split the heads of a group over threads where that is faster. Each thread then reads the keys
-  // separately, which takes about 1.25 times as long.
-  int64_t threads = omp_get_num_threads();
-  int64_t joint = (K * p->T + threads - 1) / threads * group_size;  // heads for the busiest thread
-  int64_t split = (K * group_size * p->T + threads - 1) / threads;
-  int64_t splits = 5 * split < 4 * joint ? group_size : 1;
-  for (int64_t t = 0; t < p->T; t++)
-    if (starts[t] != t) splits = 1;  // one head of a block would leave most lanes idle
   int64_t heads = group_size / splits;
 #pragma omp for schedule(dynamic) collapse(3)
   for (int64_t k = 0; k < K; k++)
@@ -1450,7 +1452,10 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
   float *route_work = all_inputs + (T < threads ? threads : 1) * input_floats(m, T);
   Routes routes = routes_in(m, T, route_work);
   int32_t *starts = (int32_t *)(route_work + route_floats(m, T));
-  split_queries(m, p, threads, starts);
+#ifndef _OPENMP
+  threads = 1;  // whatever the caller asks for
+#endif
+  int64_t splits = split_queries(m, p, threads, starts);
 #pragma omp parallel num_threads(threads)
   {
     int private = T < threads;
@@ -1473,7 +1478,7 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
       int64_t inner = mlp->out.in;
       normalize(&layer->attn_norm, m->eps, n, C, thread_x, thread_in);
       project(layer->attn_in, 3, T, private, input, wide, 0, p->lora_ids);
-      attention(m, p, i, starts, wide, thread_scratch, y);
+      attention(m, p, i, starts, splits, wide, thread_scratch, y);
       residual(m, &layer->attn_out, &layer->attn_out_norm, T, private, attn, wide, x, p->lora_ids);
       normalize(&layer->mlp_norm, m->eps, n, C, thread_x, thread_in);
       if (layer->experts) {
